@@ -43,8 +43,8 @@ import time
 from pathlib import Path
 
 # ruff: noqa: I001 - one import per line, because `hosts.agent_source` removes these lines
-from launch.supervisor import BEGINNING, LATEST, Launch, Refused, Supervisor, about_latest, environment_of, kill
-from launch.supervisor import last_line, latest, nothing_runs, read, said_last, take, wait_for, write
+from launch.supervisor import BEGINNING, LATEST, Launch, Refused, Supervisor, describe_latest, command_environment, kill
+from launch.supervisor import last_line, latest, nothing_runs, read, reported_status, acquire_lock, wait_for, write
 
 GO_S = 60  # how long a host that is ready waits for the start signal of launcher.sh
 DEVICES = os.environ.get("AXIS_DEVICES", "/dev")  # the folder of the TPU's device files; tests use another one
@@ -63,7 +63,7 @@ def has_tpu() -> bool:
     return bool(glob.glob(f"{DEVICES}/accel[0-9]*") or glob.glob(f"{DEVICES}/vfio/[0-9]*"))
 
 
-def holders(target: str) -> list[int]:
+def holder_pids(target: str) -> list[int]:
     """The ids of the processes that have a file open; includes other users' processes only for root."""
     pids = set()
     for link in glob.glob("/proc/[0-9]*/fd/*"):
@@ -80,7 +80,7 @@ def user_of(uid: int) -> str:
         return str(uid)
 
 
-def described(pid: int) -> str:
+def describe_process(pid: int) -> str:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         return f"process {pid} ({user_of(os.stat(f'/proc/{pid}').st_uid)} {' '.join(words.split())[:80]})"
@@ -91,7 +91,7 @@ def described(pid: int) -> str:
 # Setting up -----------------------------------------------------------------------------------------------------------
 
 
-def changed(commit: str) -> str:
+def changed_files(commit: str) -> str:
     """The files of a commit that were edited after they were shipped, separated by spaces."""
     check = ["sha256sum", "--check", "--quiet", ".shipped"]
     done = subprocess.run(check, cwd=f"commits/{commit}", capture_output=True, text=True)
@@ -128,21 +128,21 @@ def prepare(commit: str, venv: str, free: bool) -> dict:
     if not shutil.which("tmux"):
         raise Refused("tmux is missing; install it: sudo apt-get install tmux")
     if free and not nothing_runs():
-        raise Refused(f"a run is alive here: {about_latest()}; stop it, or launch with --replace")
+        raise Refused(f"a run is alive here: {describe_latest()}; stop it, or launch with --replace")
     if not os.path.isdir(f"commits/{commit}"):
         return {"absent": True}
-    if files := changed(commit):
+    if files := changed_files(commit):
         where = f"{os.getcwd()}/commits/{commit}; copy what you need, remove that folder, and try again"
         raise Refused(f"files of its commit were edited on the host: {files} changed in {where}")
-    packages(commit, venv)
+    install_packages(commit, venv)
     boot, here = read(Path("/proc/sys/kernel/random/boot_id"))[:8], os.stat(".")
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    return {**facts(commit), "address": connection[2] if len(connection) > 2 else "127.0.0.1",
+    return {**host_facts(commit), "address": connection[2] if len(connection) > 2 else "127.0.0.1",
             "machine": f"{boot}-{here.st_dev}-{here.st_ino}", "tpu": tpu(),
             "owner": None if nothing_runs() else latest().by}  # fmt: skip
 
 
-def packages(commit: str, venv: str) -> None:
+def install_packages(commit: str, venv: str) -> None:
     """Link a commit to its packages, which are installed once for all commits with the same lock files."""
     code = Path("commits", commit)
     if not venv:
@@ -158,7 +158,7 @@ def packages(commit: str, venv: str) -> None:
             for name in ("requirements.txt", "Makefile"):
                 if not (lock / name).exists():
                     shutil.copy(code / name, lock)
-            install_lock = take(lock / "installing", 3600)
+            install_lock = acquire_lock(lock / "installing", 3600)
             with open(lock / "log", "w") as log:
                 done = subprocess.run(["make", "-C", lock, f".venv/{target}"], stdout=log, stderr=log)
             os.close(install_lock)
@@ -171,7 +171,7 @@ def packages(commit: str, venv: str) -> None:
     link(venv, code / ".venv")
 
 
-def facts(commit: str) -> dict:
+def host_facts(commit: str) -> dict:
     """The versions of Python and jax, which must agree on all hosts, the GiB of free disk, and the clock."""
     python, versions = Path("commits", commit, ".venv/bin/python"), ["none", "none"]
     if os.access(python, os.X_OK):
@@ -187,14 +187,14 @@ def check(commit: str, command: list[str], environment: dict) -> dict:
     if re.search(r" --run[.]check[ =]no\b", " ".join(command)):
         return {}
     done = subprocess.run([*command, "--run.check", "only"], cwd=f"commits/{commit}",
-                          env=environment_of(commit, environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)  # fmt: skip
+                          env=command_environment(commit, environment), stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     if done.returncode:
-        raise Refused(reason(done.stdout.decode(errors="replace")) or f"exit status {done.returncode}")
+        raise Refused(refusal_reason(done.stdout.decode(errors="replace")) or f"exit status {done.returncode}")
     return {}
 
 
-def reason(text: str) -> str:
+def refusal_reason(text: str) -> str:
     """Why a command refused, in one line: its `error: ..` line, the text in its box, or its last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if errors := [line for line in lines if line.startswith("error: ")]:
@@ -214,9 +214,9 @@ def port(port: int) -> dict:
     tables = read(Path("/proc/net/tcp")) + "\n" + read(Path("/proc/net/tcp6"))
     for fields in map(str.split, tables.splitlines()):
         if len(fields) > 9 and fields[3] == "0A" and fields[1].endswith(f":{port:04X}"):
-            seen = holders(f"socket:[{fields[9]}]")
+            seen = holder_pids(f"socket:[{fields[9]}]")
             unseen = f"a process of user {user_of(int(fields[7]))} that you have no permission to inspect"
-            who = described(seen[0]) if seen else unseen
+            who = describe_process(seen[0]) if seen else unseen
             raise Refused(f"port {port} is in use by {who}; end it, or set COORDINATOR_PORT to another port")
     return {}
 
@@ -227,12 +227,12 @@ def start(launch: dict, coordinator: str, count: int, environment: dict) -> dict
     Cancels the launch before anything runs if launcher.sh disconnects or sends nothing for GO_S seconds.
     """
     launch, folder = Launch(**launch, starter=os.getpid()), os.getcwd()
-    here = launch.here
-    start_lock = take("starting", 40)  # held until the run holds `lock`, so of two simultaneous launches one fails
+    here = launch.folder
+    start_lock = acquire_lock("starting", 40)  # held until the run holds `lock`: of two simultaneous launches one fails
     if start_lock is None:
         raise Refused("another launch has been starting here for 40 s; wait until it is done, then launch again")
     if not nothing_runs():
-        raise Refused(f"a run is alive here: {about_latest()}")
+        raise Refused(f"a run is alive here: {describe_latest()}")
     if has_tpu():  # JAX gets the order of the hosts from the TPU
         settings = {"AXIS_PROCESSES": str(count)}
     else:
@@ -251,10 +251,10 @@ def start(launch: dict, coordinator: str, count: int, environment: dict) -> dict
     link(launch.name, LATEST)
     os.umask(umask)
     words = [f"{folder}/{here}/agent.py", folder, "supervise", launch.name]
-    tmux = ["tmux", "new-session", "-d", "-s", session(), "-c", f"{folder}/commits/{launch.commit}", *words]
+    tmux = ["tmux", "new-session", "-d", "-s", session_name(), "-c", f"{folder}/commits/{launch.commit}", *words]
     done = subprocess.run(tmux, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        raise Refused(f"tmux cannot start a session named {session()}: {done.stderr.strip()}")
+        raise Refused(f"tmux cannot start a session named {session_name()}: {done.stderr.strip()}")
     if not wait_for(20, (here / "log").exists):
         raise Refused(f"tmux did not start the command within 20 s; see {folder}/{here}")
     os.close(start_lock)
@@ -279,7 +279,7 @@ def link(target: str, path: Path) -> None:
     partial.replace(path)
 
 
-def session() -> str:
+def session_name() -> str:
     """The name of this folder's own tmux session; the default folder's is `axis`."""
     name = os.path.basename(os.getcwd())
     return "axis" if name == "axis-by-axis" else "axis-" + re.sub(r"[.:]", "_", name)
@@ -295,7 +295,7 @@ def state() -> str:
             code = f"exit {code}"
             if (LATEST / "stop").exists():
                 code = f"stopped, {code}"
-            elif said_last(LATEST) == "preempted":
+            elif reported_status(LATEST) == "preempted":
                 code = f"preempted, {code}"
         return code if quiet or wait_for(1, nothing_runs) else f"{code}, processes left"
     if quiet:
@@ -318,7 +318,7 @@ def status() -> dict:
         values["step_s_ago"] = max(0, int(now - float(at)))
     if (LATEST / "log").exists():
         values["log_s_ago"] = max(0, int(now - os.path.getmtime(LATEST / "log")))
-    return {**values, "last_line": last_line(LATEST / "log") or None, "by": launch.by, "command": launch.words()}
+    return {**values, "last_line": last_line(LATEST / "log") or None, "by": launch.by, "command": launch.command_line()}
 
 
 def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
@@ -334,12 +334,12 @@ def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
     if latest().by != by and not yes:
         return {"owner": latest().by}
     here = LATEST.resolve()
-    if create(here / "stop", by):  # prevents all further restarts
+    if create_file(here / "stop", by):  # prevents all further restarts
         wait_for(1, (here / "pid").exists)  # the command may be starting right now
     else:
         waits = f", requested earlier by {read(here / 'stop') or 'somebody'}"
     while not nothing_runs() and time.monotonic() - begin < grace_s:
-        if (pid := read(here / "pid")) and create(here / "told"):
+        if (pid := read(here / "pid")) and create_file(here / "told"):
             kill(int(pid), signal.SIGTERM)
         time.sleep(0.05)
     if not nothing_runs():
@@ -347,7 +347,7 @@ def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
         if pid := read(here / "pid"):
             kill(int(pid), signal.SIGKILL)
         if not wait_for(10, nothing_runs):
-            pids = " ".join(map(str, holders(f"{os.getcwd()}/lock")))
+            pids = " ".join(map(str, holder_pids(f"{os.getcwd()}/lock")))
             raise Refused(f"a process of the run is still alive after SIGKILL: {pids}")
     if read(here / "exit") == "137":
         end, waits = "killed", waits + ", SIGTERM did not end it" * (grace_s > 0)
@@ -355,7 +355,7 @@ def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
     return {"text": f"{result}; its log ends: {last_line(here / 'log')}", "killed": end == "killed"}
 
 
-def create(path: Path, text: str = "") -> bool:
+def create_file(path: Path, text: str = "") -> bool:
     """Create a file, which stays empty if the disk is full. Returns False if it exists already."""
     try:
         with open(path, "x") as file:
@@ -385,7 +385,7 @@ def logs(lines: int, follow: bool) -> dict:
         if not follow:
             return {}
         wait_for(20, (LATEST / "log").exists)
-        emit("line", f"supervisor: launch {about_latest()}")
+        emit("line", f"supervisor: launch {describe_latest()}")
         lines = 10**9
 
 
@@ -401,11 +401,15 @@ def show_more(file) -> bool:
     return not mark or not select.select([stdin], [], [], 0.2)[0] or bool(stdin.read1(1))
 
 
-def run_beside(command: list[str]) -> dict:
+def run_next_to_run(command: list[str]) -> dict:
     """Run a command next to the training run, in its commit."""
     if not (launch := latest()).command:
         raise Refused("nothing was launched here")
-    where = {"cwd": f"commits/{launch.commit}", "env": environment_of(launch.commit, {}), "stdin": subprocess.DEVNULL}
+    where = {
+        "cwd": f"commits/{launch.commit}",
+        "env": command_environment(launch.commit, {}),
+        "stdin": subprocess.DEVNULL,
+    }
     try:
         child = subprocess.Popen(command, **where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
@@ -462,7 +466,7 @@ def tpu() -> str:
     at = os.stat(file)
     for fields in map(str.split, read(Path("/proc/locks")).splitlines()):
         if len(fields) > 5 and fields[5].endswith(f":{at.st_ino}"):
-            return f"in use by {described(int(fields[4]))}"
+            return f"in use by {describe_process(int(fields[4]))}"
     return (
         "free"
         if at.st_uid == os.geteuid()
@@ -473,9 +477,15 @@ def tpu() -> str:
 def doctor(commit: str) -> dict:
     shipped = "absent"
     if os.path.isdir(f"commits/{commit}"):
-        shipped = f"changed: {files}" if (files := changed(commit)) else "shipped"
+        shipped = f"changed: {files}" if (files := changed_files(commit)) else "shipped"
     lacks = [tool for tool in ("tmux", "make", "tar") if not shutil.which(tool)]
-    return {"commit": shipped, **facts(commit), "tpu": tpu(), "lacks": " ".join(lacks) or "nothing", "run": state()}
+    return {
+        "commit": shipped,
+        **host_facts(commit),
+        "tpu": tpu(),
+        "lacks": " ".join(lacks) or "nothing",
+        "run": state(),
+    }
 
 
 def usage() -> dict:
@@ -496,7 +506,7 @@ VERBS = {
     verb.__name__: verb
     for verb in (prepare, receive, check, port, start, status, stop, logs, pack, clean, doctor, usage)
 }
-VERBS["exec"] = run_beside
+VERBS["exec"] = run_next_to_run
 
 
 def enter(folder: str) -> None:

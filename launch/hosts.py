@@ -89,7 +89,7 @@ def hosts_of_tpu(name: str, zone: str) -> list[str]:
     return read_hosts(next(filter(None, line.split(",")), "") for line in output.splitlines())
 
 
-def keep_only(hosts: list[str], names: str) -> list[str]:
+def select_hosts(hosts: list[str], names: str) -> list[str]:
     """The hosts that are in the comma-separated `names`, in the order of `hosts`."""
     wanted = [name for name in names.split(",") if name]
     for name in wanted:
@@ -132,10 +132,10 @@ def parse(argv: list[str], takes: dict, usage: str) -> tuple[str, list[str], dic
         raise UserError(f"'{verb}' is not a command of {usage}; see {usage} --help")
     if extra := [*(flag for flag in flags if flag not in {*own.split()} | WHICH), *words[max(most, 0) :]]:
         raise UserError(f"{verb or 'a launch'} does not accept '{extra[0]}'; see {usage} --help")
-    return verb, words, flags, command, chosen_hosts(flags)
+    return verb, words, flags, command, hosts_from_flags(flags)
 
 
-def chosen_hosts(flags: dict) -> list[str]:
+def hosts_from_flags(flags: dict) -> list[str]:
     name, zone, file = flags.get("--tpu"), flags.get("--zone"), flags.get("--hosts")
     if name:
         if not zone:
@@ -154,7 +154,7 @@ def chosen_hosts(flags: dict) -> list[str]:
         raise UserError("name the hosts: --hosts FILE (one per line), --tpu NAME --zone ZONE, or - (standard input)")
     if not hosts:
         raise UserError(f"{where} lists no hosts")
-    return keep_only(hosts, flags["--only"]) if "--only" in flags else hosts
+    return select_hosts(hosts, flags["--only"]) if "--only" in flags else hosts
 
 
 # Requests -------------------------------------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ class Answer:
     host: str
     values: dict | None = None
     error: str = ""
-    asked: float = 0.0  # unix times of the request and the answer, by the local clock
-    answered: float = 0.0
+    sent_at: float = 0.0  # unix times of the request and the answer, by the local clock
+    answered_at: float = 0.0
 
     @property
     def failed(self) -> bool:
@@ -179,8 +179,8 @@ class Answer:
 
     def clock_s(self) -> int:
         """How far the host's clock is ahead of the local one, in seconds, within the duration of the request."""
-        clock = self.get("clock") or self.asked
-        return round(clock - min(max(clock, self.asked), self.answered))
+        clock = self.get("clock") or self.sent_at
+        return round(clock - min(max(clock, self.sent_at), self.answered_at))
 
 
 class Fleet:
@@ -197,9 +197,9 @@ class Fleet:
         self.port, self.wait_s = number("COORDINATOR_PORT", 8476), number("RESTART_WAIT", 90)
         self.log_mib, self.keep = number("LOG_MIB", 256), number("KEEP", 5)
         self.folder, self.venv = env("HOST_FOLDER") or "axis-by-axis", env("VENV", "")
-        self.by = f"{env('USER') or getpass.getuser()}@{os.uname().nodename.split('.')[0]}"
+        self.user = f"{env('USER') or getpass.getuser()}@{os.uname().nodename.split('.')[0]}"
         self.dry = bool(env("DRY_RUN"))
-        self.places = threading.Semaphore(1 if self.dry else max(1, number("PARALLEL", 16)))
+        self.slots = threading.Semaphore(1 if self.dry else max(1, number("PARALLEL", 16)))
         self.ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={number('CONNECT_TIMEOUT', 10)}"]
         self.ssh += ["-o", "StrictHostKeyChecking=accept-new", "-o", "ServerAliveInterval=15"]  # detects a cut in 45 s
         self.ssh += ["-F", env("SSH_CONFIG")] if env("SSH_CONFIG") else []
@@ -261,15 +261,15 @@ class Fleet:
             self.say(f"{{ {' && '.join(sent)}; }} | {shlex.join(command)}")
             return Answer(host, {})
         text += "\n" + (json.dumps({name: os.environ[name] for name in keys}) + "\n") * bool(keys)
-        with self.places:
-            return Question(self, host, command, mark, limit_s).answer(text.encode(), payload, on_line, on_ready)
+        with self.slots:
+            return PendingRequest(self, host, command, mark, limit_s).answer(text.encode(), payload, on_line, on_ready)
 
 
-class Question:
+class PendingRequest:
     """One request in flight."""
 
     def __init__(self, fleet: Fleet, host: str, command: list[str], mark: str, limit_s: int | None):
-        self.fleet, self.host, self.mark, self.late, self.instead = fleet, host, mark, False, ""
+        self.fleet, self.host, self.mark, self.timed_out, self.other_output = fleet, host, mark, False, ""
         self.limit_s = fleet.limit_s if limit_s is None else limit_s
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with this
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
@@ -277,7 +277,7 @@ class Question:
 
     def answer(self, text: bytes, payload, on_line, on_ready) -> Answer:
         """Send the request and read the complete answer."""
-        answer = Answer(self.host, asked=time.time())
+        answer = Answer(self.host, sent_at=time.time())
         timer = threading.Timer(self.limit_s or 10**8, self.give_up)
         timer.daemon = True
         timer.start()
@@ -287,12 +287,12 @@ class Question:
             kind, value = self.parse(line)
             if kind == "ready":
                 timer.cancel()
-                self.fleet.places.release()
+                self.fleet.slots.release()
                 with contextlib.suppress(OSError), self.child.stdin as stdin:
                     stdin.write(b"go\n" if on_ready() else b"")
-                self.fleet.places.acquire()
+                self.fleet.slots.acquire()
             elif kind == "answer":
-                answer.values, answer.answered = value, time.time()
+                answer.values, answer.answered_at = value, time.time()
             elif kind == "error":
                 answer.error = value
             elif kind:
@@ -321,12 +321,12 @@ class Question:
         """Return (kind, value) of a line of the answer, or (None, None) for other output, such as a login's."""
         text = line.decode(errors="replace")
         if self.mark not in text:  # the mark may follow output that lacks a newline
-            self.instead = text.strip()[:500] or self.instead
+            self.other_output = text.strip()[:500] or self.other_output
             return None, None
         return next(iter(json.loads(text.partition(self.mark)[2]).items()))
 
     def give_up(self) -> None:
-        self.late = True
+        self.timed_out = True
         self.child.kill()
 
     def cause(self, status: int) -> str:
@@ -334,7 +334,7 @@ class Question:
         self.errors.seek(0)
         lines = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
         last, host = (lines or [""])[-1][:500], self.host
-        if self.late:
+        if self.timed_out:
             return (f"not done within {self.limit_s} s; set TIMEOUT to wait longer, or close a shared ssh "
                     f"connection that hangs: ssh -O exit {host}")  # fmt: skip
         if status == 255 and "verification failed" in last:
@@ -344,8 +344,8 @@ class Question:
             return f"rejects the ssh key ({last}); add your key on the host, or name the right one in ~/.ssh/config"
         if status == 255:
             return f"unreachable: {last}" if "timed out" in last else f"cannot be reached: {last}; try ssh {host}"
-        if status != 69 and (status in (0, 127) or self.instead or not last):
-            output = f"prints: {self.instead}" if self.instead else f"exits{f' ({last})' if last else ''}"
+        if status != 69 and (status in (0, 127) or self.other_output or not last):
+            output = f"prints: {self.other_output}" if self.other_output else f"exits{f' ({last})' if last else ''}"
             return f"gives no valid answer but {output}; check the shell's startup files on {host} (.bashrc)"
         return last
 
@@ -353,7 +353,7 @@ class Question:
 # Output ---------------------------------------------------------------------------------------------------------------
 
 
-def table(headings: list[str], rows: list[list]) -> None:
+def print_table(headings: list[str], rows: list[list]) -> None:
     """Print a table with one line per host; None is shown as -."""
     cells = [["host", *headings]] + [["-" if cell is None else str(cell) for cell in row] for row in rows]
     widths = [max(len(row[n]) for row in cells if len(row) > n) for n in range(len(headings) + 1)]
@@ -361,7 +361,7 @@ def table(headings: list[str], rows: list[list]) -> None:
         print("  ".join(cell.ljust(widths[n]) for n, cell in enumerate(row)).rstrip())
 
 
-def differing(answers: list[Answer], **names: str) -> list[str]:
+def differing_lines(answers: list[Answer], **names: str) -> list[str]:
     """A line for each host whose value of a key differs from that of most hosts. names: key -> printed name."""
     lines = []
     for key, name in names.items():

@@ -91,12 +91,12 @@ import time
 from pathlib import Path
 
 from launch import hosts
-from launch.hosts import ROOT, Answer, Fleet, Interrupted, UserError, table, whole_number
+from launch.hosts import ROOT, Answer, Fleet, Interrupted, UserError, print_table, whole_number
 
 COLUMNS = {"state": "state", "launch": "launch", "commit": "commit", "step": "step", "loss": "loss",
            "tokens_per_s": "tokens/s", "step_s_ago": "step s ago", "log_s_ago": "log s ago",
            "last_line": "last line"}  # fmt: skip
-TAKES = {  # verb -> (its flags, its maximum number of arguments; -1: a command after --); "": a launch
+VERBS = {  # verb -> (its flags, its maximum number of arguments; -1: a command after --); "": a launch
     "": ("--replace --yes --restarts --on-end --env", 0),
     "status": ("--short --json", 0),
     "logs": ("-f -n", 1),
@@ -169,7 +169,9 @@ def launch(fleet: Fleet, command: list[str], flags: dict) -> int:
             raise NotStarted("the hosts above are not ready")
         if not fleet.dry:
             check_hosts(ready)
-        if replace and not may_stop(fleet, [answer.get("owner") for answer in ready], "--yes" in flags, "--replace"):
+        if replace and not confirm_stop(
+            fleet, [answer.get("owner") for answer in ready], "--yes" in flags, "--replace"
+        ):
             raise NotStarted("you chose not to replace the run")
         check_command(fleet, commit, command, keys, restarts)
         if replace and stop(fleet, {"--yes": True}) == 1:
@@ -192,7 +194,7 @@ def start_request(fleet: Fleet, address: str | None, about: dict):
     address = address or f"ADDRESS_OF_{fleet.hosts[0]}"
     coordinator = f"{f'[{address}]' if ':' in address else address}:{fleet.port}"
     about |= {"name": f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}", "first_host": fleet.hosts[0]}
-    about |= {"by": fleet.by, "wait_s": fleet.wait_s, "log_mib": fleet.log_mib}
+    about |= {"by": fleet.user, "wait_s": fleet.wait_s, "log_mib": fleet.log_mib}
 
     def request(number: int) -> dict:
         launch = {**about, "host": fleet.hosts[number], "process": number}
@@ -226,14 +228,14 @@ def check_hosts(ready: list[Answer]) -> None:
             print(f"{answer.host}  WARNING: its TPU is {answer.get('tpu')}")
 
 
-def may_stop(fleet: Fleet, owners: list, yes: bool, flag: str) -> bool:
+def confirm_stop(fleet: Fleet, owners: list, yes: bool, flag: str) -> bool:
     """Whether to stop the run; asks the user first if somebody else started it."""
-    others = " ".join(sorted({owner for owner in owners if owner not in (None, "-", fleet.by)}))
+    others = " ".join(sorted({owner for owner in owners if owner not in (None, "-", fleet.user)}))
     if yes or not others:
         return True
     if not sys.stdin.isatty():
-        raise UserError(f"{others} started this run, not {fleet.by}; ask them first, or stop it with {flag} --yes")
-    reply = input(f"{others} started this run, not {fleet.by}. Stop it? [y/N] ")
+        raise UserError(f"{others} started this run, not {fleet.user}; ask them first, or stop it with {flag} --yes")
+    reply = input(f"{others} started this run, not {fleet.user}. Stop it? [y/N] ")
     return reply.strip().lower() in ("y", "yes")
 
 
@@ -291,7 +293,7 @@ def begin_together(fleet: Fleet, request, keys: list[str]) -> list[Answer]:
     if not begun.is_set():
         raise NotStarted("you canceled it" if ended else "the hosts above were not ready to begin") from ended
     print("error: not every host began, so all are stopped; --replace does not restart the old run", file=sys.stderr)
-    about = {"grace_s": 0, "by": fleet.by, "yes": True, "launch": request(0)["launch"]["name"]}
+    about = {"grace_s": 0, "by": fleet.user, "yes": True, "launch": request(0)["launch"]["name"]}
     fleet.ended = False
     if any(answer.failed for answer in fleet.ask_all({"do": "stop", **about})):
         print("error: some hosts are not stopped; when all hosts answer: ./launcher.sh stop --now", file=sys.stderr)
@@ -306,7 +308,7 @@ def status(fleet: Fleet, flags: dict) -> int:
     answers = fleet.ask_all({"do": "status"}, None, quiet=machine)
     if machine and not fleet.dry:
         print(json.dumps([as_json(answer) for answer in answers], sort_keys=True))
-        return int(any(map(in_trouble, answers)))
+        return int(any(map(has_problem, answers)))
     return show_status(fleet, answers, "--short" in flags)
 
 
@@ -318,7 +320,7 @@ def as_json(answer: Answer) -> dict:
     return {**row, **{name: number(row[name]) for name in ("step", "steps", "loss", "tokens_per_s")}}
 
 
-def in_trouble(answer: Answer) -> bool:
+def has_problem(answer: Answer) -> bool:
     state = answer.get("state") or ""
     return not (state.startswith("running") or state in ("exit 0", "stopped, exit 0"))
 
@@ -327,10 +329,10 @@ def show_status(fleet: Fleet, answers: list[Answer], short: bool = False) -> int
     """Print the table (short: only problems). Returns 0 if all hosts run or have succeeded, in the same launch."""
     if fleet.dry:
         return 0
-    trouble = [answer for answer in answers if in_trouble(answer)]
-    well = [answer for answer in answers if not in_trouble(answer)]
+    trouble = [answer for answer in answers if has_problem(answer)]
+    well = [answer for answer in answers if not has_problem(answer)]
     if not short or trouble:
-        table([*COLUMNS.values()], [row(answer) for answer in (trouble if short else answers)])
+        print_table([*COLUMNS.values()], [row(answer) for answer in (trouble if short else answers)])
     if short and well:
         state, _, _, step, loss, speed, *_ = row(well[0])[1:]
         state, step, loss, speed = (cell or "-" for cell in (state, step, loss, speed))
@@ -339,7 +341,7 @@ def show_status(fleet: Fleet, answers: list[Answer], short: bool = False) -> int
         what = {f"{answer.get('launch')} by {answer.get('by')}: {answer.get('command')}" for answer in answers
                 if answer.get("command")}  # fmt: skip
         print(*sorted(what), sep="\n", end="\n" * bool(what))
-    lines = hosts.differing(answers, commit="commit") or hosts.differing(answers, launch="launch")
+    lines = hosts.differing_lines(answers, commit="commit") or hosts.differing_lines(answers, launch="launch")
     gone = "its supervisor is gone, as after a power-off or reboot; launch again, with --replace"
     lines += [f"{answer.host}  PROBLEM: {gone}" for answer in trouble if answer.get("state") == "vanished"]
     print(*lines, sep="\n", end="\n" * bool(lines))
@@ -358,10 +360,10 @@ def row(answer: Answer) -> list:
 def stop(fleet: Fleet, flags: dict) -> int:
     """Stop the run; returns 3 if a process had to be killed, 1 if a request failed."""
     grace = 0 if "--now" in flags else fleet.grace_s
-    request = {"do": "stop", "grace_s": grace, "by": fleet.by, "yes": "--yes" in flags}
+    request = {"do": "stop", "grace_s": grace, "by": fleet.user, "yes": "--yes" in flags}
     answers = fleet.ask_all(request, limit_s=grace + fleet.limit_s)
     if owned := [number for number, answer in enumerate(answers) if answer.get("owner")]:
-        if not may_stop(fleet, [answers[number].get("owner") for number in owned], False, "stop"):
+        if not confirm_stop(fleet, [answers[number].get("owner") for number in owned], False, "stop"):
             raise UserError("you chose not to stop the run")
         answers += fleet.ask_all({**request, "yes": True}, hosts=owned, limit_s=grace + fleet.limit_s)
     if any(answer.failed for answer in answers):
@@ -376,12 +378,12 @@ def stream(fleet: Fleet, request: dict, limit_s: int | None = None) -> int:
         prefix = f"{fleet.hosts[number]} | " if len(fleet.hosts) > 1 else ""
         return fleet.ask(number, request, limit_s, on_line=lambda line: fleet.say(prefix + line))
 
-    fleet.places = threading.Semaphore(len(fleet.hosts))
+    fleet.slots = threading.Semaphore(len(fleet.hosts))
     return int(any(answer.failed for answer in fleet.ask_all(one, None)))
 
 
 def logs(fleet: Fleet, words: list[str], flags: dict) -> int:
-    fleet.hosts = hosts.keep_only(fleet.hosts, words[0]) if words else fleet.hosts
+    fleet.hosts = hosts.select_hosts(fleet.hosts, words[0]) if words else fleet.hosts
     request = {"do": "logs", "lines": whole_number("-n", flags.get("-n", "40")), "follow": "-f" in flags}
     return stream(fleet, request, 0 if request["follow"] else None)
 
@@ -432,8 +434,8 @@ def show(fleet: Fleet, answers: list[Answer], keys: str) -> list[str]:
     cells = lambda answer: ["FAILED"] if answer.failed else [answer.get(key) for key in keys.split()]
     headings = [{"free_gib": "free GiB", "clock_s": "clock s"}.get(key, key) for key in keys.split()]
     if not fleet.dry:
-        table(headings, [[answer.host, *cells(answer)] for answer in answers])
-    return hosts.differing(answers, python="Python", jax="jax")
+        print_table(headings, [[answer.host, *cells(answer)] for answer in answers])
+    return hosts.differing_lines(answers, python="Python", jax="jax")
 
 
 def doctor(fleet: Fleet) -> int:
@@ -471,7 +473,7 @@ def problems(answer: Answer, commit: str):
 
 
 def run(argv: list[str]) -> int:
-    verb, words, flags, command, names = hosts.parse(argv, TAKES, "./launcher.sh")
+    verb, words, flags, command, names = hosts.parse(argv, VERBS, "./launcher.sh")
     if verb == "exec" and not command:
         raise UserError("exec needs a command: ./launcher.sh exec .. -- COMMAND..")
     fleet = Fleet(names)

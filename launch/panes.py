@@ -48,7 +48,7 @@ MONITOR = """while :; do
 done"""
 
 
-def on_host(folder: str, command: list[str]) -> str:
+def host_command(folder: str, command: list[str]) -> str:
     """The shell command for a host: follow the log, or run `command` in the launched commit."""
     latest = 'cd "commits/$(sed -n \'s/.*"commit": "\\([0-9a-f]*\\)".*/\\1/p\' launches/latest/launch.json)" && '
     there = latest + "PATH=$PWD/.venv/bin:$PATH; " + shlex.join(command) if command else FOLLOW.removeprefix("exec ")
@@ -76,7 +76,7 @@ def open_windows(fleet: Fleet, command: list[str], lines: int, columns: int) -> 
     for first in range(0, len(fleet.hosts), many):
         window = f"hosts-{first}-{min(first + many, len(fleet.hosts)) - 1}"
         for number, host in enumerate(fleet.hosts[first : first + many]):
-            pane = ("bash", "-c", PANE, "pane", host, *fleet.ssh, "-t", "--", host, on_host(fleet.folder, command))
+            pane = ("bash", "-c", PANE, "pane", host, *fleet.ssh, "-t", "--", host, host_command(fleet.folder, command))
             new = (
                 ("split-window", "-t", f"axis:{window}")
                 if number

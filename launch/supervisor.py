@@ -65,7 +65,7 @@ def last_line(path: Path) -> str:
     return ""
 
 
-def take(path: str, seconds: float = 0, how: int = fcntl.LOCK_EX):
+def acquire_lock(path: str, seconds: float = 0, how: int = fcntl.LOCK_EX):
     """Lock a file and return its descriptor, or None if another process still holds it after `seconds`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
@@ -83,7 +83,7 @@ def take(path: str, seconds: float = 0, how: int = fcntl.LOCK_EX):
 def nothing_runs() -> bool:
     if not os.path.exists("lock"):
         return True
-    descriptor = take("lock", how=fcntl.LOCK_SH)
+    descriptor = acquire_lock("lock", how=fcntl.LOCK_SH)
     if descriptor is not None:
         os.close(descriptor)
     return descriptor is not None
@@ -113,10 +113,10 @@ class Launch:
     environment: dict = dataclasses.field(default_factory=dict)
 
     @property
-    def here(self) -> Path:
+    def folder(self) -> Path:
         return Path("launches", self.name)
 
-    def words(self) -> str:
+    def command_line(self) -> str:
         """The command line, with values that look like keys replaced by ***."""
         text = " ".join(" ".join(self.command).split())
         return re.sub(r"(^| )(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=\S*", r"\1\2=***", text)[:200]
@@ -130,13 +130,13 @@ def latest() -> Launch:
         return Launch()
 
 
-def about_latest() -> str:
+def describe_latest() -> str:
     launch = latest()
     begun = time.localtime(os.path.getmtime(LATEST / BEGINNING)) if launch.command else None
-    return f"{launch.name} since {time.strftime('%F %T', begun)} by {launch.by}: {launch.words()[:100]}"
+    return f"{launch.name} since {time.strftime('%F %T', begun)} by {launch.by}: {launch.command_line()[:100]}"
 
 
-def environment_of(commit: str, more: dict) -> dict:
+def command_environment(commit: str, more: dict) -> dict:
     """The environment of a command that runs in a commit; the commit's packages come first in PATH."""
     folder = f"{os.getcwd()}/commits/{commit}"
     # If SSH_CLIENT is set, bash reads .bashrc, and the output of .bashrc would be in the log.
@@ -149,8 +149,8 @@ class Supervisor:
 
     def __init__(self, name: str):
         self.launch = Launch(**json.loads(Path("launches", name, BEGINNING).read_text()))
-        self.here, self.again, self.absent = self.launch.here, 0, 0
-        self.lock = take("lock", 5)
+        self.here, self.again, self.absent = self.launch.folder, 0, 0
+        self.lock = acquire_lock("lock", 5)
         self.killed, self.child, self.moved, self.quiet_s = False, None, None, 0
         if self.lock is None:
             raise Refused("a run is alive here")
@@ -163,7 +163,7 @@ class Supervisor:
         with contextlib.suppress(OSError), open(self.here / "log", "a") as log:
             log.write(f"supervisor: {text}\n")
 
-    def stopped(self) -> bool:
+    def stop_requested(self) -> bool:
         return (self.here / "stop").exists()
 
     def run(self) -> None:
@@ -171,36 +171,38 @@ class Supervisor:
         os.close(os.open(self.here / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600))
         show = ["tail", "-n", "+1", "-F", f"--pid={os.getpid()}", self.here / "log"]
         subprocess.Popen(show, stderr=subprocess.DEVNULL)
-        while not (self.stopped() or (self.here / "go").exists()) and os.path.exists(f"/proc/{self.launch.starter}"):
+        while not (self.stop_requested() or (self.here / "go").exists()) and os.path.exists(
+            f"/proc/{self.launch.starter}"
+        ):
             time.sleep(0.02)
-        code = self.attempts() if (self.here / "go").exists() and not self.stopped() else "not started"
+        code = self.run_attempts() if (self.here / "go").exists() and not self.stop_requested() else "not started"
         write(self.here / "exit", str(code))
         if self.launch.on_end and self.launch.process == 0 and code != "not started":
             where = {"cwd": f"commits/{self.launch.commit}", "env": {**self.environment(), "AXIS_EXIT": str(code)}}
             with open(self.here / "log", "ab") as log:
-                subprocess.Popen(["bash", "-c", self.launch.on_end], **where, **self.apart(log))
+                subprocess.Popen(["bash", "-c", self.launch.on_end], **where, **self.popen_arguments(log))
 
-    def attempts(self) -> int:
+    def run_attempts(self) -> int:
         """Run the command, restarting it as `next_restart` allows; returns the last exit status."""
         while True:
             code = self.run_once()
-            if self.stopped() or not (why := self.next_restart(code)):
+            if self.stop_requested() or not (why := self.next_restart(code)):
                 return code
             kill(self.child.pid, signal.SIGKILL)  # child processes that it left behind
             with contextlib.suppress(FileNotFoundError):
                 (self.here / "pid").replace(self.here / "pid.partial")
             write(self.here / "restarts", why)  # after removing pid, or `status` would show `running, restarted`
             self.note(f"the command exited with status {code}; restarting in {self.launch.wait_s} s, {why}")
-            if wait_for(self.launch.wait_s, self.stopped):
+            if wait_for(self.launch.wait_s, self.stop_requested):
                 return code
             self.note(f"restarted, {why}")
 
-    def apart(self, log) -> dict:
+    def popen_arguments(self, log) -> dict:
         """Arguments that start a command in its own session, so that `stop` can signal all its processes."""
         return {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
 
     def environment(self) -> dict:
-        return {**environment_of(self.launch.commit, self.launch.environment), "PYTHONUNBUFFERED": "1"}
+        return {**command_environment(self.launch.commit, self.launch.environment), "PYTHONUNBUFFERED": "1"}
 
     def run_once(self) -> int:
         """Run the command once; returns its exit status as a shell reports it."""
@@ -211,7 +213,7 @@ class Supervisor:
         where = {"cwd": f"commits/{self.launch.commit}", "env": self.environment(), "pass_fds": [self.lock]}
         with open(self.here / "log", "ab") as log:
             try:
-                self.child = subprocess.Popen(self.launch.command, **where, **self.apart(log))
+                self.child = subprocess.Popen(self.launch.command, **where, **self.popen_arguments(log))
             except OSError as error:
                 absent = isinstance(error, FileNotFoundError)
                 self.note(f"{self.launch.command[0]}: {'not found' if absent else error.strerror}")
@@ -219,10 +221,10 @@ class Supervisor:
         write(self.here / "pid", str(self.child.pid))
         while (code := self.poll()) is None:
             self.watch_over()
-        if code == -signal.SIGKILL and not self.killed and not self.stopped():
-            self.note(why_killed(out_of_memory_kills() - before))
+        if code == -signal.SIGKILL and not self.killed and not self.stop_requested():
+            self.note(explain_kill(out_of_memory_kills() - before))
         if code == -signal.SIGABRT:
-            self.note(f"the command was aborted{self.why_aborted()}")
+            self.note(f"the command was aborted{self.explain_abort()}")
         return code if code >= 0 else 128 - code
 
     def poll(self) -> int | None:
@@ -255,7 +257,7 @@ class Supervisor:
 
         All hosts see the same attempts end, so their counts agree. A command that reports no status counts as joined.
         """
-        word, most = said_last(self.here), self.launch.restarts
+        word, most = reported_status(self.here), self.launch.restarts
         if not most:
             return ""
         if word == "preempted":  # the cloud took a host away, so the command itself has not failed
@@ -269,7 +271,7 @@ class Supervisor:
         self.again, self.absent = self.again + 1, 0
         return f"{self.again} of {most}" if self.again <= most else ""
 
-    def why_aborted(self) -> str:
+    def explain_abort(self) -> str:
         """The cause of a SIGABRT if it came from JAX; otherwise empty.
 
         JAX aborts all processes when one sends no heartbeats, and names it; and each one that loses process 0."""
@@ -284,7 +286,7 @@ class Supervisor:
         return ""
 
 
-def said_last(here: Path) -> str:
+def reported_status(here: Path) -> str:
     """The status that the command reported last: joining, joined or preempted."""
     return "".join(read(here / "alive").split()[1:2])
 
@@ -294,7 +296,7 @@ def out_of_memory_kills() -> int:
     return sum(int(line.split()[1]) for line in read(Path("/proc/vmstat")).splitlines() if line.startswith("oom_kill "))
 
 
-def why_killed(rise: int) -> str:
+def explain_kill(rise: int) -> str:
     """Explain a SIGKILL that the supervisor did not send. rise: how many OOM kills the kernel made meanwhile."""
     if rise:
         return f"the kernel killed the command: this host is out of memory (oom_kill in /proc/vmstat rose by {rise})"

@@ -33,7 +33,7 @@ def supervised(script, *words, **told):
     """A launch of a shell script, which may begin at once."""
     told = {"name": "2", "commit": "c0", "wait_s": 0, "starter": os.getpid()} | told
     launch = supervisor.Launch(command=["bash", "-c", script, "_", *words], **told)
-    here = launch.here
+    here = launch.folder
     here.mkdir(parents=True)
     launch.environment = {"AXIS_ALIVE": str(here.resolve() / "alive")}
     for name in ("exit", "pid"):
@@ -186,7 +186,7 @@ TYRO = """\
 )  # fmt: skip
 def test_the_reason_of_a_refusal_is_one_line(text, says):
     """Catches `FAILED: ╰────╯`, the last line of a box whose first lines say what is wrong."""
-    assert agent.reason(text) == says
+    assert agent.refusal_reason(text) == says
 
 
 def test_a_log_is_read_without_colors_and_bars(host):
@@ -198,7 +198,7 @@ def test_a_log_is_read_without_colors_and_bars(host):
 @pytest.mark.parametrize("seconds, shown", [(0, 0), (-3600, -3600), (70, 70)])
 def test_how_far_a_clock_is_off(seconds, shown):
     """Catches a clock that is an hour off, shown as none; and the time that asking takes, shown as skew."""
-    answer = hosts.Answer("host00", {"clock": 1000.4 + seconds}, asked=1000.0, answered=1001.1)
+    answer = hosts.Answer("host00", {"clock": 1000.4 + seconds}, sent_at=1000.0, answered_at=1001.1)
     assert abs(answer.clock_s() - shown) <= 1
     assert (answer.clock_s() == 0) == (seconds == 0)
 
@@ -214,7 +214,7 @@ def test_answers_are_told_from_what_a_login_prints(monkeypatch, capsys):
     )
     child = ["printf", "%b", (printed + mark.encode() + b' {"answer": {"text": "well"}}\n').decode()]
     shown = []
-    answer = hosts.Question(fleet, "host00", child, mark, 5).answer(b"", None, shown.append, None)
+    answer = hosts.PendingRequest(fleet, "host00", child, mark, 5).answer(b"", None, shown.append, None)
     assert shown == ["-- axis-by-axis has answered --"]
     assert answer.values == {"text": "well"}
     fleet.say("done")
@@ -233,7 +233,7 @@ CHANGED = "@@@\nremove with:\n  ssh-keygen -f '/k' -R '[h]:2'\nHost key verifica
 ])  # fmt: skip
 def test_ssh_says_why_a_host_is_not_reached(errors, says):
     """Catches advice that cannot work, as `ssh-keygen -R` of an alias whose key is kept under another name."""
-    question = hosts.Question(hosts.Fleet(["h"]), "h", ["true"], "mark", 5)
+    question = hosts.PendingRequest(hosts.Fleet(["h"]), "h", ["true"], "mark", 5)
     question.child.communicate()
     question.errors.close()
     question.errors = io.BytesIO(errors.encode())

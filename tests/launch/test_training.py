@@ -100,8 +100,8 @@ def wait_for_step(host, step, seconds=180):
 
 def checkpoints(host):
     """Steps that are saved; every one is good, and nothing is left over."""
-    found = checkpoint.found(run_of(host) / "checkpoints")
-    assert [(one.step, one.fault()) for one in found] == [(one.step, None) for one in found]
+    found = checkpoint.list_steps(run_of(host) / "checkpoints")
+    assert [(one.step, one.find_fault()) for one in found] == [(one.step, None) for one in found]
     return [one.step for one in found]
 
 
@@ -237,8 +237,8 @@ def test_a_run_preempted_at_six_moments_ends_the_same(four, alone):
         assert done.returncode in (0, 1), done.stdout + done.stderr
         ended = wait_for_end(four, two, 120)
         assert ended in ([0, 0], [143, 143]), (place, ended, log(two[0])[-2000:], log(two[1])[-2000:])
-        saved = checkpoint.found(directory / "checkpoints")
-        assert [one.fault() for one in saved] == [None] * len(saved), place
+        saved = checkpoint.list_steps(directory / "checkpoints")
+        assert [one.find_fault() for one in saved] == [None] * len(saved), place
         steps = max((one.step for one in saved), default=0)
         if place in ("compile", "restore"):
             assert steps == reached, "nothing was to be saved"
