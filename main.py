@@ -31,13 +31,12 @@ import sharding
 from config import PRESETS, Config
 from config.flags import command_line
 from data import tokenizers
-from plan import hardware, planner
-from train import checkpoint, guard, preflight, report, storage, tracking
-from train.directory import Metrics, check_same, decisive, describe, locked, look, note_saved, open_run, read_rows
+from plan import hardware
+from train import checkpoint, directory as runs, guard, preflight, report, storage, tracking
 from train.interruptions import Interruptions
-from train.processes import Processes, end_together, join, write_own_programs
-from train.progress import evaluate, in_words, progress_bar, say_complete, to_row
-from train.start import restore_or_init, state_before, trace_step
+from train.processes import Processes, end_together, join, write_cache_on_every_process
+from train.progress import evaluate, format_result, print_complete, progress_bar, to_row
+from train.start import load_state_before, restore_or_init, trace_step
 from weights import init_from
 from xla import ordered
 
@@ -61,19 +60,19 @@ def parse(argv: list[str]) -> Config:
 
 def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions, together: Processes) -> None:
     """Train until run.steps, starting from the newest checkpoint if there is one. `argv`: the flags of this command."""
-    encoding = preflight.tokens(cfg)
-    together.agreement.same(**describe(cfg))
-    if done := together.board.first("done", lambda: look(cfg, directory)):
-        return say_complete(cfg, directory, done, argv)
+    encoding = preflight.check_tokens(cfg)
+    together.agreement.check_same(**runs.describe(cfg))
+    if done := together.board.call_on_first("done", lambda: runs.check_resumable(cfg, directory)):
+        return print_complete(cfg, directory, done, argv)
 
     mesh = sharding.make_mesh(cfg.mesh)
-    plan = preflight.announce(cfg, mesh)
+    plan = preflight.log_plan(cfg, mesh)
     requested, cfg = cfg, plan.cfg
     if not encoding:
         log(f"sample     none at the end: the tokenizer of {cfg.data.path} is unknown")
     begin = time.perf_counter()
     traced = trace_step(cfg, mesh)
-    open_run(requested, directory, together)
+    runs.open_run(requested, directory, together)
     trace_s, begin = time.perf_counter() - begin, time.perf_counter()
     state = restore_or_init(cfg, mesh, directory, init_from.load_init_params, together)
     first = int(state.step)
@@ -83,7 +82,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
     action = "restore" if first else "initialize"
     log(f"start-up   import {IMPORT_S:.1f} s, {action} {restore_s:.1f} s, compile {compile_s:.1f} s")
 
-    metrics = Metrics(directory, first, cfg.run.steps)
+    metrics = runs.Metrics(directory, first, cfg.run.steps)
     manifest = dataset.open_corpus(cfg).manifest
     metrics.write("start", first, time=time.time(), params_total=plan.params_total, params_active=plan.params_active,
                   tokens_per_step=plan.tokens_per_step, unigram_nats=manifest["unigram_nats"],
@@ -91,36 +90,35 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
                   import_s=IMPORT_S, restore_s=restore_s, compile_s=compile_s)  # fmt: skip
 
     evaluation = pipeline.evaluate(cfg, mesh)
-    send = lambda: storage.send(directory)
+    send = lambda: storage.upload(directory)
 
     def saved(step: int) -> None:
-        note_saved(directory, step)
+        runs.record_saved_step(directory, step)
         send()
         together.board.message.saved = step
 
-    with tracking.Tracker(cfg, storage.here(directory)):
-        places = directory / "checkpoints", cfg.run.keep_checkpoints, together.agreement.keeper, send, saved
-        with interruptions.saved(), checkpoint.open_directory(*places) as manager:
-            if interruptions.begins_after(first):
+    with tracking.Tracker(cfg, storage.local_folder(directory)):
+        places = directory / "checkpoints", cfg.run.keep_checkpoints, together.agreement.saving_host, send, saved
+        with interruptions.defer_signals(), checkpoint.open_directory(*places) as manager:
+            if interruptions.should_start_after(first):
                 state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
             if first < int(state.step) == cfg.run.steps:
                 # On the same batches as every earlier evaluation, so that the losses of checkpoints are comparable.
-                result = evaluate(cfg, mesh, evaluation, state.params, cfg.run.eval_batches, together.watchdog.touch)
-                checkpoint.save(manager, cfg.run.steps, state, decisive(describe(cfg)), result["loss"])
+                moves = together.watchdog.record_progress
+                result = evaluate(cfg, mesh, evaluation, state.params, cfg.run.eval_batches, moves)
+                checkpoint.save(manager, cfg.run.steps, state, runs.result_settings(runs.describe(cfg)), result["loss"])
         finish(cfg, mesh, state, evaluation, metrics, directory, together)
 
 
 # Loop -----------------------------------------------------------------------------------------------------------------
 
 
-def loop(
-    cfg: Config, mesh, state, step_function, evaluation, plan: planner.Plan, metrics: Metrics, manager, interruptions
-):
+def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: runs.Metrics, manager, interruptions):
     """Train from state.step to run.steps; write metrics, evaluations and checkpoints when they are due."""
-    run, first, about = cfg.run, int(state.step), decisive(describe(cfg))
+    run, first, about = cfg.run, int(state.step), runs.result_settings(runs.describe(cfg))
     peak = hardware.PEAK_FLOPS_PER_S.get(mesh.devices.flat[0].device_kind)  # None for a CPU
-    losses, mark, together = [], time.perf_counter(), interruptions.together
-    skips, questions = guard.SkipWatch(cfg, metrics.write), guard.Questions(cfg, mesh, metrics.write)
+    losses, mark, watchdog = [], time.perf_counter(), interruptions.together.watchdog
+    skips, questions = guard.SkipWatch(cfg, metrics.write), guard.GradientStats(cfg, mesh, metrics.write)
     size, rows = cfg.data.batch_size, sharding.own_rows(mesh, cfg.data.batch_size)
     with progress_bar(cfg, first) as show:
         for step, batch in dataset.prefetch(cfg, first, rows):
@@ -128,31 +126,31 @@ def loop(
                 return state
             manager.check()  # a background save that failed stops the run here, not at the next save
             taken = step + 1
-            together.watchdog.begin_step(taken)
+            watchdog.begin_step(taken)
             placed = sharding.put(batch, mesh, size)
-            questions.ask(taken, state, placed, skips)
+            questions.write_due(taken, state, placed, skips)
             state, values = step_function(state, placed)
             losses.append(values["cross_entropy"])
-            skips.see(taken, values)
+            skips.add_step(taken, values)
             last, stopping = taken == run.steps, interruptions.stops_after(taken)
             evaluation_due = run.eval_every and taken % run.eval_every == 0 and not last
             checkpoint_due = (taken % run.checkpoint_every == 0 or stopping) and not last
             # Both also end a row: an evaluation, so that its time does not count as a step's; a checkpoint, so that a
             # resumed run averages the loss over the same steps.
             if taken % run.log_every == 0 or evaluation_due or checkpoint_due or last:
-                skips.settle()  # blocks until the step is finished
+                skips.check_pending()  # blocks until the step is finished
                 row = to_row(values, losses)
                 step_s = (time.perf_counter() - mark) / len(losses)
                 row |= {"tokens": taken * plan.tokens_per_step, "tokens_per_s": plan.tokens_per_step / step_s}
                 row |= {"mfu": plan.model_flops / step_s / peak} if peak else {}
                 metrics.write("train", taken, **row)
                 show(taken, row)
-                together.watchdog.show(run.steps, row)
+                watchdog.show(run.steps, row)
                 losses, mark = [], time.perf_counter()
             if evaluation_due:
-                result = evaluate(cfg, mesh, evaluation, state.params, run.eval_batches, together.watchdog.touch)
+                result = evaluate(cfg, mesh, evaluation, state.params, run.eval_batches, watchdog.record_progress)
                 metrics.write("eval", taken, **result)
-                log(f"step {taken:>5}/{run.steps}  validation {in_words(result)}")
+                log(f"step {taken:>5}/{run.steps}  validation {format_result(result)}")
             if checkpoint_due:
                 checkpoint.save(manager, taken, state, about, result["loss"] if evaluation_due else None)
             if stopping:
@@ -161,13 +159,13 @@ def loop(
                 mark = time.perf_counter()
 
 
-def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, together: Processes) -> None:
+def finish(cfg: Config, mesh, state, evaluation, metrics: runs.Metrics, directory, together: Processes) -> None:
     """Evaluate on the whole validation split, print a sample and draw the report."""
     step, manifest = int(state.step), dataset.open_corpus(cfg).manifest
     log("evaluating on the whole validation split ..")
-    result = evaluate(cfg, mesh, evaluation, state.params, batches=0, moves=together.watchdog.touch)
+    result = evaluate(cfg, mesh, evaluation, state.params, batches=0, moves=together.watchdog.record_progress)
     metrics.write("eval", step, **result)
-    log(f"validation {in_words(result)}; entropy of the text: unigram {manifest['unigram_nats']:.3f}, "
+    log(f"validation {format_result(result)}; entropy of the text: unigram {manifest['unigram_nats']:.3f}, "
         f"bigram {manifest['bigram_nats']:.3f} nats/token")  # fmt: skip
 
     encoding, prompt, text = tokenizers.from_manifest(manifest), cfg.run.sample_prompt, None
@@ -177,7 +175,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
         if text is not None:
             with (directory / "samples.txt").open("a", encoding="utf-8") as file:
                 file.write(f"--- step {step}\n{text}\n")
-        report.draw([storage.here(directory)], directory / "report.png")
+        report.draw([storage.local_folder(directory)], directory / "report.png")
     seconds = time.perf_counter() - START
     unit = 1 if sys.platform == "darwin" else 1024
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -191,7 +189,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: Metrics, directory, to
 
 def replay(cfg: Config) -> None:
     """Repeat step run.replay, starting from the newest good checkpoint before it or from step 0. Writes nothing."""
-    with storage.copied(storage.of(cfg)) as directory:
+    with storage.temporary_copy(storage.run_directory(cfg)) as directory:
         _replay(cfg, directory, cfg.run.replay)
 
 
@@ -200,22 +198,23 @@ def _replay(cfg: Config, directory, step: int) -> None:
         raise UserError(f"{directory}: no run there, so there is no step {step} to replay; choose one with --run.name")
     if step > cfg.run.steps:
         raise UserError(f"run.replay={step}: the run has run.steps={cfg.run.steps}; use a number from 1 to that")
-    check_same(cfg, directory)
+    runs.check_same_settings(cfg, directory)
     mesh = sharding.make_mesh(cfg.mesh)
-    cfg = preflight.planned(cfg, mesh).cfg
-    state = state_before(step, cfg, mesh, directory / "checkpoints", init_from.load_init_params)
+    cfg = preflight.make_plan(cfg, mesh).cfg
+    state = load_state_before(step, cfg, mesh, directory / "checkpoints", init_from.load_init_params)
     log(f"replaying step {step} of {directory}, from step {int(state.step)}")
-    guard.replay(cfg, mesh, state, [json.loads(row) for row in read_rows(directory)])
+    guard.replay(cfg, mesh, state, [json.loads(row) for row in runs.read_rows(directory)])
 
 
-def programs() -> str:
+def cache_setting() -> str:
     """Return the directory of the compilation cache; "auto": the user's cache folder; "": no cache."""
     return os.environ.get("JAX_COMPILATION_CACHE_DIR", "auto")
 
 
 def compile_cache(cfg: Config, name: str = ""):
     """Cache compiled programs inside this context, to speed up the next start. `name`: subdirectory of this process."""
-    directory = os.path.join(devices.cache_directory(), "xla", name) if (setting := programs()) == "auto" else setting
+    if (directory := cache_setting()) == "auto":
+        directory = os.path.join(devices.cache_directory(), "xla", name)
     return devices.compile_cache(directory, enabled=cfg.mesh.devices == 1 or jax.default_backend() != "cpu")
 
 
@@ -232,15 +231,16 @@ def main(argv: list[str] | None = None) -> int | None:
     together = join(cfg.run)
     board, agreement = together.board, together.agreement
     devices.use_devices(cfg.run.devices, board.count)
-    own_cache = f"process-{board.rank:02}" if board.count > 1 and programs() == "auto" else ""
-    with compile_cache(cfg, own_cache), write_own_programs(bool(own_cache)):
+    own_cache = f"process-{board.rank:02}" if board.count > 1 and cache_setting() == "auto" else ""
+    with compile_cache(cfg, own_cache), write_cache_on_every_process(bool(own_cache)):
         if cfg.run.replay:
             return replay(cfg)
-        storage.check(directory := storage.of(cfg))
+        storage.check(directory := storage.run_directory(cfg))
         interruptions = Interruptions(argv, directory / "checkpoints", together)
         try:
             writes = lambda: agreement.share_disk or board.rank == 0
-            with interruptions, locked(directory), storage.fetched(directory), storage.watched(directory, writes):
+            synced = storage.synced(directory)
+            with interruptions, runs.lock_directory(directory), synced, storage.raise_disk_lost(directory, writes):
                 train(cfg, directory, argv, interruptions, together)
         except KeyboardInterrupt:
             return interruptions.end()

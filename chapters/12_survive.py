@@ -470,8 +470,8 @@ bad = dataset.batch(cfg, 0)
 bad["weights_BT"][3, 2] = np.nan  # the weight of one target of one sequence
 old = kept(state)
 state, values = take(state, sharding.put(bad, two))
-watch.see(1, values)
-watch.settle()
+watch.add_step(1, values)
+watch.check_pending()
 new = kept(state)
 changed = {name for name in old if not np.array_equal(old[name], new[name])}
 print(f"changed, of {len(old)} arrays: {', '.join(sorted(changed))}")

@@ -66,7 +66,7 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
     devices, declarations = sharding.make_mesh(mesh), model.declare(cfg.model)
     sharding.check_divides(declarations, devices)
     if (loaded_step := convert.resolve_step(directory, step)) is not None:
-        checkpoint.say_aside(f"reading    step {loaded_step} of {directory}/checkpoints")
+        checkpoint.print_to_stderr(f"reading    step {loaded_step} of {directory}/checkpoints")
     params = convert_params(convert.load_params(directory, declarations, devices, loaded_step), cfg, devices, form)
     known_step = about.get("slim", {}).get("step") if loaded_step is None else loaded_step
     return Run(directory, cfg, params, devices, encoding, trained and trained["tokenizer"], known_step,

@@ -27,7 +27,7 @@ from data import prepare
 from plan import hardware
 from tests.helpers import OLD_WORK_SETTINGS
 from train import checkpoint, progress, report
-from train.directory import OWN_FILES, SET_ASIDE, Metrics, decisive
+from train.directory import OWN_FILES, SET_ASIDE, Metrics, result_settings
 from weights import __main__ as weights_command
 
 ROOT = Path(__file__).parent.parent
@@ -110,7 +110,7 @@ def copied(finished, tmp_path):
 def restored(argv, directory, mesh="data=1"):
     """Read the newest checkpoint's arrays by name, sharded over a mesh."""
     cfg, mesh = main.parse(argv), sharding.make_mesh(mesh)
-    target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
+    target = checkpoint.make_target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     return checkpoint.restore(directory / "checkpoints", target)
 
 
@@ -538,7 +538,7 @@ def test_a_run_of_an_older_version_resumes(copied):
     del about["config"]["work"]
     for group, values in OLD_WORK_SETTINGS.items():
         about["config"].setdefault(group, {}).update(values)
-    decides = decisive(about)
+    decides = result_settings(about)
     decides["model"]["tensor_exchange"] = "ring"
     file.write_text(json.dumps(about))
     (newest / "about.json").write_text(json.dumps(decides))

@@ -24,11 +24,11 @@ class Agreement:
         self.share_disk = True  # all processes see the files that process 0 writes to the run's directory
 
     @property
-    def keeper(self) -> str | None:
+    def saving_host(self) -> str | None:
         """Return the host that saves the checkpoints; None: every process writes its shards to a shared disk."""
         return None if self.share_disk else self.board.messages[0].host
 
-    def same(self, config: dict, data: dict) -> None:
+    def check_same(self, config: dict, data: dict) -> None:
         """Compare settings, tokens and program. Raises: UserError naming the first difference and its host."""
         board = self.board
         if board.count == 1:
@@ -41,10 +41,11 @@ class Agreement:
         for rank, theirs in enumerate(settings):
             for name, x, y in differences(settings[0], theirs):
                 raise UserError(
-                    f"the processes were started differently: {name} is {y!r} for {board.name(rank)}, and {x!r} "
-                    f"for {board.name(0)}; they need the same command, commit, packages and tokens")  # fmt: skip
+                    f"the processes were started differently: {name} is {y!r} for {board.process_name(rank)}, and "
+                    f"{x!r} for {board.process_name(0)}; "
+                    "they need the same command, commit, packages and tokens")  # fmt: skip
 
-    def begin(self, step: int) -> bool:
+    def wait_to_start(self, step: int) -> bool:
         """Wait, before the training loop, until all processes are ready; return False if the run must stop at `step`.
 
         After this call all processes stop after the same step. If one was asked to stop earlier, no process starts.
@@ -78,7 +79,7 @@ class Agreement:
                 self.board.send()
 
     @property
-    def preempted(self) -> int | None:
+    def preempted_rank(self) -> int | None:
         """Return the rank of the process whose host is being preempted; None: no preemption, or a user stopped it."""
         messages = {**self.board.messages, self.board.rank: self.board.message}
         by = {messages[rank].by: rank for rank in sorted(messages, reverse=True)}  # the lowest rank wins

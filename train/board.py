@@ -56,7 +56,7 @@ class Board:
         self.message = Message(os.environ.get("AXIS_HOST") or socket.gethostname())
         self.messages: dict[int, Message] = {}  # {rank: message}, as last read
 
-    def name(self, rank: int) -> str:
+    def process_name(self, rank: int) -> str:
         host = self.messages[rank].host if rank in self.messages else "an unknown host"
         return f"process {rank} on {host}"
 
@@ -90,7 +90,7 @@ class Board:
             time.sleep(self.POLL_S / 5)
         return [values[rank] for rank in range(self.count)]
 
-    def first(self, name: str, function: Callable):
+    def call_on_first(self, name: str, function: Callable):
         """Call function() on process 0 only, and return its value, which must fit in JSON, on every process."""
         if self.rank == 0:
             self.write(f"value/{name}", value := function())

@@ -42,14 +42,14 @@ from devices import is_main_process
 from errors import DiskLost, UserError, exit_status
 from sharding import flatten_named, map_named
 from train import storage
-from train.steps import DELETING, MANIFEST, SAVING, Found, Read, found, latest_step, write_manifest
+from train.steps import DELETING, MANIFEST, SAVING, Read, StepDirectory, latest_step, list_steps, write_manifest
 from train.storage import replace_file
 
 CHUNK_BYTES = 2**26  # largest chunk of an array: reading any part of a chunk decompresses all of it
 KEEPER = "keeper"  # file with the name of the host that stores the checkpoints, if the hosts share no disk
 
 
-def keeper(directory: str | os.PathLike) -> str | None:
+def read_saving_host(directory: str | os.PathLike) -> str | None:
     """Return the host that stores the checkpoints of a run, as a file here records; None: there is no such file."""
     with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, KEEPER), encoding="utf-8") as file:
         return file.read()
@@ -62,7 +62,7 @@ class Saver:
     """A directory of checkpoints, open for writing. Leaving the `with` block waits for the last save."""
 
     def __init__(self, directory: str | os.PathLike, keep: int, keeper: str | None, send, saved):
-        self.directory, self.keeper, self.shared = storage.absolute(directory), keeper, keeper is None
+        self.directory, self.keeper, self.shared = storage.absolute_path(directory), keeper, keeper is None
         self.send, self.saved, self.far = send, saved, is_remote(self.directory)
         best = policies.BestN(
             get_metric_fn=lambda metrics: -metrics["loss"], n=1, keep_checkpoints_without_metrics=False
@@ -75,14 +75,14 @@ class Saver:
         if is_main_process():
             if not self.far:
                 os.makedirs(self.directory, exist_ok=True)
-            for entry in found(self.directory):
-                if not entry.whole:
-                    storage.clear(entry.path)
+            for entry in list_steps(self.directory):
+                if not entry.is_complete:
+                    storage.remove_path(entry.path)
         self.logger = logging.getLogger("absl")
         self.level = self.logger.level
         # Orbax logs a traceback for each of its threads and also raises the error, which `wait` reports once.
         self.logger.setLevel(logging.CRITICAL)
-        self.hook, sys.unraisablehook = sys.unraisablehook, self.pass_over
+        self.hook, sys.unraisablehook = sys.unraisablehook, self.ignore_closed_loop
         self.checkpointer = None
         if self.shared or is_main_process():
             who = ocp.options.MultiprocessingOptions(active_processes=None if self.shared else {0})
@@ -104,7 +104,7 @@ class Saver:
             if not self.failed:
                 sys.unraisablehook = self.hook
 
-    def pass_over(self, unraisable) -> None:
+    def ignore_closed_loop(self, unraisable) -> None:
         """Ignore the errors that tensorstore's remaining writes raise after one failed and closed the event loop."""
         if not (isinstance(unraisable.exc_value, RuntimeError) and "loop is closed" in str(unraisable.exc_value)):
             self.hook(unraisable)
@@ -118,11 +118,11 @@ class Saver:
         """Wait until the background save is complete. Raises: UserError if it failed."""
         if self.pending:
             (step, future), self.pending = self.pending, None
-            with self.explained(step):
+            with self.explain_errors(step):
                 future.result()
 
     @contextlib.contextmanager
-    def explained(self, step: int) -> Iterator[None]:
+    def explain_errors(self, step: int) -> Iterator[None]:
         """Turn storage errors into a one-line UserError; other errors, such as a lost process, become RuntimeError."""
         try:
             yield
@@ -132,24 +132,24 @@ class Saver:
             self.failed = True
             run = os.path.dirname(self.directory)
             writes = not self.far and (self.shared or is_main_process())
-            if writes and (why := storage.why_lost(error, run)):
+            if writes and (why := storage.explain_lost_disk(error, run)):
                 raise DiskLost(why) from error
-            if not (of_a_bucket if self.far else of_the_disk)(error):  # Orbax's TimeoutError is an OSError too
+            if not (is_bucket_error if self.far else is_disk_error)(error):  # Orbax's TimeoutError is an OSError too
                 raise RuntimeError(f"the checkpoint of step {step} is not written: {error}") from error
             if self.far:
                 reason = " ".join(str(error).split())[:300]  # the server may answer with a whole HTML page
             else:
                 if is_main_process():
-                    _remove(self.unfinished(step))  # frees the disk
+                    _remove(self.unfinished_path(step))  # frees the disk
                 reason = f"{error} ({shutil.disk_usage(run).free / 2**20:,.0f} MiB free there)"
             raise UserError(f"the checkpoint of step {step} cannot be written to {self.directory}: {reason}; "
-                            f"{self.what_stays()}") from error  # fmt: skip
+                            f"{self.describe_last_good()}") from error  # fmt: skip
 
-    def unfinished(self, step: int) -> str:
+    def unfinished_path(self, step: int) -> str:
         """Return the directory that a step is written to until it is complete."""
         return os.path.join(self.directory, str(step) + ("" if self.far else SAVING))
 
-    def what_stays(self) -> str:
+    def describe_last_good(self) -> str:
         try:
             good = latest_step(self.directory)
         except UserError as error:
@@ -159,7 +159,7 @@ class Saver:
         return "there is no earlier checkpoint" if good is None else f"the one of step {good} is good and remains"
 
 
-def of_the_disk(error: Exception) -> bool:
+def is_disk_error(error: Exception) -> bool:
     """Return whether an error comes from the file system: it has an errno, which tensorstore repeats in a ValueError.
 
     If another process is lost, a save fails with Gloo's ValueError, or with a TimeoutError that has no errno.
@@ -167,7 +167,7 @@ def of_the_disk(error: Exception) -> bool:
     return getattr(error, "errno", None) is not None or "os_error_code=" in str(error)
 
 
-def of_a_bucket(error: Exception) -> bool:
+def is_bucket_error(error: Exception) -> bool:
     """Return whether an error comes from a bucket or its clients, gcsfs and tensorstore."""
     by_client = type(error).__module__.startswith(("gcsfs", "aiohttp", "requests", "google"))
     return by_client or "gs://" in str(error) or "/storage/v1/" in str(error)
@@ -194,12 +194,12 @@ def save(saver: Saver, step: int, state, about: dict, loss: float | None = None)
     Raises: UserError if this save cannot start, or the previous one failed.
     """
     saver.wait()
-    path = saver.unfinished(step)
-    with saver.explained(step):
+    path = saver.unfinished_path(step)
+    with saver.explain_errors(step):
         if is_main_process():
             if saver.far:
                 _discard(path)  # a damaged checkpoint of the same step
-                storage.clear(path)
+                storage.remove_path(path)
             else:
                 os.mkdir(path)  # without parents: if the disk is unmounted, nothing may be written to its mount point
             epath.Path(path, "about.json").write_text(json.dumps(about))
@@ -248,21 +248,23 @@ def _complete(saver: Saver, step: int, loss: float | None) -> None:
         return
     saver.send()
     path = os.path.join(saver.directory, str(step))
-    write_manifest(saver.unfinished(step), step, loss)
+    write_manifest(saver.unfinished_path(step), step, loss)
     if not saver.far:
         _discard(path)  # a damaged checkpoint of the same step
         os.rename(path + SAVING, path)
     saver.saved(step)
     # Only good steps count. Any later steps were found damaged when this run started.
-    good = [entry for entry in reversed(found(saver.directory)) if entry.step <= step and entry.fault() is None]
-    manifests = [_Kept(entry.step, entry.manifest()) for entry in good]
+    good = [
+        entry for entry in reversed(list_steps(saver.directory)) if entry.step <= step and entry.find_fault() is None
+    ]
+    manifests = [_PolicyStep(entry.step, entry.manifest()) for entry in good]
     preserve = saver.policy.should_preserve(manifests, context=policies.PreservationContext())
     for entry, stays in zip(good, preserve, strict=True):
         if not stays:
             _discard(entry.path)
-    for entry in found(saver.directory):
-        if not entry.whole:
-            storage.clear(entry.path)
+    for entry in list_steps(saver.directory):
+        if not entry.is_complete:
+            storage.remove_path(entry.path)
 
 
 def _discard(path: str) -> None:
@@ -274,7 +276,7 @@ def _discard(path: str) -> None:
             os.rename(path, path + DELETING)
 
 
-class _Kept:
+class _PolicyStep:
     """A step in the form that Orbax's preservation policies expect."""
 
     def __init__(self, step: int, manifest: dict):
@@ -285,36 +287,36 @@ class _Kept:
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def say_aside(sentence: str) -> None:
+def print_to_stderr(sentence: str) -> None:
     if is_main_process():
         print(sentence, file=sys.stderr, flush=True)
 
 
-def _choose(directory: str | os.PathLike, step: int | None, read: Read = "all") -> tuple[int, str]:
+def _select_step(directory: str | os.PathLike, step: int | None, read: Read = "all") -> tuple[int, str]:
     """Return a good step and its directory; step None: the newest one, whose number is printed.
 
     Raises: UserError if the requested step, or every step, is missing or damaged.
     """
     if step is None:
-        if (step := latest_step(directory, say_aside, read)) is None:
+        if (step := latest_step(directory, print_to_stderr, read)) is None:
             raise UserError(f"no checkpoint in {directory}")
-        say_aside(f"reading    step {step} of {directory}")
-    path = os.path.join(storage.absolute(directory), str(step))
+        print_to_stderr(f"reading    step {step} of {directory}")
+    path = os.path.join(storage.absolute_path(directory), str(step))
     if not epath.Path(path).is_dir():
         raise UserError(f"no checkpoint of step {step} in {directory}")
-    if fault := Found(path, step, whole=True).fault(read):
+    if fault := StepDirectory(path, step, is_complete=True).find_fault(read):
         raise UserError(f"{path}: {fault}")
     return step, path
 
 
-def about(directory: str | os.PathLike, step: int, read: Read = "all") -> dict:
+def read_about(directory: str | os.PathLike, step: int, read: Read = "all") -> dict:
     """Return the `about` of a checkpoint, which `save` was called with: the settings of the run that wrote it."""
-    return json.loads(epath.Path(_choose(directory, step, read)[1], "about.json").read_text())
+    return json.loads(epath.Path(_select_step(directory, step, read)[1], "about.json").read_text())
 
 
 def check_about(directory: str | os.PathLike, step: int, ours: dict, read: Read = "all") -> None:
     """Compare a checkpoint's settings with `ours`. Raises: UserError naming the first difference."""
-    theirs = migrate(about(directory, step, read))
+    theirs = migrate(read_about(directory, step, read))
     theirs.pop("work", None)  # earlier versions stored execution settings as part of the model's
     if difference := first_difference(ours, theirs):
         raise UserError(f"checkpoint {directory}/{step} belongs to another run: {difference} (in the checkpoint)")
@@ -328,13 +330,13 @@ def restore(directory: str | os.PathLike, target, step: int | None = None, share
     Raises: UserError naming the missing or damaged checkpoint.
     """
     if shared:
-        arrays = _read(_choose(directory, step)[1], flatten_named(target))
+        arrays = _read(_select_step(directory, step)[1], flatten_named(target))
     else:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         some = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here) for name, x in flatten_named(target).items()
         }
-        read = _read(_choose(directory, step)[1], some) if is_main_process() else {}
+        read = _read(_select_step(directory, step)[1], some) if is_main_process() else {}
         arrays = {name: scatter(read.pop(name, None), x) for name, x in flatten_named(target).items()}
     return map_named(lambda name, _: arrays[name], target)
 
@@ -365,7 +367,7 @@ def open_params(directory: str | os.PathLike, shapes: dict[str, jax.ShapeDtypeSt
 
 def _path_of_params(directory: str | os.PathLike, step: int | None, model: dict[str, tuple]) -> str:
     """Return the directory of a good step that has the model's parameters."""
-    _, path = _choose(directory, step, "params")
+    _, path = _select_step(directory, step, "params")
     stored = ocp.PyTreeCheckpointHandler().metadata(_folder(path, "params")).tree
     stored = {name.removeprefix("params."): x.shape for name, x in stored.items() if name.startswith("params.")}
     check_shapes(stored, model, f"checkpoint {path}")
@@ -428,7 +430,7 @@ def _read(path: str, targets: dict, partial: bool = False) -> dict[str, jax.Arra
     return arrays
 
 
-def target(shapes, shardings):
+def make_target(shapes, shardings):
     """Combine shapes and shardings into the target tree that `restore` takes."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
@@ -467,14 +469,14 @@ class Row:
     fault: str | None
 
 
-def rows(directory: str | os.PathLike, read: Read) -> list[Row]:
+def step_rows(directory: str | os.PathLike, read: Read) -> list[Row]:
     """Return every step of a directory, and every leftover of an interrupted save or deletion, newest first."""
     table = []
-    for entry in found(directory):
-        fault, manifest = entry.fault(read), {}
+    for entry in list_steps(directory):
+        fault, manifest = entry.find_fault(read), {}
         with contextlib.suppress(OSError, ValueError):
             manifest = entry.manifest()
-        name, size = os.path.basename(entry.path), sum(size for size, _ in storage.sizes(entry.path).values())
+        name, size = os.path.basename(entry.path), sum(size for size, _ in storage.file_sizes(entry.path).values())
         table.append(Row(name, entry.step, manifest.get("saved"), size, manifest.get("loss"), False, fault))
     measured = [row for row in table if row.loss is not None and not row.fault]
     best = min(measured, key=lambda row: row.loss, default=None)
@@ -495,7 +497,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     inside = os.path.join(args.directory, "checkpoints")
     directory, read = inside if epath.Path(inside).is_dir() else args.directory, isinstance(args, Verify)
-    table = rows(directory, "all" if read else "none")
+    table = step_rows(directory, "all" if read else "none")
     if not table:
         raise UserError(f"no checkpoint in {directory}")
     if args.json:

@@ -29,7 +29,7 @@ from devices import is_main_process, log, log_to_file, open_log
 from errors import UserError
 from train import checkpoint, storage, tracking
 from train.processes import Processes
-from train.storage import Far, replace_file
+from train.storage import BucketDirectory, replace_file
 
 LOGS = "logs"  # one file per process, if there are several processes
 SAVED = "saved"
@@ -45,7 +45,7 @@ def describe(cfg: Config) -> dict:
     return {"config": config, "data": dataset.fingerprint(cfg)}
 
 
-def decisive(about: dict) -> dict:
+def result_settings(about: dict) -> dict:
     """Return the part of `describe` that decides results; a run resumes only if this part is unchanged."""
     config = migrate(json.loads(json.dumps(about["config"])))
     may_change = affecting(Affects.SPEED, Affects.RUN, Affects.START, Affects.ORDER)  # ORDER is checked separately
@@ -55,7 +55,7 @@ def decisive(about: dict) -> dict:
     return {group: settings for group, settings in config.items() if settings} | {"tokens": about["data"]}
 
 
-def look(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> int | None:
+def check_resumable(cfg: Config, directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> int | None:
     """Return the number of steps if the run there is complete; None if it may start or resume.
 
     read   which files of its newest checkpoint are compared with the manifest
@@ -63,19 +63,19 @@ def look(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> i
     """
     if cfg.run.restart == "scratch":
         return None
-    check_same(cfg, directory, read)
+    check_same_settings(cfg, directory, read)
     done = steps_done(cfg, directory, read)
     if done is None and cfg.run.restart == "no":
-        check_saved(directory, read)
+        check_newest_checkpoint(directory, read)
     return done
 
 
-def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> None:
+def check_same_settings(cfg: Config, directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> None:
     """Raises: UserError if the directory holds a run with other settings, naming the first one that decides results."""
-    ours, file, checkpoints = decisive(describe(cfg)), directory / "config.json", directory / "checkpoints"
+    ours, file, checkpoints = result_settings(describe(cfg)), directory / "config.json", directory / "checkpoints"
     try:
         written = json.loads(file.read_text()) if file.exists() else describe(cfg)
-        theirs = decisive(written)
+        theirs = result_settings(written)
     except (ValueError, KeyError, TypeError) as error:
         step = checkpoint.latest_step(checkpoints, read=read)
         advice = "there is no checkpoint, so choose another --run.name"
@@ -91,10 +91,10 @@ def check_same(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all"
         log(line)
     if (step := checkpoint.latest_step(checkpoints, read=read)) is not None:
         checkpoint.check_about(checkpoints, step, ours, read)
-    check_seen(cfg, written["config"]["data"], directory, step or 0)
+    check_batch_order(cfg, written["config"]["data"], directory, step or 0)
 
 
-def check_seen(cfg: Config, written: dict, directory: Path | Far, step: int) -> None:
+def check_batch_order(cfg: Config, written: dict, directory: Path | BucketDirectory, step: int) -> None:
     """Raises: UserError if the mixture or the skips of steps that are already done differ from those `written`."""
     old = {name: written.get(name, usual) for name, usual in affecting(Affects.ORDER, group="data").items()}
     if order.settings_before(cfg.data.mixture, cfg.data.skip, step) != order.settings_before(
@@ -108,7 +108,7 @@ def check_seen(cfg: Config, written: dict, directory: Path | Far, step: int) -> 
                     "earlier steps, move later checkpoints away and add --run.restart newest")  # fmt: skip
 
 
-def check_saved(directory: Path | Far, read: checkpoint.Read = "all") -> None:
+def check_newest_checkpoint(directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> None:
     """Raises: UserError if the newest checkpoint is gone, because steps that were saved would be repeated.
 
     A damaged checkpoint is not an error here: the run prints a warning and resumes from the previous one.
@@ -119,7 +119,7 @@ def check_saved(directory: Path | Far, read: checkpoint.Read = "all") -> None:
     with suppress(OSError, ValueError):
         known.add(int(path.read_text()))
     newest = max(known, default=0)
-    if max((one.step for one in checkpoint.found(checkpoints) if one.whole), default=0) >= newest:
+    if max((one.step for one in checkpoint.list_steps(checkpoints) if one.is_complete), default=0) >= newest:
         return
     step, taken = checkpoint.latest_step(checkpoints, read=read), max((row["step"] for row in rows), default=newest)
     there = "has no checkpoint" if step is None else f"has only step {step} and earlier"
@@ -129,7 +129,7 @@ def check_saved(directory: Path | Far, read: checkpoint.Read = "all") -> None:
         f"move to {SET_ASIDE}")  # fmt: skip
 
 
-def check_place(directory: Path, keepers: list[str | None], ours: str | None) -> None:
+def check_saving_host(directory: Path, keepers: list[str | None], ours: str | None) -> None:
     """Raises: UserError if this host has no checkpoints, and a host reports that another one stores them."""
     if elsewhere := [host for host in keepers if host not in (None, ours)]:
         raise UserError(
@@ -138,9 +138,9 @@ def check_place(directory: Path, keepers: list[str | None], ours: str | None) ->
         )
 
 
-def check_writable(directory: Path | Far) -> None:
+def check_writable(directory: Path | BucketDirectory) -> None:
     """Raises: UserError if a run can't be stored there, as far as this can be seen without writing."""
-    if isinstance(directory, Far):
+    if isinstance(directory, BucketDirectory):
         return directory.check()
     there = next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -149,7 +149,7 @@ def check_writable(directory: Path | Far) -> None:
 
 
 @contextmanager
-def locked(run: Path | Far) -> Iterator[None]:
+def lock_directory(run: Path | BucketDirectory) -> Iterator[None]:
     """Keep other processes of this machine, or of all machines that share the disk, out of a run's directory.
 
     The kernel releases the lock when this process dies, for whatever reason.
@@ -158,7 +158,7 @@ def locked(run: Path | Far) -> Iterator[None]:
     if not is_main_process():
         yield
         return
-    directory = storage.here(run)
+    directory = storage.local_folder(run)
     made, path = [one for one in (directory, *directory.parents) if not one.exists()], directory / ".lock"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def locked(run: Path | Far) -> Iterator[None]:
                     one.rmdir()
 
 
-def open_run(cfg: Config, directory: Path | Far, together: Processes) -> None:
+def open_run(cfg: Config, directory: Path | BucketDirectory, together: Processes) -> None:
     """Create the run's directory and write its config.json; with --run.restart scratch, delete an earlier run's files.
 
     Only process 0 does this. With several processes, each then checks if the hosts share a disk, and opens its own log.
@@ -196,26 +196,29 @@ def open_run(cfg: Config, directory: Path | Far, together: Processes) -> None:
     board = together.board
 
     def write() -> str:
-        storage.here(directory).mkdir(parents=True, exist_ok=True)
-        storage.take(directory)
+        storage.local_folder(directory).mkdir(parents=True, exist_ok=True)
+        storage.claim_ownership(directory)
         for name in (*OWN_FILES, SET_ASIDE, LOGS, *tracking.FILES) if cfg.run.restart == "scratch" else ():
             storage.remove(directory, name)
         replace_file(directory / "config.json", json.dumps(describe(cfg), indent=1) + "\n")
-        storage.send(directory)
+        storage.upload(directory)
         return (directory / ".lock").read_text() if board.count > 1 else ""
 
-    lock = board.first("lock", write)
+    lock = board.call_on_first("lock", write)
     if board.count == 1:
         return
-    far = isinstance(directory, Far)
-    together.agreement.share_disk = all(board.gather("disk", far or sees(directory / ".lock", lock)))
+    far = isinstance(directory, BucketDirectory)
+    together.agreement.share_disk = all(board.gather("disk", far or wait_until_visible(directory / ".lock", lock)))
     open_log(directory / LOGS / f"process-{board.rank:02}.log")
-    log_to_file(f"{board.name(board.rank)}, id {os.getpid()}, of {board.count}")
+    log_to_file(f"{board.process_name(board.rank)}, id {os.getpid()}, of {board.count}")
     if not together.agreement.share_disk:
-        log(f"directory  {directory} is not on a disk that all hosts share: {board.name(0)} stores the checkpoints")
+        log(
+            f"directory  {directory} is not on a disk that all hosts share: "
+            f"{board.process_name(0)} stores the checkpoints"
+        )
 
 
-def sees(path: Path, text: str) -> bool:
+def wait_until_visible(path: Path, text: str) -> bool:
     """Return whether a file contains this text, waiting up to VISIBLE_S for a file server to show it."""
     end = time.monotonic() + VISIBLE_S
     while time.monotonic() < end:
@@ -227,7 +230,7 @@ def sees(path: Path, text: str) -> bool:
     return False
 
 
-def steps_done(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all") -> int | None:
+def steps_done(cfg: Config, directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> int | None:
     """Return the number of steps of a finished run; None if steps, or the report after the last one, remain to do."""
     rows = [json.loads(row) for row in read_rows(directory)]
     ended = max((row["step"] for row in rows if row["kind"] == "end"), default=0)
@@ -235,18 +238,18 @@ def steps_done(cfg: Config, directory: Path | Far, read: checkpoint.Read = "all"
     return max(ended, reached) if ended >= cfg.run.steps or reached > cfg.run.steps else None
 
 
-def note_saved(directory: Path | Far, step: int) -> None:
+def record_saved_step(directory: Path | BucketDirectory, step: int) -> None:
     """Record the newest step that has a checkpoint; 0: there is none."""
     replace_file(directory / SAVED, f"{step}\n")
 
 
-def read_rows(directory: Path | Far, name: str = "metrics.jsonl") -> list[str]:
+def read_rows(directory: Path | BucketDirectory, name: str = "metrics.jsonl") -> list[str]:
     """Return the lines of metrics.jsonl, or of the file `name`, without a half-written last line."""
     path = directory / name
     return [row for row in path.read_text().splitlines(keepends=True) if row.endswith("\n")] if path.exists() else []
 
 
-def missing_rows(directory: Path | Far, step: int) -> str | None:
+def missing_rows(directory: Path | BucketDirectory, step: int) -> str | None:
     """Say which steps before a checkpoint have no rows in metrics.jsonl; None: none are missing.
 
     Every checkpoint has a row at its step. That row is missing if the run has resumed from an earlier one since then.
@@ -267,7 +270,7 @@ def missing_rows(directory: Path | Far, step: int) -> str | None:
 class Metrics:
     """Writer of metrics.jsonl: process 0 appends one JSON object per line and flushes it at once."""
 
-    def __init__(self, directory: Path | Far, step: int, last_step: int):
+    def __init__(self, directory: Path | BucketDirectory, step: int, last_step: int):
         """Keep the rows up to `step`. Set aside later rows, and an evaluation at the last step: both are repeated."""
         self.path = directory / "metrics.jsonl"
         if not is_main_process():
@@ -284,7 +287,7 @@ class Metrics:
                 file.write("".join(rows[True]))
             log(f"set aside  {len(rows[True])} rows to repeat after step {step}, in {directory / SET_ASIDE}")
         replace_file(self.path, "".join(rows[False]))
-        note_saved(directory, step)
+        record_saved_step(directory, step)
 
     def write(self, kind: str, step: int, **values) -> None:
         if is_main_process():

@@ -36,11 +36,11 @@ class SkipWatch:
         """`write(kind, step, **values)` is called for each skipped step."""
         self.cfg, self.write, self.waiting = cfg, write, deque()
 
-    def see(self, taken: int, values: dict) -> None:
+    def add_step(self, taken: int, values: dict) -> None:
         self.waiting.append((taken, values))
-        self.settle(self.LAG)
+        self.check_pending(self.LAG)
 
-    def settle(self, lag: int = 0) -> None:
+    def check_pending(self, lag: int = 0) -> None:
         """Check all but the newest `lag` steps. Raises: UserError after LIMIT skipped steps in a row."""
         while len(self.waiting) > lag:
             taken, values = self.waiting.popleft()
@@ -68,7 +68,7 @@ class SkipWatch:
             )
 
 
-class Questions:
+class GradientStats:
     """Writes gradient statistics for some steps, on request: norms per layer, and the gradient noise scale."""
 
     def __init__(self, cfg: Config, mesh, write):
@@ -81,12 +81,12 @@ class Questions:
             except UserError as error:
                 log(f"noise      no noise scale is written: {error}")
 
-    def ask(self, taken: int, state, batch, skips: SkipWatch) -> None:
+    def write_due(self, taken: int, state, batch, skips: SkipWatch) -> None:
         """Write the statistics due at step `taken`, which comes next; `batch` is already sharded over the mesh."""
         every = self.run.gradient_stats_every
         if not every or taken % every:
             return
-        skips.settle()  # rows are written in the order of their steps
+        skips.check_pending()  # rows are written in the order of their steps
         self.write("norms", taken, **self.norms(state, batch))
         if self.noise:
             whole = dataset.batch(self.cfg, taken - 1)  # unsharded: its pieces use other devices than in a step

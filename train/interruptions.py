@@ -29,7 +29,7 @@ class Interruptions:
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
-    ELSEWHERE = signal.SIGUSR1  # a thread of this process sends it when another process got one of these
+    OTHER_PROCESS = signal.SIGUSR1  # a thread of this process sends it when another process got one of these
     PATIENCE_S = 5.0  # then end the process, if there is nothing to save and its main thread does not respond
 
     def __init__(self, argv: list[str], checkpoints: Path, together: Processes):
@@ -39,15 +39,15 @@ class Interruptions:
 
     def __enter__(self):
         if not self.board.rank:
-            self.board.message.saved = newest(self.checkpoints)
+            self.board.message.saved = newest_step(self.checkpoints)
         if threading.current_thread() is threading.main_thread():
             self.reads, self.writes = os.pipe()
             os.set_blocking(self.writes, False)
-            self.before = {number: signal.signal(number, self.handle) for number in (*self.SIGNALS, self.ELSEWHERE)}
-            self.watchdog.on_stop = lambda: signal.pthread_kill(threading.main_thread().ident, self.ELSEWHERE)
+            self.before = {number: signal.signal(number, self.handle) for number in (*self.SIGNALS, self.OTHER_PROCESS)}
+            self.watchdog.on_stop = lambda: signal.pthread_kill(threading.main_thread().ident, self.OTHER_PROCESS)
             self.wakeup = signal.set_wakeup_fd(self.writes)
             threading.Thread(target=self.watch, args=(self.reads,), daemon=True).start()
-            self.patience = threading.Timer(self.PATIENCE_S, self.lose_patience)
+            self.patience = threading.Timer(self.PATIENCE_S, self.end_if_unresponsive)
             self.patience.daemon = True
         return self
 
@@ -62,7 +62,7 @@ class Interruptions:
 
     def handle(self, number, frame) -> None:
         self.note_sender(number)
-        self.asked = self.asked or (signal.SIGTERM if number == self.ELSEWHERE else number)
+        self.asked = self.asked or (signal.SIGTERM if number == self.OTHER_PROCESS else number)
         if not (self.saving or self.agreement.complete):
             raise Stopped
 
@@ -83,7 +83,7 @@ class Interruptions:
             self.note_sender(number[0])
             if seen > 1:
                 self.end_now(128 + number[0])
-            elif (own or number[0] == self.ELSEWHERE) and not (told or self.agreement.complete):
+            elif (own or number[0] == self.OTHER_PROCESS) and not (told or self.agreement.complete):
                 told = True
                 end = "stopping after this step and saving a checkpoint" if self.saving else "stopping"
                 self.agreement.ask_to_stop()
@@ -97,26 +97,26 @@ class Interruptions:
     @property
     def reason(self) -> str:
         """Say which host the system preempts; empty if a user stops the run."""
-        rank = self.agreement.preempted
+        rank = self.agreement.preempted_rank
         if rank is None:
             return ""
-        host = "this host" if rank == self.board.rank else self.board.name(rank)
+        host = "this host" if rank == self.board.rank else self.board.process_name(rank)
         return f"preempted: the system asked {host} to stop (SIGTERM); "
 
     def end_now(self, status: int) -> None:
         cursor = "\x1b[?25h" if sys.stdout.isatty() else ""  # the progress bar hides it
         with suppress(OSError):  # a full disk
-            print(f"{cursor}stopped at once; {self.outlook[1]}", file=sys.stderr, flush=True)
+            print(f"{cursor}stopped at once; {self.resume_info[1]}", file=sys.stderr, flush=True)
         self.watchdog.end(status, "it was stopped at once", say=False)
 
-    def lose_patience(self) -> None:
+    def end_if_unresponsive(self) -> None:
         if not self.saving:
             self.end_now(128 + signal.SIGTERM)
 
-    def begins_after(self, step: int) -> bool:
+    def should_start_after(self, step: int) -> bool:
         """Return whether training starts after step `step`. All processes get the same answer."""
         self.watchdog.finish_step(step)
-        if not (begins := self.agreement.begin(step)):
+        if not (begins := self.agreement.wait_to_start(step)):
             self.asked = self.asked or signal.SIGTERM
         return begins
 
@@ -130,7 +130,7 @@ class Interruptions:
         return stops
 
     @contextmanager
-    def saved(self) -> Iterator[None]:
+    def defer_signals(self) -> Iterator[None]:
         """Inside this context a signal only sets a flag, so the loop can save. Raises: Stopped on exit if it is set."""
         self.saving = True
         try:
@@ -141,7 +141,7 @@ class Interruptions:
             raise Stopped
 
     @property
-    def outlook(self) -> tuple[bool, str]:
+    def resume_info(self) -> tuple[bool, str]:
         """Return whether there is a checkpoint to resume from, and a message with the command that resumes or starts.
 
         Process 0 looks it up; the others, which may not share its disk, use what it has sent them.
@@ -154,22 +154,22 @@ class Interruptions:
         elif step:
             path = str(self.checkpoints / str(step))
             what = f"this resumes from {path if is_remote(path) else os.path.relpath(path)}"
-            what += f" on {self.agreement.keeper}" if self.agreement.keeper else ""
+            what += f" on {self.agreement.saving_host}" if self.agreement.saving_host else ""
         return bool(step), f"{what}:  {command(self.argv)}"
 
     def end(self) -> int:
         """Print how to resume. Return the exit status: 0, or that of the signal if there is no checkpoint."""
         self.board.message.stopped = True
-        saved, goes_on = self.board.first("outlook", lambda: self.outlook)
+        saved, goes_on = self.board.call_on_first("outlook", lambda: self.resume_info)
         if self.board.count > 1:
             goes_on += "  (on the same hosts, with launcher.sh)"
         log(f"stopped    {goes_on}")
         return 0 if saved else 128 + (self.asked or signal.SIGINT)
 
 
-def newest(checkpoints: Path) -> int:
+def newest_step(checkpoints: Path) -> int:
     """Return the newest step whose files all have the right size; 0: there is none."""
-    return next((one.step for one in checkpoint.found(checkpoints) if one.fault("none") is None), 0)
+    return next((one.step for one in checkpoint.list_steps(checkpoints) if one.find_fault("none") is None), 0)
 
 
 def command(argv: list[str], changed: dict[str, int] | None = None, restart: bool = False) -> str:

@@ -17,7 +17,7 @@ SLOW = 1.5  # times the median
 SHARE = 1000  # 1 / SHARE of the time is spent on measuring
 # On a CPU one attempt is shorter than a time slice of the scheduler. With two processes on 2 cores and four more busy
 # ones, the shortest of 40 attempts varied by 8% in 12 measurements; the shortest of 5, each 10x as long, by 3x.
-TRIES = 40
+ATTEMPTS = 40
 
 
 class Pace:
@@ -31,23 +31,23 @@ class Pace:
         if time.monotonic() < self.due:
             return None
         try:
-            work = products()
+            work = compile_matmuls()
         except jax.errors.JaxRuntimeError:  # the device's memory is full
             self.due = math.inf
             return None
-        times_s = [timed(work) for _ in range(TRIES)]
+        times_s = [elapsed_s(work) for _ in range(ATTEMPTS)]
         self.due = time.monotonic() + SHARE * sum(times_s)
         return 1000 * min(times_s)
 
 
-def timed(work: Callable[[], None]) -> float:
+def elapsed_s(work: Callable[[], None]) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 @functools.cache
-def products() -> Callable[[], None]:
+def compile_matmuls() -> Callable[[], None]:
     """Compile a function that runs matmuls on the first device for about 1 ms: 0.34 TFLOP, or 42 MFLOP on a CPU."""
     device = jax.local_devices()[0]
     size, count, dtype = (128, 10, jnp.float32) if device.platform == "cpu" else (2048, 20, jnp.bfloat16)

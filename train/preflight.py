@@ -19,13 +19,13 @@ from errors import UserError
 from pipeline import fit
 from plan import hardware, planner
 from train import checkpoint, storage
-from train.directory import check_place, check_writable, look
+from train.directory import check_resumable, check_saving_host, check_writable
 from xla import options
 
 LATE_S = 15  # after run.peer_timeout_s, the time until processes that have lost another one have exited
 
 
-def tokens(cfg: Config):
+def check_tokens(cfg: Config):
     """Return the tokenizer of a run's tokens, None if unknown. Raises: UserError if tokens or prompt don't fit."""
     corpus = dataset.open_corpus(cfg)
     encoding = tokenizers.from_manifest(corpus.manifest)
@@ -34,7 +34,7 @@ def tokens(cfg: Config):
     return encoding
 
 
-def planned(cfg: Config, mesh) -> planner.Plan:
+def make_plan(cfg: Config, mesh) -> planner.Plan:
     """Return the plan on these devices, with every `auto` setting resolved."""
     return planner.plan(cfg, hardware.topology_of_devices(devices := [*mesh.devices.flat]), memory_bytes(devices))
 
@@ -45,9 +45,9 @@ def refuse_too_large(plan: planner.Plan) -> None:
         raise UserError(f"{plan.refusal()}; --run.check no starts it anyway")
 
 
-def announce(cfg: Config, mesh) -> planner.Plan:
+def log_plan(cfg: Config, mesh) -> planner.Plan:
     """Log what will run, before the slow parts start. Raises: UserError if it needs more memory than there is."""
-    refuse_too_large(plan := planned(cfg, mesh))
+    refuse_too_large(plan := make_plan(cfg, mesh))
     parts = ((name, f"{size / 2**20:,.0f}") for name, size in plan.memory_bytes.items())
     memory = ", ".join(f"{name} {size}" for name, size in parts if size != "0")
     log(f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token")
@@ -75,9 +75,9 @@ def check(cfg: Config) -> None:
     Raises: UserError like the run itself, for settings, tokens, mesh and, on the host of process 0, its directory; also
     if a restart would come before the other processes have noticed a failure.
     """
-    tokens(cfg)
+    check_tokens(cfg)
     options.parse(cfg.run.compiler_options)
-    count, wait = told("JAX_NUM_PROCESSES", "AXIS_PROCESSES"), told("AXIS_RESTART_WAIT")
+    count, wait = read_env_number("JAX_NUM_PROCESSES", "AXIS_PROCESSES"), read_env_number("AXIS_RESTART_WAIT")
     if wait is not None:
         check_restarts(cfg, wait)
     plan = check_mesh(cfg, count or 1)
@@ -90,7 +90,7 @@ def check(cfg: Config) -> None:
           f"process{'es' * ((count or 1) > 1)}; {epochs}; {where}")  # fmt: skip
 
 
-def told(*names: str) -> int | None:
+def read_env_number(*names: str) -> int | None:
     """Return the number in the first of these environment variables that is set. Raises: UserError for other text."""
     for name in names:
         if value := os.environ.get(name):
@@ -133,20 +133,20 @@ def check_mesh(cfg: Config, processes: int) -> planner.Plan:
 
 def check_directory(cfg: Config) -> str:
     """Say where a run would start. Raises: UserError if its directory is not writable, or belongs to another run."""
-    check_writable(kept := storage.of(cfg))
-    with storage.copied(kept) as directory:
-        return where(cfg, directory)
+    check_writable(kept := storage.run_directory(cfg))
+    with storage.temporary_copy(kept) as directory:
+        return describe_start(cfg, directory)
 
 
-def where(cfg: Config, directory) -> str:
-    if done := look(cfg, directory, "none"):
+def describe_start(cfg: Config, directory) -> str:
+    if done := check_resumable(cfg, directory, "none"):
         return f"already complete with {done} steps"
     step = None if cfg.run.restart == "scratch" else checkpoint.latest_step(directory / "checkpoints", print, "none")
     if step is None:
         if ours := os.environ.get("AXIS_HOST"):  # the launcher's name for this host
-            check_place(directory, [checkpoint.keeper(directory / "checkpoints")], ours)
+            check_saving_host(directory, [checkpoint.read_saving_host(directory / "checkpoints")], ours)
         source = cfg.run.init_from
-        if source and not os.path.isdir(f"{source}/weights") and not checkpoint.found(f"{source}/checkpoints"):
+        if source and not os.path.isdir(f"{source}/weights") and not checkpoint.list_steps(f"{source}/checkpoints"):
             raise UserError(f"no checkpoint in {source}/checkpoints")
         return "starts at step 0"
     return f"resumes from step {step} of {cfg.run.steps}"

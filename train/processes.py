@@ -34,7 +34,7 @@ class Processes(NamedTuple):
     watchdog: Watchdog
 
 
-here: Processes | None = None  # set once this process has joined the others
+current: Processes | None = None  # set once this process has joined the others
 
 
 def join(run: RunConfig) -> Processes:
@@ -53,12 +53,12 @@ def join(run: RunConfig) -> Processes:
         if (started := int(os.environ.get("AXIS_PROCESSES", count))) != count:
             raise UserError(f"{started} processes were started, but the TPU has {count} hosts; list each host once")
         redirect_output()
-    global here
+    global current
     board = Board(rank, count, global_state.client or LocalStore())
     board.send()  # its host: if the process dies at once, the others can name it
     agreement = Agreement(board)
-    here = Processes(board, agreement, Watchdog(agreement, run))
-    return here
+    current = Processes(board, agreement, Watchdog(agreement, run))
+    return current
 
 
 def redirect_output() -> None:
@@ -89,7 +89,7 @@ def initialize(run: RunConfig, **how) -> bool:
     def give_up() -> None:
         who = f"process {how['process_id']} of {how['num_processes']}" if how else "this host of a TPU slice"
         with contextlib.suppress(OSError):  # a full disk
-            print(f"error: {who} waited {run.join_timeout_s} s for the others: {missing()}", file=sys.stderr)
+            print(f"error: {who} waited {run.join_timeout_s} s for the others: {describe_missing()}", file=sys.stderr)
             sys.stderr.flush()
         os._exit(LOST)
 
@@ -108,11 +108,11 @@ def initialize(run: RunConfig, **how) -> bool:
         return False
     finally:
         late.cancel()
-    outlive_cuts(3 * run.peer_timeout_s)
+    tolerate_outages(3 * run.peer_timeout_s)
     return True
 
 
-def outlive_cuts(seconds: int) -> None:
+def tolerate_outages(seconds: int) -> None:
     """Make process 0 keep its connections to other processes through network outages of up to this many seconds.
 
     gRPC's server closes a connection on which nothing is acknowledged for 20 s (TCP_USER_TIMEOUT), and JAX has no
@@ -129,7 +129,7 @@ def outlive_cuts(seconds: int) -> None:
                         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
-def missing() -> str:
+def describe_missing() -> str:
     """Say which process did not join, as far as this process can tell."""
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         host, _, port = address.rpartition(":")
@@ -145,29 +145,29 @@ def end_together(main: Callable) -> Callable:
 
     @functools.wraps(main)
     def wrapped(*args) -> int:
-        global here
-        here = None
+        global current
+        current = None
         try:
             status = main(*args) or 0
-            return here.watchdog.leave(status, getattr(main, "error", "")) if here else status
+            return current.watchdog.leave(status, getattr(main, "error", "")) if current else status
         except Exception as error:
-            if here is None or here.board.count == 1:
+            if current is None or current.board.count == 1:
                 raise
             if isinstance(error, (RuntimeError, ValueError)):  # perhaps another process is lost: the watchdog names it
                 log_to_file(f"a device or another process failed: {error}")
-                time.sleep(here.watchdog.peer_timeout_s + 4 * here.board.POLL_S)
-            if here.board.message.status:  # the watchdog is already ending this process for the same reason
+                time.sleep(current.watchdog.peer_timeout_s + 4 * current.board.POLL_S)
+            if current.board.message.status:  # the watchdog is already ending this process for the same reason
                 time.sleep(4 * GRACE_S)
             traceback.print_exc()
-            here.watchdog.end(LOST, f"{type(error).__name__}: {error}", say=False)
+            current.watchdog.end(LOST, f"{type(error).__name__}: {error}", say=False)
         finally:
-            if here:
-                here.watchdog.closed.set()
+            if current:
+                current.watchdog.closed.set()
 
     return wrapped
 
 
-def write_own_programs(wanted: bool):
+def write_cache_on_every_process(wanted: bool):
     """Inside this context every process writes to the compilation cache; by default only process 0 does."""
     write = compiler._cache_write
 

@@ -65,12 +65,12 @@ def progress_bar(cfg: Config, start: int) -> Iterator:
         yield lambda step, row: bar.update(task, completed=step, description=words(row))
 
 
-def in_words(result: dict) -> str:
+def format_result(result: dict) -> str:
     bits = "" if math.isnan(result["bits_per_byte"]) else f", {result['bits_per_byte']:.3f} bits/byte"
     return f"{result['loss']:.3f} nats/token{bits} over {result['tokens']:,} tokens"
 
 
-def say_complete(cfg: Config, directory: Path, done: int, argv: list[str]) -> None:
+def print_complete(cfg: Config, directory: Path, done: int, argv: list[str]) -> None:
     """Print that a run has taken all its steps, and the commands to continue or restart it."""
     log(f"{directory} is complete: {done} of {cfg.run.steps} steps taken.")
     log(f"  continue it:  {command(argv, {'run.steps': 2 * done})}")

@@ -42,7 +42,7 @@ STYLE = {
     "lines.linewidth": 1.4,
     "legend.frameon": False,
 }
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: colorblind-safe
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito: colorblind-safe
 VALIDATION = "#d55e00"
 
 
@@ -147,16 +147,16 @@ def make_figure(runs: list[Run]):
 
 def summary(run: Run) -> str:
     """Describe a run in one line: model size, tokens trained on, and validation loss."""
-    total, active = short(run.start["params_total"]), short(run.start["params_active"])
+    total, active = format_count(run.start["params_total"]), format_count(run.start["params_active"])
     size = f"{total} parameters" + (f", {active} active" if total != active else "")
     end = run.eval[-1] if run.eval else None
     result = f"   ·   validation {end['loss']:.3f} nats/token" if end else ""
     if end and end["bits_per_byte"] is not None:
         result += f", {end['bits_per_byte']:.3f} bits/byte"
-    return f"{run.name}   ·   {size}   ·   {short(run.train[-1]['tokens'])} tokens{result}"
+    return f"{run.name}   ·   {size}   ·   {format_count(run.train[-1]['tokens'])} tokens{result}"
 
 
-def short(number: float) -> str:
+def format_count(number: float) -> str:
     """Format a count with three digits: 3.07M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
@@ -167,12 +167,12 @@ def short(number: float) -> str:
 def draw_loss(axes, runs: list[Run]) -> None:
     """Plot training and validation loss, and the entropies that a model of token or pair frequencies reaches."""
     alone = len(runs) == 1
-    for run, color in zip(runs, itertools.cycle(COLOURS), strict=False):
+    for run, color in zip(runs, itertools.cycle(COLORS), strict=False):
         axes.plot(
             *run.series("loss"),
             color=color,
             alpha=1 if alone else 0.5,
-            marker=dots(run.train),
+            marker=choose_marker(run.train),
             label="training" if alone else run.name,
         )
         axes.plot(
@@ -189,7 +189,7 @@ def draw_loss(axes, runs: list[Run]) -> None:
     for _, nats in levels:
         axes.axhline(nats, color="0.35", linestyle="--", linewidth=1)
     for name, nats in levels:
-        side, above = place_of_label(axes, nats)
+        side, above = label_position(axes, nats)
         axes.annotate(
             f"{name} entropy of the text: {nats:.2f} nats",
             (side, nats),
@@ -207,7 +207,7 @@ def draw_loss(axes, runs: list[Run]) -> None:
     axes.legend(loc="best")
 
 
-def place_of_label(axes, level: float) -> tuple[int, int]:
+def label_position(axes, level: float) -> tuple[int, int]:
     """Place a level line's label so that it hides no curve: at the right (1) or left (0), above (1) or below (-1)."""
     import numpy as np
 
@@ -230,7 +230,7 @@ def fit_steps(axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1))
 
 
-def dots(rows: list) -> str | None:
+def choose_marker(rows: list) -> str | None:
     """Mark the points of a short curve, since a curve of one point would be invisible without its dot."""
     return "." if len(rows) <= 20 else None
 
@@ -288,8 +288,8 @@ def draw_series(axes, runs: list[Run], field: str) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     title, unit = PANELS[field]
-    for run, color in zip(runs, itertools.cycle(COLOURS), strict=False):
-        axes.plot(*run.series(field), color=color, linewidth=1.1, marker=dots(run.train), label=run.name)
+    for run, color in zip(runs, itertools.cycle(COLORS), strict=False):
+        axes.plot(*run.series(field), color=color, linewidth=1.1, marker=choose_marker(run.train), label=run.name)
     if field == "balance_loss":
         axes.axhline(1, color="0.35", linestyle="--", linewidth=1)
     if field == "tokens_per_s":

@@ -50,7 +50,7 @@ class Row:
     clock_s: float
 
 
-def rows(board: Board) -> list[Row]:
+def gather_rows(board: Board) -> list[Row]:
     """Return one row per process, in rank order."""
     board.gather("all are here", None)
     device, now = jax.local_devices()[0], time.time()
@@ -60,7 +60,7 @@ def rows(board: Board) -> list[Row]:
     return [dataclasses.replace(row, clock_s=round(row.clock_s - table[0].clock_s, 1)) for row in table]
 
 
-def problems(hosts: list[Row]) -> list[str]:
+def find_problems(hosts: list[Row]) -> list[str]:
     """Return one line for each problem."""
     lines = []
     for row in hosts:
@@ -93,9 +93,9 @@ def main(argv: list[str] | None = None) -> int:
                     description=HELP)  # fmt: skip
     board = join(RunConfig(peer_timeout_s=24)).board  # join timeout: 2 minutes
     use_devices(args.devices, board.count)
-    table = rows(board)
+    table = gather_rows(board)
     total, seconds = sum_over_devices()
-    faults = problems(table)
+    faults = find_problems(table)
     if total != jax.device_count():
         faults.append(f"the sum over {jax.device_count()} devices is {total:g}")
     if args.json:

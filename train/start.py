@@ -12,40 +12,40 @@ from config import Config
 from devices import is_main_process, log
 from pipeline import fit
 from train import checkpoint
-from train.directory import check_place, missing_rows, read_rows
+from train.directory import check_saving_host, missing_rows, read_rows
 from train.processes import Processes
-from train.storage import Far
+from train.storage import BucketDirectory
 
 
 def trace_step(cfg: Config, mesh):
     """Trace the training step without arrays, so that invalid settings are reported before any file changes."""
     fit.check(cfg.model, cfg.mesh, cfg.work)
-    state = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
+    state = checkpoint.make_target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     size = cfg.data.batch_size
     batch = dataset.batch(cfg, 0, rows=sharding.own_rows(mesh, size))
     return optimizer.train_step(cfg, mesh).lower(state, sharding.put(batch, mesh, size))
 
 
-def restore_or_init(cfg: Config, mesh, directory: Path | Far, given_params: Callable, together: Processes):
+def restore_or_init(cfg: Config, mesh, directory: Path | BucketDirectory, given_params: Callable, together: Processes):
     """Return the TrainState of a run's newest checkpoint, placed on this mesh, or a new one at step 0."""
     checkpoints = directory / "checkpoints"
     board, agreement = together.board, together.agreement
-    step = board.first("step", lambda: checkpoint.latest_step(checkpoints, log))
+    step = board.call_on_first("step", lambda: checkpoint.latest_step(checkpoints, log))
     board.message.saved = step or 0
-    keepers = board.gather("keeper", None if agreement.share_disk or step else checkpoint.keeper(checkpoints))
-    check_place(directory, keepers, agreement.keeper)
-    state = state_at(step, cfg, mesh, checkpoints, given_params, agreement.share_disk)
+    keepers = board.gather("keeper", None if agreement.share_disk or step else checkpoint.read_saving_host(checkpoints))
+    check_saving_host(directory, keepers, agreement.saving_host)
+    state = load_state(step, cfg, mesh, checkpoints, given_params, agreement.share_disk)
     if step is not None:
         log(f"resumed    at step {int(state.step)} from {checkpoints}")
         if is_main_process() and (missing := missing_rows(directory, step)):
             log(f"record     {missing}")
         rows = [row for row in map(json.loads, read_rows(directory)) if (row["kind"], row["step"]) == ("train", step)]
-        if rows and (change := change_of_rate(cfg, state, rows[-1]["lr"])):
+        if rows and (change := describe_rate_jump(cfg, state, rows[-1]["lr"])):
             log(f"lr         {change}")
     return state
 
 
-def change_of_rate(cfg: Config, state: optimizer.TrainState, before: float) -> str | None:
+def describe_rate_jump(cfg: Config, state: optimizer.TrainState, before: float) -> str | None:
     """Describe how the learning rate jumps if the run resumes with a different schedule; None if it does not.
 
     before   the learning rate of the last step before the checkpoint
@@ -59,18 +59,18 @@ def change_of_rate(cfg: Config, state: optimizer.TrainState, before: float) -> s
     return f"{before:.2e} at step {step}, {after:.2e} after it: the schedule now ends at step {cfg.run.steps}"
 
 
-def state_before(step: int, cfg: Config, mesh, checkpoints: Path, given_params: Callable) -> optimizer.TrainState:
+def load_state_before(step: int, cfg: Config, mesh, checkpoints: Path, given_params: Callable) -> optimizer.TrainState:
     """Return the state of the newest good checkpoint before a step, or the state at step 0."""
-    earlier = [one.step for one in checkpoint.found(checkpoints) if one.step < step and not one.fault()]
-    return state_at(max(earlier, default=None), cfg, mesh, checkpoints, given_params)
+    earlier = [one.step for one in checkpoint.list_steps(checkpoints) if one.step < step and not one.find_fault()]
+    return load_state(max(earlier, default=None), cfg, mesh, checkpoints, given_params)
 
 
-def state_at(step: int | None, cfg: Config, mesh, checkpoints: Path, given_params: Callable, shared: bool = True):
+def load_state(step: int | None, cfg: Config, mesh, checkpoints: Path, given_params: Callable, shared: bool = True):
     """Return the TrainState of a checkpoint, placed on this mesh; step None: a new state at step 0.
 
     given_params   (cfg, mesh) -> initial parameters, or None for random ones; `train` may not import `weights`
     """
     if step is None:
         return optimizer.init(cfg, mesh, given_params(cfg, mesh))
-    target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
+    target = checkpoint.make_target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     return checkpoint.restore(checkpoints, target, step, shared)

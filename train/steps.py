@@ -23,12 +23,12 @@ SAVING, DELETING = ".saving", ".deleting"  # suffixes of directories that are no
 
 
 @dataclass(frozen=True)
-class Found:
+class StepDirectory:
     """A step's directory, or the leftover of an interrupted save or deletion."""
 
     path: str
     step: int
-    whole: bool  # its name is a number; False: a leftover
+    is_complete: bool  # its name is a number; False: a leftover
 
     def manifest(self) -> dict:
         """Read the manifest. Raises: OSError or ValueError if it is missing or damaged."""
@@ -37,12 +37,12 @@ class Found:
             raise ValueError("its contents do not match the sha256 in it")
         return manifest
 
-    def fault(self, read: Read = "all") -> str | None:
+    def find_fault(self, read: Read = "all") -> str | None:
         """Say why this is not a good checkpoint; None: no fault was found, verifying the files that `read` names."""
-        if not self.whole:
+        if not self.is_complete:
             return "left over from an interrupted save or deletion"
         try:
-            if not (there := storage.sizes(self.path)):
+            if not (there := storage.file_sizes(self.path)):
                 return "the directory is empty"
             manifest = self.manifest()
         except FileNotFoundError:
@@ -79,16 +79,16 @@ def _digest(values: dict) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def found(directory: str | os.PathLike) -> list[Found]:
+def list_steps(directory: str | os.PathLike) -> list[StepDirectory]:
     """List all steps in a directory, and leftovers of steps, newest first; other files are ignored."""
-    directory, entries = epath.Path(storage.absolute(directory)), []
+    directory, entries = epath.Path(storage.absolute_path(directory)), []
     for name in (one.name for one in directory.iterdir()) if directory.is_dir() else ():
         step, _, rest = name.partition(".")
         if step.isdecimal() and (not rest or "." + rest in (SAVING, DELETING) or "orbax-checkpoint-tmp" in rest):
             path = directory / name
             whole = not rest and (not is_remote(str(path)) or (path / MANIFEST).exists())
-            entries.append(Found(str(path), int(step), whole))
-    return sorted(entries, key=lambda entry: (entry.step, entry.whole), reverse=True)
+            entries.append(StepDirectory(str(path), int(step), whole))
+    return sorted(entries, key=lambda entry: (entry.step, entry.is_complete), reverse=True)
 
 
 def latest_step(
@@ -100,25 +100,25 @@ def latest_step(
     Raises: UserError naming each step's fault if there are steps but none is good.
     """
     faults = []
-    for entry in found(directory):
-        if (fault := entry.fault(read)) is None:
+    for entry in list_steps(directory):
+        if (fault := entry.find_fault(read)) is None:
             return entry.step
-        if entry.whole and not epath.Path(entry.path).is_dir():
+        if entry.is_complete and not epath.Path(entry.path).is_dir():
             continue  # it was deleted in the meantime
         faults.append((entry, f"{entry.path}: {fault}"))
         if say:
             say(f"skipped    {faults[-1][1]}")
-    if not any(entry.whole for entry, _ in faults):
+    if not any(entry.is_complete for entry, _ in faults):
         return None
     raise UserError(
-        f"no checkpoint in {directory} can be used; " + "; ".join(fault for entry, fault in faults if entry.whole)
+        f"no checkpoint in {directory} can be used; " + "; ".join(fault for entry, fault in faults if entry.is_complete)
         + "; to start at step 0, move them away or use --run.restart scratch")  # fmt: skip
 
 
 def write_manifest(path: str, step: int, loss: float | None) -> None:
     """Write a step's manifest, which lists every file in its directory with size and checksum."""
     files, kind = {}, "md5" if is_remote(path) else "sha256"
-    for name, (size, mark) in storage.sizes(path).items():
+    for name, (size, mark) in storage.file_sizes(path).items():
         files[name] = {"bytes": size, kind: _checksum(kind, os.path.join(path, name), size, mark)}
     saved = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     loss = loss if loss is not None and math.isfinite(loss) else None

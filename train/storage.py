@@ -35,7 +35,7 @@ from errors import DiskLost, UserError
 CHECKPOINTS, OWNER = "checkpoints", "owner"
 
 
-class Far:
+class BucketDirectory:
     """A run's directory in a bucket. It replaces the Path of a local run: `/` returns the path of a file in it.
 
     here   local folder for the run's small files; default: a folder in the user's cache
@@ -44,20 +44,20 @@ class Far:
     def __init__(self, address: str, here: Path | None = None):
         digest = hashlib.sha256(address.encode()).hexdigest()[:16]
         self.address, self.name = address, address.rpartition("/")[2]
-        self.here = here or Path(cache_directory(), "runs", digest, self.name)
+        self.local = here or Path(cache_directory(), "runs", digest, self.name)
         self.owner, self.sent = "", {}
 
     def __str__(self) -> str:
         return self.address
 
     def __truediv__(self, name: str):
-        return epath.Path(f"{self.address}/{name}") if name == CHECKPOINTS else self.here / name
+        return epath.Path(f"{self.address}/{name}") if name == CHECKPOINTS else self.local / name
 
     @functools.cached_property
     def files(self):
         """Return the bucket's file system. Raises: UserError if there is none, as a write would create it."""
         name = "/".join(self.address.split("/")[:3])
-        files = bucket.call_with_retries(name, lambda: in_bucket(name)[0], HEADING)
+        files = bucket.call_with_retries(name, lambda: open_file_system(name)[0], HEADING)
         try:
             bucket.call_with_retries(name, lambda: files.info(name), HEADING)
         except bucket.MissingFile:
@@ -68,117 +68,119 @@ class Far:
         """Raises: UserError if the bucket does not exist, or may not be read."""
         _ = self.files
 
-    def ask(self, name: str, work: Callable):
+    def call(self, name: str, work: Callable):
         """Return work(file system, address of a file), with retries. Raises: UserError with the reason."""
         address = f"{self.address}/{name}".rstrip("/")
         return bucket.call_with_retries(address, lambda: work(self.files, address), HEADING)
 
-    def fetch(self) -> None:
+    def download(self) -> None:
         """Replace the local small files with those in the bucket."""
-        for file in self.small():
+        for file in self.local_files():
             file.unlink()
         with contextlib.suppress(bucket.MissingFile):  # the run has no files there yet
-            for one in self.ask("", lambda files, at: files.ls(at, detail=True)):
+            for one in self.call("", lambda files, at: files.ls(at, detail=True)):
                 name = one["name"].rpartition("/")[2]
                 if name and one["type"] == "file":
-                    (self.here / name).write_bytes(self.ask(name, lambda files, at: files.cat_file(at)))
+                    (self.local / name).write_bytes(self.call(name, lambda files, at: files.cat_file(at)))
 
-    def small(self) -> list[Path]:
+    def local_files(self) -> list[Path]:
         """List the local files to synchronize: all except half-written ones and those that start with a dot."""
-        self.here.mkdir(parents=True, exist_ok=True)
-        files = [file for file in self.here.iterdir() if file.is_file()]
+        self.local.mkdir(parents=True, exist_ok=True)
+        files = [file for file in self.local.iterdir() if file.is_file()]
         return [file for file in files if file.name[0] != "." and not file.name.endswith(".partial")]
 
-    def take(self) -> None:
+    def claim_ownership(self) -> None:
         """Make this process the owner of the run."""
         self.owner = f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}, {uuid.uuid4().hex[:8]}\n"
-        self.ask(OWNER, lambda files, at: files.pipe_file(at, self.owner.encode()))
+        self.call(OWNER, lambda files, at: files.pipe_file(at, self.owner.encode()))
 
-    def send(self) -> None:
+    def upload(self) -> None:
         """Upload the files that have changed. Raises: UserError if another process owns the run by now."""
-        if (owner := self.ask(OWNER, lambda files, at: files.cat_file(at)).decode()) != self.owner:
+        if (owner := self.call(OWNER, lambda files, at: files.cat_file(at)).decode()) != self.owner:
             raise UserError(f"{self} is now used by {owner.strip()}; this process was {self.owner.strip()}")
-        for file in self.small():
+        for file in self.local_files():
             contents = file.read_bytes()
             if file.name != OWNER and self.sent.get(file.name) != (digest := hashlib.sha256(contents).digest()):
-                self.ask(file.name, lambda files, at, contents=contents: files.pipe_file(at, contents))
+                self.call(file.name, lambda files, at, contents=contents: files.pipe_file(at, contents))
                 self.sent[file.name] = digest
 
 
 HEADING = "run        "
 
 
-def of(cfg: Config) -> Path | Far:
+def run_directory(cfg: Config) -> Path | BucketDirectory:
     """Return the directory of a run."""
     return (
-        Far(f"{cfg.run.dir.rstrip('/')}/{cfg.run.name}") if is_remote(cfg.run.dir) else Path(cfg.run.dir, cfg.run.name)
+        BucketDirectory(f"{cfg.run.dir.rstrip('/')}/{cfg.run.name}")
+        if is_remote(cfg.run.dir)
+        else Path(cfg.run.dir, cfg.run.name)
     )
 
 
-def here(directory: Path | Far) -> Path:
+def local_folder(directory: Path | BucketDirectory) -> Path:
     """Return the local folder that holds a run's small files."""
-    return directory.here if isinstance(directory, Far) else directory
+    return directory.local if isinstance(directory, BucketDirectory) else directory
 
 
-def check(directory: Path | Far) -> None:
+def check(directory: Path | BucketDirectory) -> None:
     """Raises: UserError if a bucket does not exist or may not be read; DiskLost if an earlier attempt of this launch
     lost the directory and it is still gone, because this attempt would start at step 0 in the empty mount point."""
-    if isinstance(directory, Far):
+    if isinstance(directory, BucketDirectory):
         directory.check()
-    elif (mark := lost_mark()) and mark.exists() and not (directory / "config.json").exists():
+    elif (mark := disk_lost_file()) and mark.exists() and not (directory / "config.json").exists():
         raise DiskLost(f"{directory} is still gone: is the shared disk mounted? If you removed it, launch again")
 
 
-def take(directory: Path | Far) -> None:
+def claim_ownership(directory: Path | BucketDirectory) -> None:
     """Make this process the owner of a run in a bucket; on a disk the lock does that."""
-    if isinstance(directory, Far):
-        directory.take()
+    if isinstance(directory, BucketDirectory):
+        directory.claim_ownership()
 
 
-def send(directory: Path | Far) -> None:
+def upload(directory: Path | BucketDirectory) -> None:
     """Upload the changed files of a run in a bucket."""
-    if isinstance(directory, Far):
-        directory.send()
+    if isinstance(directory, BucketDirectory):
+        directory.upload()
 
 
 @contextlib.contextmanager
-def fetched(directory: Path | Far) -> Iterator[None]:
+def synced(directory: Path | BucketDirectory) -> Iterator[None]:
     """Download a run's files to process 0; on exit upload them again, if this process became the owner."""
-    if not isinstance(directory, Far) or not is_main_process():
+    if not isinstance(directory, BucketDirectory) or not is_main_process():
         yield
         return
-    directory.fetch()
+    directory.download()
     try:
         yield
     except BaseException:
         try:
             if directory.owner:
-                directory.send()
+                directory.upload()
         except Exception as error:  # the first error is the one to show
-            log(f"note: files written since the last checkpoint were not uploaded from {directory.here}: {error}")
+            log(f"note: files written since the last checkpoint were not uploaded from {directory.local}: {error}")
         raise
     if directory.owner:
-        directory.send()
+        directory.upload()
 
 
 @contextlib.contextmanager
-def copied(directory: Path | Far) -> Iterator[Path | Far]:
+def temporary_copy(directory: Path | BucketDirectory) -> Iterator[Path | BucketDirectory]:
     """Yield a read-only copy of a run in a bucket, so that a live run on this machine is not disturbed."""
-    if not isinstance(directory, Far):
+    if not isinstance(directory, BucketDirectory):
         yield directory
         return
     with tempfile.TemporaryDirectory() as folder:
-        copy = Far(directory.address, Path(folder, directory.name))
-        copy.fetch()
+        copy = BucketDirectory(directory.address, Path(folder, directory.name))
+        copy.download()
         yield copy
 
 
-def remove(directory: Path | Far, name: str) -> None:
+def remove(directory: Path | BucketDirectory, name: str) -> None:
     """Remove a file or folder of a run, if it exists."""
     path = directory / name
-    clear(path)
-    if isinstance(directory, Far) and directory.ask(name, lambda files, at: files.exists(at)):
-        directory.ask(name, lambda files, at: files.rm(at, recursive=True))
+    remove_path(path)
+    if isinstance(directory, BucketDirectory) and directory.call(name, lambda files, at: files.exists(at)):
+        directory.call(name, lambda files, at: files.rm(at, recursive=True))
 
 
 # A disk that disappears during a run ----------------------------------------------------------------------------------
@@ -189,13 +191,13 @@ LOST_DISK = {getattr(errno, name, None) for name in (
     "ESTALE", "EIO", "ENOTCONN", "ENODEV", "ENXIO", "EREMOTEIO", "ESHUTDOWN", "ETIMEDOUT", "EHOSTDOWN")}  # fmt: skip
 
 
-def lost_mark() -> Path | None:
+def disk_lost_file() -> Path | None:
     """Return the file that tells the next attempt of this launch that the run's directory was lost."""
     alive = os.environ.get("AXIS_ALIVE")
     return Path(alive).with_name("disk_lost") if alive else None
 
 
-def why_lost(error: Exception, directory: str | os.PathLike) -> str | None:
+def explain_lost_disk(error: Exception, directory: str | os.PathLike) -> str | None:
     """Explain an error that means that the disk of a run's directory is gone; None: it means something else.
 
     A full disk or a read-only disk does not count as lost, since a restart would not help.
@@ -214,7 +216,7 @@ def why_lost(error: Exception, directory: str | os.PathLike) -> str | None:
 
 
 @contextlib.contextmanager
-def watched(directory: Path | Far, writes: Callable[[], bool]) -> Iterator[None]:
+def raise_disk_lost(directory: Path | BucketDirectory, writes: Callable[[], bool]) -> Iterator[None]:
     """Inside this context, raise DiskLost for an OSError that means that the disk of a run's directory is gone.
 
     writes   tells whether this process writes to that disk
@@ -222,11 +224,11 @@ def watched(directory: Path | Far, writes: Callable[[], bool]) -> Iterator[None]
     try:
         yield
     except (OSError, DiskLost) as error:
-        why = str(error) if isinstance(error, DiskLost) else why_lost(error, here(directory))
-        if why is None or isinstance(directory, Far) or not writes():
+        why = str(error) if isinstance(error, DiskLost) else explain_lost_disk(error, local_folder(directory))
+        if why is None or isinstance(directory, BucketDirectory) or not writes():
             raise
         with contextlib.suppress(OSError):
-            if mark := lost_mark():
+            if mark := disk_lost_file():
                 mark.touch()
         raise DiskLost(why) from error
 
@@ -234,7 +236,7 @@ def watched(directory: Path | Far, writes: Callable[[], bool]) -> Iterator[None]
 # Files by path or address ---------------------------------------------------------------------------------------------
 
 
-def in_bucket(address: str):
+def open_file_system(address: str):
     """Return fsspec's file system and the path in it, with listings uncached, because other processes write too."""
     import fsspec  # here, because only a run in a bucket needs it
 
@@ -242,10 +244,10 @@ def in_bucket(address: str):
     return bucket.file_system(address)
 
 
-def absolute(path: str | os.PathLike) -> str:
+def absolute_path(path: str | os.PathLike) -> str:
     path = os.fspath(path)
     if is_remote(path):
-        in_bucket(path)
+        open_file_system(path)
         return path.rstrip("/")
     return os.path.abspath(path)
 
@@ -257,17 +259,17 @@ def replace_file(path: str | os.PathLike, text: str) -> None:
     os.replace(partial, path)
 
 
-def clear(path: str | os.PathLike) -> None:
+def remove_path(path: str | os.PathLike) -> None:
     """Remove a file or folder, if it exists."""
     path = epath.Path(path)
     path.rmtree() if path.is_dir() else path.unlink(missing_ok=True)
 
 
-def sizes(folder: str) -> dict[str, tuple[int, str]]:
+def file_sizes(folder: str) -> dict[str, tuple[int, str]]:
     """Map each file below a folder to its bytes and a mark of its contents: mtime in ns, or a bucket's md5 in hex."""
     result = {}
     if is_remote(folder):
-        files, root = in_bucket(folder)
+        files, root = open_file_system(folder)
         for path, one in files.find(root, detail=True).items():
             md5 = base64.b64decode(one.get("md5Hash") or "").hex()
             result[os.path.relpath(path, root)] = one["size"], md5

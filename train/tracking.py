@@ -77,7 +77,7 @@ class Steps:
     def __init__(self, path: Path):
         self.path, self.read_bytes, self.held = path, 0, []
 
-    def complete(self) -> list[tuple[int, list[dict]]]:
+    def completed_steps(self) -> list[tuple[int, list[dict]]]:
         """Return the steps that were completed since the last call: a later step, or the end of the run, follows them.
 
         The newest step is held back, because it may still get rows, in this process or after a resume.
@@ -96,11 +96,11 @@ class Steps:
         return list(steps.items())
 
 
-def flat(value, name: str) -> dict:
+def flatten_numbers(value, name: str) -> dict:
     """Flatten numbers to {"train/loss": 2.5, "train/tokens_per_expert/0/3": 17}, without null and text."""
     if isinstance(value, (dict, list)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {path: x for key, inner in items for path, x in flat(inner, f"{name}/{key}").items()}
+        return {path: x for key, inner in items for path, x in flatten_numbers(inner, f"{name}/{key}").items()}
     return {name: value} if isinstance(value, (int, float)) else {}
 
 
@@ -115,7 +115,7 @@ def has_key() -> bool:
         return False
 
 
-def follow(directory: Path) -> None:
+def send_steps(directory: Path) -> None:
     """Send steps as they are completed, until standard input is closed."""
     with (directory / "wandb.json").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the process of a run that was killed may still be sending
@@ -142,9 +142,9 @@ def follow(directory: Path) -> None:
         save_state(sent)
         steps, ended = Steps(directory / "metrics.jsonl"), False
         while True:
-            for step, rows in steps.complete():
+            for step, rows in steps.completed_steps():
                 if step > sent:
-                    values = [flat({k: v for k, v in row.items() if k not in ("kind", "step")}, row["kind"])
+                    values = [flatten_numbers({k: v for k, v in row.items() if k not in ("kind", "step")}, row["kind"])
                               for row in rows]  # fmt: skip
                     run.log({name: x for of_row in values for name, x in of_row.items()}, step=step)
                     save_state(sent := step)
@@ -155,7 +155,7 @@ def follow(directory: Path) -> None:
 
 def main() -> int:
     try:
-        follow(Path(sys.argv[1]))
+        send_steps(Path(sys.argv[1]))
     except ModuleNotFoundError as error:
         print(f"{error}; `make extra-wandb` installs it")
         return 3

@@ -62,7 +62,7 @@ class Watchdog:
     def finish_step(self, step: int) -> None:
         self.taken, self.moved = (step, int(time.time())), time.monotonic()
 
-    def touch(self) -> None:
+    def record_progress(self) -> None:
         """Record progress in a longer task, such as one batch of an evaluation."""
         self.moved = time.monotonic()
 
@@ -83,7 +83,7 @@ class Watchdog:
     def say_alive(self, more_s: float = 0.0) -> None:
         """Tell the supervisor that this process is alive. The last state it writes marks a preempted run."""
         stopped = any(message.stopped for message in (self.board.message, *self.board.messages.values()))
-        preempted = stopped and self.agreement.preempted is not None
+        preempted = stopped and self.agreement.preempted_rank is not None
         say_alive(self.peer_timeout_s + more_s, "preempted" if preempted else "joined")
 
     def leave(self, status: int, error: str = "") -> int:
@@ -141,17 +141,17 @@ class Watchdog:
             except (RuntimeError, TimeoutError) as error:
                 request = request if isinstance(error, TimeoutError) else None
                 if time.monotonic() - answered > self.peer_timeout_s:
-                    why = f"{self.board.name(0)}, which all others are connected to, no longer answers"
+                    why = f"{self.board.process_name(0)}, which all others are connected to, no longer answers"
                     return self.end(LOST, why, lost=0)
                 continue
             answered = time.monotonic()
-            self.judge(messages, answered)
+            self.check_messages(messages, answered)
             self.write_progress()
         exchange.shutdown()
 
-    def judge(self, messages: dict[int, Message], now: float) -> None:
+    def check_messages(self, messages: dict[int, Message], now: float) -> None:
         """Act on the messages: another process has ended, was asked to stop, is silent, or is stuck."""
-        own, name = self.board.message, self.board.name
+        own, name = self.board.message, self.board.process_name
         for rank, message in messages.items():
             if rank not in self.board.messages or message.heartbeat > self.board.messages[rank].heartbeat:
                 self.heard[rank] = now
@@ -169,27 +169,27 @@ class Watchdog:
         if any(message.stop for message in messages.values()) and not own.stop:
             self.agreement.ask_to_stop()
             self.on_stop()
-        self.name_slow(messages)
+        self.log_slow_host(messages)
         if self.hang_timeout_s and self.moved is not None and now - self.moved > self.hang_timeout_s:
             own.stuck = True
         if any(message.stuck for message in [*messages.values(), own]):
             self.found_stuck = self.found_stuck or self.show_stacks(now)
             if now - self.found_stuck > GRACE_S / 2:
-                self.end(LOST, self.verdict(messages))
+                self.end(LOST, self.describe_hang(messages))
 
-    def name_slow(self, messages: dict[int, Message]) -> None:
+    def log_slow_host(self, messages: dict[int, Message]) -> None:
         """Log the name of a slow host, once, in process 0."""
         slow = pace.slowest({rank: message.matmuls_ms for rank, message in messages.items()})
         if self.board.rank == 0 and slow and slow[0] not in self.slow:
             self.slow.add(slow[0])
-            log(f"slow       {self.board.name(slow[0])} takes {slow[1]:.1f} ms for matmuls that take the median "
-                      f"host {slow[2]:.1f} ms, twice in a row; every step waits for it")  # fmt: skip
+            log(f"slow       {self.board.process_name(slow[0])} takes {slow[1]:.1f} ms for matmuls that take the "
+                f"median host {slow[2]:.1f} ms, twice in a row; every step waits for it")  # fmt: skip
 
     def show_stacks(self, now: float) -> float:
         """Print the stack of every thread, and report where the main thread is. Returns `now`."""
         for file in log_files():
             with contextlib.suppress(OSError):  # a full disk
-                name = self.board.name(self.board.rank)
+                name = self.board.process_name(self.board.rank)
                 print(f"no step was finished for {self.hang_timeout_s} s; stacks of {name}:", file=file)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
@@ -199,9 +199,9 @@ class Watchdog:
         self.board.message.where = ", called from ".join(frames)
         return now
 
-    def verdict(self, messages: dict[int, Message]) -> str:
+    def describe_hang(self, messages: dict[int, Message]) -> str:
         """Say which process did not reach the step that the others wait at, and where it is instead."""
-        step, name, own = max(message.step for message in messages.values()), self.board.name, self.board.rank
+        step, name, own = max(message.step for message in messages.values()), self.board.process_name, self.board.rank
         late = "; ".join(f"{name(rank)} did not reach step {step}; it is at {messages[rank].where}"
                          for rank in sorted(messages) if messages[rank].step < step)  # fmt: skip
         does = late or f"all have reached step {step}; process {own} is at {messages[own].where}"

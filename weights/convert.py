@@ -181,7 +181,7 @@ def load_weights(run: str | Path, declarations, mesh: Mesh):
     return sharding.map_named(place, declarations)
 
 
-def resolve_step(run: str | Path, requested: str = "", report: Callable = checkpoint.say_aside) -> int | None:
+def resolve_step(run: str | Path, requested: str = "", report: Callable = checkpoint.print_to_stderr) -> int | None:
     """Resolve a requested checkpoint to its step: a number, "best" (as in `train.checkpoint ls`) or "", the newest.
 
     Returns None if the run has only weights. Raises: UserError if it has neither, or lacks that step, naming its steps.
@@ -196,7 +196,7 @@ def resolve_step(run: str | Path, requested: str = "", report: Callable = checkp
     directory = f"{run}/checkpoints"
     if not requested and (newest := checkpoint.latest_step(directory, report, "params")) is not None:
         return newest
-    existing = [row for row in reversed(checkpoint.rows(directory, "none")) if row.name.isdecimal()]
+    existing = [row for row in reversed(checkpoint.step_rows(directory, "none")) if row.name.isdecimal()]
     if not existing:
         raise UserError(f"no checkpoint in {directory}")
     steps = {name: row.step for row in existing for name in (row.name, "best") if name != "best" or row.best}

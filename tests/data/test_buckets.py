@@ -23,7 +23,7 @@ from data import bucket, check, files, prepare
 from errors import UserError
 from generate import load
 from tests.test_training import flags, restored, rows, run, untimed
-from tests.train.test_processes import pair
+from tests.train.test_processes import run_two_processes
 from train import checkpoint, report, storage
 from train.directory import Metrics
 from train.watchdog import LOST
@@ -263,7 +263,7 @@ def die_at(monkeypatch, step):
 
     def write_or_die(self, kind, row_step, **values):
         if (kind, row_step) == ("train", step):
-            monkeypatch.setattr(storage.Far, "send", lambda self: None)
+            monkeypatch.setattr(storage.BucketDirectory, "upload", lambda self: None)
             raise Killed
         write(self, kind, row_step, **values)
 
@@ -331,12 +331,12 @@ def test_a_run_of_two_processes_in_a_bucket_resumes_after_a_kill(home, tmp_path)
     words = [*home, "--run.checkpoint_every", "1", "--run.peer_timeout_s", "8", "--run.dir"]
     assert run([*words, disk.parent, "--mesh", "fsdp=2"])[0] == 0
     there = [*words, address.removesuffix("/small")]
-    status, _, errors = pair(there, there, script="tests/launch/faulty.py")
+    status, _, errors = run_two_processes(there, there, script="tests/launch/faulty.py")
     assert status == [LOST, -signal.SIGKILL], errors
     assert "error: process 1 on host01 has been silent for 8 s; it had reached step" in errors[0]
     good = checkpoint.latest_step(f"{address}/checkpoints")
     assert good in (2, 3)  # the third may still be in flight
-    status, said, errors = pair(there, there)
+    status, said, errors = run_two_processes(there, there)
     assert status == [0, 0] and f"resumed    at step {good} from {address}/checkpoints" in said[0], errors
     assert rows_at(address) == untimed([row for row in rows(disk) if row["kind"] in ("train", "eval", "end")])
     parts = bucket.file_system(address)[0].ls(f"{address}/checkpoints/6/state/params", detail=False)
@@ -378,17 +378,17 @@ def test_only_an_unchanged_step_with_a_manifest_counts(servers, asked):
 def test_the_last_process_to_start_owns_the_run(servers, tmp_path):
     """Catches two runs at one address that both continue, and one that takes the other's step for its own."""
     address = f"gs://own/{uuid.uuid4().hex}/small"
-    first, second = (storage.Far(address, tmp_path / name) for name in "ab")
+    first, second = (storage.BucketDirectory(address, tmp_path / name) for name in "ab")
     for run_there in (first, second):
-        run_there.fetch()
-        (run_there.here / "config.json").write_text(run_there.here.name)
-        run_there.take()
-        run_there.send()
+        run_there.download()
+        (run_there.local / "config.json").write_text(run_there.local.name)
+        run_there.claim_ownership()
+        run_there.upload()
     with pytest.raises(UserError, match=rf"{address} is now used by process \d+ on .*; this process was process \d+"):
-        save(f"{address}/checkpoints", [1], first.send)
+        save(f"{address}/checkpoints", [1], first.upload)
     assert checkpoint.latest_step(f"{address}/checkpoints") is None
-    save(f"{address}/checkpoints", [1], second.send)
-    first.fetch()
+    save(f"{address}/checkpoints", [1], second.upload)
+    first.download()
     assert checkpoint.latest_step(f"{address}/checkpoints") == 1 and (first / "config.json").read_text() == "b"
 
 
@@ -413,7 +413,7 @@ def test_a_refusal_of_a_bucket_is_reported(home, tmp_path, monkeypatch):
 
     monkeypatch.setattr(HANDLER, "parse_request", parse)
     with pytest.raises(UserError, match=rf"^{address}/small/owner: PermissionError: Forbidden: [^\n]*$"):
-        storage.Far(f"{address}/small", tmp_path / "here").take()
+        storage.BucketDirectory(f"{address}/small", tmp_path / "here").claim_ownership()
     denied_of = "/4/"
     status, _, complaint = run([*home, "--run.dir", address])
     assert status == 2 and "Traceback" not in complaint, complaint

@@ -204,7 +204,9 @@ def written(path, cfg, tmp_path, monkeypatch, step):
     (tmp_path / "config.json").write_text(json.dumps(directory.describe(cfg)))
     monkeypatch.setattr(directory.checkpoint, "latest_step", lambda *_, **__: step)
     monkeypatch.setattr(directory.checkpoint, "check_about", lambda *_, **__: None)
-    return lambda **more: directory.check_same(replace(cfg, **{f"data.{n}": x for n, x in more.items()}), tmp_path)
+    return lambda **more: directory.check_same_settings(
+        replace(cfg, **{f"data.{n}": x for n, x in more.items()}), tmp_path
+    )
 
 
 def test_a_resumed_run_may_change_only_later_steps(path, tmp_path, monkeypatch):

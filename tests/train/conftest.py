@@ -9,7 +9,7 @@ import pytest
 
 from data import prepare
 from tests.train.several import Ended
-from tests.train.small_run import flags, run, stopped_at
+from tests.train.small_run import flags, run, signal_at_step
 from train import processes, watchdog
 from train.agreement import Agreement
 from train.board import Board, LocalStore
@@ -38,7 +38,7 @@ def straight(home):
 @pytest.fixture(scope="session")
 def stopped(home, straight):
     """A run stopped at step 49 by Ctrl-C: its directory, and what `run` returned."""
-    with stopped_at(49, signal.SIGINT):
+    with signal_at_step(49, signal.SIGINT):
         said = run(flags(home, home / "stopped"))
     return home / "stopped" / "small", said
 

@@ -15,7 +15,7 @@ class Ended(BaseException):
     """Raised in a test's thread in place of `exit`."""
 
 
-def together(ones, work):
+def run_in_threads(ones, work):
     """Run work(one) for each in its own thread; return the results in order, None for one that was ended."""
     found = {}
 
@@ -39,7 +39,7 @@ def free_port():
         return free.getsockname()[1]
 
 
-def pair(*words_of_each, script="main.py", begin=lambda rank, process: None, settings=({}, {}), **how):
+def run_two_processes(*words_of_each, script="main.py", begin=lambda rank, process: None, settings=({}, {}), **how):
     """Run two processes that train together, each with its flags; return all exit statuses, outputs and errors.
 
     begin      called with the rank of each and its process, as soon as it is started

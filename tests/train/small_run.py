@@ -11,7 +11,7 @@ import pytest
 from tests.test_training import run, snapshot
 from train.directory import Metrics
 
-__all__ = ["EVERY", "FLAGS", "ROOT", "STEPS", "flags", "run", "snapshot", "stopped_at", "trained_steps"]
+__all__ = ["EVERY", "FLAGS", "ROOT", "STEPS", "flags", "run", "signal_at_step", "snapshot", "trained_steps"]
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 60, 4  # optimizer steps of the run, steps between its checkpoints
 FLAGS = shlex.split(  # the model of test_training.py, to reuse its compiled programs
@@ -32,7 +32,7 @@ def trained_steps(directory):
 
 
 @contextlib.contextmanager
-def stopped_at(step, number):
+def signal_at_step(step, number):
     """Send a signal as soon as the row of a step is written."""
     write = Metrics.write
 

@@ -99,7 +99,7 @@ def test_a_damaged_step_is_skipped(tmp_path, capsys, fault):
     assert len(said) == 1 and re.fullmatch(rf"skipped    {tmp_path}/30\S*: {reason}.*", said[0]), said
     np.testing.assert_array_equal(read(tmp_path), array(2))
     assert capsys.readouterr().err == f"{said[0]}\nreading    step 2 of {tmp_path}\n"
-    assert checkpoint.about(tmp_path, 2) == {"by": "us"}
+    assert checkpoint.read_about(tmp_path, 2) == {"by": "us"}
     with pytest.raises(ValueError, match=reason if "left" not in fault else "no checkpoint of step 30"):
         read(tmp_path, 30)
     assert snapshot(tmp_path) == before
@@ -289,7 +289,7 @@ MESHES = ("data=2", "fsdp=2,tensor=2", "stage=2,expert=2", "fsdp=2,context=2", "
 @functools.cache
 def target(cfg, mesh):
     """Return the shapes and shardings of the training state on a mesh."""
-    return checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, sharding.make_mesh(mesh)))
+    return checkpoint.make_target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, sharding.make_mesh(mesh)))
 
 
 @pytest.fixture(scope="module")
@@ -465,7 +465,7 @@ def test_a_run_keeps_the_newest_steps_and_the_best(straight):
     kept = sorted(int(name) for name in os.listdir(straight / "checkpoints"))
     rows = [json.loads(row) for row in (straight / "metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "eval" and row["step"] in (20, 40)}
-    saved = {row.step: row for row in checkpoint.rows(straight / "checkpoints", "none")}
+    saved = {row.step: row for row in checkpoint.step_rows(straight / "checkpoints", "none")}
     losses[STEPS] = saved[STEPS].loss
     best = min(losses, key=losses.get)
     assert kept == sorted({best, 56, 60})
@@ -477,7 +477,7 @@ def test_the_loss_of_the_last_step_is_over_the_same_batches(straight, home):
     cfg, mesh = main.parse(flags(home, straight.parent)), sharding.make_mesh("data=1")
     params = checkpoint.restore(straight / "checkpoints", target(cfg, "data=1"), STEPS).params
     want = progress.evaluate(cfg, mesh, pipeline.evaluate(cfg, mesh), params, cfg.run.eval_batches)
-    [last] = [row for row in checkpoint.rows(straight / "checkpoints", "none") if row.step == STEPS]
+    [last] = [row for row in checkpoint.step_rows(straight / "checkpoints", "none") if row.step == STEPS]
     assert last.loss == want["loss"] and want["full"] is False
 
 
@@ -538,7 +538,7 @@ def test_a_full_disk_stops_the_run(partway, home, straight):
 ])  # fmt: skip
 def test_only_storage_errors_are_reported_as_a_full_disk(tmp_path, error, kind):
     """Catches a lost host reported as a full disk: with that exit status the supervisor would not restart."""
-    with checkpoint.open_directory(tmp_path) as saver, pytest.raises(kind) as caught, saver.explained(5):
+    with checkpoint.open_directory(tmp_path) as saver, pytest.raises(kind) as caught, saver.explain_errors(5):
         raise error
     assert type(caught.value) is kind and str(error) in str(caught.value)
 

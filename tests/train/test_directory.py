@@ -12,15 +12,15 @@ import pytest
 import main
 from bench import soak
 from config import replace
-from tests.train.small_run import STEPS, flags, run, snapshot, stopped_at, trained_steps
-from train.directory import SET_ASIDE, Metrics, locked, look, missing_rows
+from tests.train.small_run import STEPS, flags, run, signal_at_step, snapshot, trained_steps
+from train.directory import SET_ASIDE, Metrics, check_resumable, lock_directory, missing_rows
 
 
 def test_two_runs_in_one_directory_are_refused(straight, home):
     """Catches two processes writing the same metrics.jsonl, and a refused one that removes the lock of the other."""
     argv = [*flags(home, home / "straight"), "--run.steps", str(2 * STEPS)]
     before = snapshot(straight)
-    with locked(straight):
+    with lock_directory(straight):
         with_lock = snapshot(straight)
         for more in ([], ["--run.restart", "scratch"]):
             status, out, err = run([*argv, *more])
@@ -42,7 +42,7 @@ def test_a_lock_that_was_just_removed_is_not_taken(tmp_path, monkeypatch):
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", lock_late)
-    with pytest.raises(ValueError, match="is in use by another process"), locked(tmp_path):
+    with pytest.raises(ValueError, match="is in use by another process"), lock_directory(tmp_path):
         pass
 
 
@@ -88,38 +88,38 @@ def test_only_the_newest_checkpoint_must_exist(partway):
     damaged or never existed; and a complete run that is refused because it has no checkpoint."""
     argv, directory = partway
     cfg = main.parse(argv)
-    assert look(cfg, directory) is None
+    assert check_resumable(cfg, directory) is None
     (directory / "checkpoints/49/manifest.json").unlink()
-    assert look(cfg, directory) is None
+    assert check_resumable(cfg, directory) is None
     shutil.rmtree(directory / "checkpoints/49")
     with pytest.raises(
         ValueError, match=r"checkpoint of step 49 is gone: .* has only step 48 and earlier; .* 49 to 49"
     ):
-        look(cfg, directory)
-    assert look(replace(cfg, **{"run.restart": "newest"}), directory) is None
+        check_resumable(cfg, directory)
+    assert check_resumable(replace(cfg, **{"run.restart": "newest"}), directory) is None
     Metrics(directory, 48, 60)  # as a run that resumes from step 48 does
-    assert look(cfg, directory) is None
+    assert check_resumable(cfg, directory) is None
 
     (directory / "saved").unlink()  # older versions had no such file
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "start", "step": 48}\n{"kind": "end", "step": 60}\n')
     shutil.rmtree(directory / "checkpoints")
-    assert look(cfg, directory) == 60
+    assert check_resumable(cfg, directory) == 60
     with pytest.raises(ValueError, match="reached step 60, but its checkpoint of step 60 is gone"):
-        look(replace(cfg, **{"run.steps": 99}), directory)
+        check_resumable(replace(cfg, **{"run.steps": 99}), directory)
 
 
 def test_a_repaired_checkpoint_says_which_rows_are_missing(partway):
     """Catches a metrics.jsonl without steps 51 to 58, and no message, after a damaged checkpoint was repaired."""
     argv, directory = partway
     argv = [*argv, "--run.keep_checkpoints", "9"]
-    with stopped_at(58, signal.SIGINT):
+    with signal_at_step(58, signal.SIGINT):
         assert run(argv)[0] == 0
     hidden = [(directory / f"checkpoints/{step}/manifest.json") for step in (49, 52, 56, 58)]
     texts = [path.read_text() for path in hidden]
     for path in hidden:
         path.write_text("damaged")
-    with stopped_at(50, signal.SIGINT):
+    with signal_at_step(50, signal.SIGINT):
         status, out, _ = run(argv)
     assert status == 0 and "resumed    at step 48 " in out and "has no rows" not in out
     for path, text in zip(hidden, texts, strict=True):

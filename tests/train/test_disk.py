@@ -90,19 +90,26 @@ def test_which_errors_mean_a_lost_disk(tmp_path, error, reason):
     """Catches a full disk that restarts in vain, and a file server failure that does not restart."""
     if getattr(error, "filename", None):
         error.filename = error.filename.replace("RUN", str(tmp_path))
-    assert storage.why_lost(error, tmp_path) == (reason and f"{tmp_path} {reason}: is the shared disk mounted?")
-    assert storage.why_lost(error, tmp_path / "gone") == f"{tmp_path}/gone is gone: is the shared disk mounted?"
+    assert storage.explain_lost_disk(error, tmp_path) == (
+        reason and f"{tmp_path} {reason}: is the shared disk mounted?"
+    )
+    assert (
+        storage.explain_lost_disk(error, tmp_path / "gone") == f"{tmp_path}/gone is gone: is the shared disk mounted?"
+    )
 
 
 def test_a_host_without_run_files_reports_no_lost_disk(tmp_path):
     """Catches a host that shares no disk and blames one for an error of its tokens."""
-    with pytest.raises(FileNotFoundError), storage.watched(tmp_path / "nowhere", lambda: False):
+    with pytest.raises(FileNotFoundError), storage.raise_disk_lost(tmp_path / "nowhere", lambda: False):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/tokens/train.bin")
 
 
 def test_a_bucket_is_not_a_disk(tmp_path):
     """Catches a failed request to a bucket that asks for the shared disk."""
-    with pytest.raises(TimeoutError), storage.watched(storage.Far("gs://b/r", tmp_path), lambda: True):
+    with (
+        pytest.raises(TimeoutError),
+        storage.raise_disk_lost(storage.BucketDirectory("gs://b/r", tmp_path), lambda: True),
+    ):
         raise TimeoutError(errno.ETIMEDOUT, "timed out")
 
 

@@ -225,7 +225,7 @@ def test_the_watch_looks_back_ten_steps_and_names_both_ends():
     written = []
     watch = guard.SkipWatch(CFG, lambda kind, step, **values: written.append((kind, step, values)))
     for taken in range(1, 12):
-        watch.see(taken, values_of(1) if taken == 1 else {"skipped_in_a_row": Unready()})
+        watch.add_step(taken, values_of(1) if taken == 1 else {"skipped_in_a_row": Unready()})
         assert len(written) == (taken == 11)
     (kind, step, values), last = written[0], WATCHED[-1]
     assert (kind, step, values["first"], values["last"]) == ("skip", 1, "embedding_VD", last)
@@ -319,7 +319,7 @@ def test_a_replay_that_differs_says_so(finished, tmp_path):
     wrong = np.nextafter(honest["loss"], 0).item()
     state = restored([*plain, "--run.dir", str(runs)], runs / "small")
     mesh = sharding.make_mesh(cfg.mesh)
-    target = checkpoint.target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
+    target = checkpoint.make_target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     for loss, said in ((wrong, f"is {wrong!r}, but {honest['loss']!r} here"), (honest["loss"], "bit-identical")):
         state = checkpoint.restore(runs / "small" / "checkpoints", target, 12)
         lines = []
@@ -405,7 +405,7 @@ def test_noise_is_measured_on_pieces_of_the_batch(monkeypatch, limit, pieces):
 def test_a_batch_that_cannot_be_cut_has_no_noise_scale(capsys):
     """Catches half of three sequences, and norms that are refused as well."""
     cfg = preset("tiny", **{"data.batch_size": 3, "run.gradient_stats_every": 4})
-    questions = guard.Questions(cfg, sharding.make_mesh("data=1"), None)
+    questions = guard.GradientStats(cfg, sharding.make_mesh("data=1"), None)
     assert questions.norms and questions.noise is None
     said = r"noise      no noise scale is written: the 3 sequences of a batch shard .* cannot be split into 2; use .*\n"
     assert re.fullmatch(said, capsys.readouterr().out)

@@ -11,7 +11,7 @@ import pytest
 
 import main
 from bench import soak
-from tests.train.small_run import ROOT, STEPS, flags, run, stopped_at, trained_steps
+from tests.train.small_run import ROOT, STEPS, flags, run, signal_at_step, trained_steps
 from train import checkpoint, interruptions
 
 
@@ -34,7 +34,7 @@ def test_sigterm_saves(partway):
     """Catches a preempted machine that loses steps since the last checkpoint, and handlers that are not restored."""
     argv, directory = partway
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with stopped_at(52, signal.SIGTERM):  # when a checkpoint is due anyway
+    with signal_at_step(52, signal.SIGTERM):  # when a checkpoint is due anyway
         status, out, _ = run(argv)
     assert status == 0 and re.search(r"stopped    this resumes from \S+/checkpoints/52:  ", out)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before

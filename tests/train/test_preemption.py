@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import main
-from tests.train.several import SHORT, pair, together
-from tests.train.small_run import flags, run, stopped_at
+from tests.train.several import SHORT, run_in_threads, run_two_processes
+from tests.train.small_run import flags, run, signal_at_step
 from train import watchdog
 from train.agreement import Agreement
 from train.interruptions import Interruptions
@@ -34,7 +34,7 @@ def test_sigterm_is_preemption_unless_stop_was_requested(partway, launch, stop, 
     """Catches a preempted run that looks finished, so that nothing restarts it, and a stopped run that restarts."""
     if stop:
         (launch / "stop").touch()
-    with stopped_at(52, signal.SIGTERM):
+    with signal_at_step(52, signal.SIGTERM):
         status, _, err = run(partway[0])
     assert (status, last_state(launch)) == (0, word)
     said = "preempted: the system asked this host to stop (SIGTERM); stopping after this step and saving a checkpoint"
@@ -43,7 +43,7 @@ def test_sigterm_is_preemption_unless_stop_was_requested(partway, launch, stop, 
 
 def test_ctrl_c_is_not_preemption(partway, launch):
     """Catches a run that restarts after its user has pressed Ctrl-C."""
-    with stopped_at(52, signal.SIGINT):
+    with signal_at_step(52, signal.SIGINT):
         status, _, err = run(partway[0])
     assert (status, last_state(launch)) == (0, STOPPED) and "preempted" not in err
 
@@ -73,7 +73,7 @@ def test_a_complete_run_ignores_preemption(partway, launch, monkeypatch):
 
 @pytest.mark.parametrize("number, stop, by", [
     (signal.SIGTERM, False, "system"), (signal.SIGTERM, True, "user"), (signal.SIGINT, False, "user"),
-    (Interruptions.ELSEWHERE, False, ""),
+    (Interruptions.OTHER_PROCESS, False, ""),
 ])  # fmt: skip
 def test_who_sent_a_signal(crew, launch, number, stop, by):
     """Catches a process that follows another's stop and reports that it was asked itself."""
@@ -110,11 +110,11 @@ def test_all_processes_report_the_same_state(crew, monkeypatch, status, by, word
         one.board.message.by = by[one.board.rank]
         one.agreement.ask_to_stop()
         one.board.wait(lambda lines: all(line.stop for line in lines))
-        one.watchdog.judge(one.board.read(), 0)
+        one.watchdog.check_messages(one.board.read(), 0)
         one.board.message.stopped = not status  # else `end` says it
         return one.watchdog.leave(status)
 
-    together(ones, work)
+    run_in_threads(ones, work)
     assert words[-3:] == [word] * 3
 
 
@@ -132,7 +132,7 @@ def test_two_processes_agree_on_the_reason(home, tmp_path, fault, stop, statuses
     if stop is not None:
         (launches[stop] / "stop").touch()
     words = [*flags(home, tmp_path), *SHORT]
-    found, _, errors = pair(words, words, script="tests/launch/faulty.py", settings=settings)
+    found, _, errors = run_two_processes(words, words, script="tests/launch/faulty.py", settings=settings)
     assert found == statuses, errors
     assert [last_state(folder) for folder in launches] == [word] * 2
     assert ("preempted: the system asked process 1 on host01 to stop (SIGTERM)" in errors[0]) is (word == PREEMPTED)
@@ -142,6 +142,6 @@ def test_two_processes_agree_on_the_reason(home, tmp_path, fault, stop, statuses
 def test_of_several_preempted_hosts_all_name_the_lowest():
     """Catches hosts that each name themselves, so that their operators look for several causes."""
     asked = types.SimpleNamespace(by="system")
-    names = lambda rank: Agreement.preempted.fget(types.SimpleNamespace(board=types.SimpleNamespace(
+    names = lambda rank: Agreement.preempted_rank.fget(types.SimpleNamespace(board=types.SimpleNamespace(
         rank=rank, message=asked, messages={other: asked for other in range(3) if other != rank})))  # fmt: skip
     assert [names(rank) for rank in range(3)] == [0, 0, 0]

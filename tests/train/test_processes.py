@@ -18,7 +18,7 @@ import pytest
 from config import RunConfig
 from devices import why_not_writable
 from errors import UserError, exit_status
-from tests.train.several import SHORT, Ended, pair, together
+from tests.train.several import SHORT, Ended, run_in_threads, run_two_processes
 from tests.train.small_run import ROOT, flags
 from train import agreement, processes, watchdog
 from train.board import Board
@@ -39,7 +39,7 @@ def test_all_stop_after_the_same_step(crew, seed):
 
     def work(one):
         step = 0
-        if not one.agreement.begin(step):
+        if not one.agreement.wait_to_start(step):
             return step
         while True:
             time.sleep(pauses[one.board.rank][step])
@@ -49,7 +49,7 @@ def test_all_stop_after_the_same_step(crew, seed):
             if one.agreement.stops_after(step):
                 return step
 
-    taken = together(ones, work)
+    taken = run_in_threads(ones, work)
     assert len(set(taken)) == 1, taken
     granted = [one.board.message.last_step for one in ones]
     assert taken[0] == max(granted) <= min(granted) + 1
@@ -63,17 +63,17 @@ def test_no_process_starts_if_one_has_already_ended(crew):
         if one.board.rank == 1:
             one.agreement.ask_to_stop()
             return one.watchdog.leave(0)
-        begins = one.agreement.begin(7)
+        begins = one.agreement.wait_to_start(7)
         return begins or one.watchdog.leave(0)
 
-    assert together(ones, work) == [0, 0, 0]
+    assert run_in_threads(ones, work) == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("status", "others"), [(2, 2), (143, 143), (1, LOST), (LOST, LOST)])
 def test_the_end_of_one_ends_all_and_says_why(crew, capsys, status, others):
     """Catches a process that waits for one that has exited, and a status that would restart a run in vain."""
     ones = crew(3)
-    together(ones[1:2], lambda one: one.watchdog.end(status, "no tokens at 'x'"))
+    run_in_threads(ones[1:2], lambda one: one.watchdog.end(status, "no tokens at 'x'"))
     for one in (ones[0], ones[2]):
         one.watchdog.thread.join(5)
     assert ones[0].watchdog.exits == {0: others, 1: status, 2: others}
@@ -148,18 +148,21 @@ def test_processes_that_differ_are_named(crew, monkeypatch, what):
     def work(one):
         differs.now = one.board.rank == 2
         lr = 0.02 if what == "optim.lr" and differs.now else 0.01
+        tokens = "abd" if what == "tokens.x" and differs.now else "abc"
         with pytest.raises(UserError) as caught:
-            one.agreement.same({"optim": {"lr": lr}}, {"x": "abd" if what == "tokens.x" and differs.now else "abc"})
+            one.agreement.check_same({"optim": {"lr": lr}}, {"x": tokens})
         return str(caught.value)
 
-    said = together(ones, work)
+    said = run_in_threads(ones, work)
     assert len(set(said)) == 1
     assert f": {what} is " in said[0] and "for process 2 on host02" in said[0] and "for process 0 on host00" in said[0]
 
 
 def test_processes_that_agree_continue(crew):
     """Catches a comparison that refuses everything."""
-    assert together(crew(3), lambda one: one.agreement.same({"optim": {"lr": 0.01}}, {"x": "abc"})) == [None] * 3
+    same = {"optim": {"lr": 0.01}}, {"x": "abc"}
+    results = run_in_threads(crew(3), lambda one: one.agreement.check_same(*same))
+    assert results == [None] * 3
 
 
 def test_only_process_0_decides(crew):
@@ -170,7 +173,7 @@ def test_only_process_0_decides(crew):
         calls.append(1)
         return {"step": 40}
 
-    assert together(ones, lambda one: one.board.first("step", decide)) == [{"step": 40}] * 3
+    assert run_in_threads(ones, lambda one: one.board.first("step", decide)) == [{"step": 40}] * 3
     assert calls == [1]
 
 
@@ -233,7 +236,7 @@ def test_an_ending_process_gets_time_to_say_why(crew, alive):
     """Catches a process that is killed and restarted while it waits until the others have read why it ends."""
     ones = crew(2, peer_timeout_s=50)
     ones[1].watchdog.closed.set()
-    together(ones[:1], lambda one: one.watchdog.end(2, "a full disk"))
+    run_in_threads(ones[:1], lambda one: one.watchdog.end(2, "a full disk"))
     assert Path(os.environ["AXIS_ALIVE"]).read_text() == "50\tjoined\n"  # and 0.3 s of GRACE_S
 
 
@@ -255,7 +258,7 @@ def test_an_error_from_a_lost_process_names_it(crew, capfd, error):
     @processes.end_together
     @exit_status
     def command():
-        processes.here = ones[0]
+        processes.current = ones[0]
         raise error
 
     with pytest.raises(Ended):
@@ -269,7 +272,7 @@ def test_process_0_tells_where_a_run_resumes(crew, tmp_path):
     """Catches a host without the checkpoints that reports that the run starts at step 0."""
     ones, place = crew(2), tmp_path / "checkpoints"
     ones[1].agreement.share_disk = False
-    outlook = lambda one: Interruptions([], place, one).outlook[1]
+    outlook = lambda one: Interruptions([], place, one).resume_info[1]
     assert outlook(ones[1]).startswith("process 0 knows where this resumes:  ")
     for step, said in ((40, f"this resumes from {os.path.relpath(place)}/40 on host00:  "),
                        (0, "no checkpoint was saved; this starts at step 0:  ")):  # fmt: skip
@@ -389,7 +392,7 @@ def test_output_of_native_code_is_discarded():
 def test_two_processes_refuse_different_settings_at_once(home, tmp_path):
     """Catches two hosts that hang or train on with different learning rates."""
     words = [*flags(home, tmp_path), "--run.name", "two", "--optim.lr"]
-    status, _, errors = pair([*words, "0.01"], [*words, "0.02"])
+    status, _, errors = run_two_processes([*words, "0.01"], [*words, "0.02"])
     assert status == [2, 2], errors
     for err in errors:
         assert "optim.lr is 0.02 for process 1 on host01, and 0.01 for process 0 on host00" in err
@@ -401,7 +404,7 @@ def test_a_process_that_dies_in_a_save_is_named(home, tmp_path):
     """On a shared disk, where saves wait in Orbax's barriers. Catches a disk that is blamed for a lost host, with a
     status after which the supervisor does not restart, and a wait of ten minutes."""
     words = [*flags(home, tmp_path), *SHORT]
-    status, _, errors = pair(words, words, script="tests/launch/faulty.py")
+    status, _, errors = run_two_processes(words, words, script="tests/launch/faulty.py")
     assert status == [LOST, -signal.SIGKILL], errors
     assert "error: process 1 on host01 has been silent for 8 s; it had reached step 4" in errors[0]
     assert "Traceback" not in errors[0] and "cannot be written" not in errors[0]
@@ -420,7 +423,7 @@ def test_a_full_disk_without_checkpoints_ends_nothing(home, tmp_path):
 
     with open("/dev/full", "w") as full:
         output = subprocess.PIPE, full
-        status, _, errors = pair(words, words, begin=fill, cwd=places, stdout=output, stderr=output)
+        status, _, errors = run_two_processes(words, words, begin=fill, cwd=places, stdout=output, stderr=output)
     assert status == [0, 0], errors
     assert (places[0] / "runs/small/report.png").exists() and "Traceback" not in errors[0]
     assert not [path for path in places[1].rglob("*") if path.is_file() and path.stat().st_size]

@@ -14,7 +14,7 @@ GOOD = [Row(f"host0{i}", "3.11.7", "0.10.2", 4, "TPU v4", 90, 0.1 * i) for i in 
 
 def test_ready_hosts_have_no_problem():
     """Catches a check that no host passes."""
-    assert selfcheck.problems(GOOD) == []
+    assert selfcheck.find_problems(GOOD) == []
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -26,7 +26,7 @@ def test_ready_hosts_have_no_problem():
 ])  # fmt: skip
 def test_a_faulty_host_is_named(change, said):
     """Catches a missing chip, a wrong clock or a full disk that is not found, and a problem of the wrong host."""
-    assert selfcheck.problems([*GOOD[:2], dataclasses.replace(GOOD[2], **change)]) == [said]
+    assert selfcheck.find_problems([*GOOD[:2], dataclasses.replace(GOOD[2], **change)]) == [said]
 
 
 def test_every_device_takes_part(capsys, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 
 import optimizer
 from config import preset
-from train.start import change_of_rate
+from train.start import describe_rate_jump
 
 
 @pytest.mark.parametrize("skipped, in_a_row, silent", [(0, 0, True), (2, 0, True), (2, 1, True), (3, 0, False)])
@@ -13,4 +13,4 @@ def test_a_skipped_step_does_not_change_the_schedule(skipped, in_a_row, silent):
     cfg = preset("tiny", **{"optim.warmup_steps": 40, "run.steps": 60})
     before = float(optimizer.learning_rate(cfg.optim, cfg.run.steps)(20 - 1 - min(skipped, 2) + in_a_row))
     state = optimizer.TrainState(None, None, 20, skipped, in_a_row)
-    assert (change_of_rate(cfg, state, before) is None) == silent
+    assert (describe_rate_jump(cfg, state, before) is None) == silent
