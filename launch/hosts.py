@@ -89,14 +89,14 @@ def hosts_of_tpu(name: str, zone: str) -> list[str]:
     return read_hosts(next(filter(None, line.split(",")), "") for line in output.splitlines())
 
 
-def select_hosts(hosts: list[str], names: str) -> list[str]:
-    """The hosts that are in the comma-separated `names`, in the order of `hosts`."""
+def select_hosts(hosts: list[str], names: str, where: str = "--only") -> list[str]:
+    """The hosts in the comma-separated `names`, in the order of `hosts`. where: the argument that has them."""
     wanted = [name for name in names.split(",") if name]
     for name in wanted:
         if name not in hosts:
-            raise UserError(f"--only {names}: {name} is not in the list of hosts: {' '.join(hosts)}")
+            raise UserError(f"{where} {names}: {name} is not in the list of hosts: {' '.join(hosts)}")
     if not wanted:
-        raise UserError(f"--only '{names}' names no host; write --only HOST,HOST")
+        raise UserError(f"{where} '{names}' names no host; write {where} HOST,HOST")
     return [host for host in hosts if host in wanted]
 
 

@@ -383,7 +383,7 @@ def stream(fleet: Fleet, request: dict, limit_s: int | None = None) -> int:
 
 
 def logs(fleet: Fleet, words: list[str], flags: dict) -> int:
-    fleet.hosts = hosts.select_hosts(fleet.hosts, words[0]) if words else fleet.hosts
+    fleet.hosts = hosts.select_hosts(fleet.hosts, words[0], "logs") if words else fleet.hosts
     request = {"do": "logs", "lines": whole_number("-n", flags.get("-n", "40")), "follow": "-f" in flags}
     return stream(fleet, request, 0 if request["follow"] else None)
 

@@ -399,7 +399,7 @@ def test_logs_of_all_hosts_and_of_one(fleet):
             follow.terminate()
     assert follow.returncode == 143
     wait_until(lambda: fleet.processes() == before)
-    assert "not in the list of hosts" in fleet.run("launcher.sh", "logs", "host09").stderr
+    assert "logs host09: host09 is not in the list of hosts" in fleet.run("launcher.sh", "logs", "host09").stderr
 
 
 def test_what_was_asked_wrongly_is_said_in_a_line(fleet, tmp_path):
