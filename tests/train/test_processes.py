@@ -134,7 +134,7 @@ def test_slow_progress_is_not_a_hang(crew):
     one.watchdog.moved = time.monotonic()
     for _ in range(8):
         time.sleep(0.2)
-        one.watchdog.touch()
+        one.watchdog.record_progress()
     assert not one.watchdog.exits and other.watchdog.moved is None
 
 
@@ -173,7 +173,7 @@ def test_only_process_0_decides(crew):
         calls.append(1)
         return {"step": 40}
 
-    assert run_in_threads(ones, lambda one: one.board.first("step", decide)) == [{"step": 40}] * 3
+    assert run_in_threads(ones, lambda one: one.board.call_on_first("step", decide)) == [{"step": 40}] * 3
     assert calls == [1]
 
 
