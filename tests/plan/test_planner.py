@@ -64,6 +64,8 @@ CASES = {
 }  # fmt: skip
 
 
+# The two cases whose FLOPs differ by more than 1%, both with attention over CONTEXT: by -3.3% and +1.6%.
+FLOPS_OFF = {"ring over context, grouped queries": 0.04, "all_to_all over context": 0.02}
 QUICK = ("bench.step's default", "GPT-J's block")  # the others repeat these with other settings
 
 
@@ -76,7 +78,7 @@ def test_the_plan_matches_the_compiled_step(case, monkeypatch):
     name, mesh, settings = CASES[case]
     plan = planner.plan(config(name, mesh, **settings))
     found, step = planner.compile_plan(plan, print)
-    check_prediction(plan, found)
+    check_prediction(plan, found, flops=FLOPS_OFF.get(case, 0.01))
     assert found["unexpected"] == []
     of_logits = [
         x.count * x.wire_bytes
@@ -96,11 +98,11 @@ def test_random_settings_are_predicted(number):
     """Catches settings that none of the cases above has. An extra forward pass once went unnoticed this way."""
     plan = planner.plan(preset("tiny", **fuzz.draw(number)))
     found, _ = planner.compile_plan(plan, print)
-    assert plan.hardware_flops == pytest.approx(found["hardware_flops"], rel=0.05)
+    assert plan.hardware_flops == pytest.approx(found["hardware_flops"], rel=0.03)
     assert plan.peak_bytes == pytest.approx(found["peak_bytes"], rel=0.25)  # small buffers are padded
     total = found["wire_bytes"]
     for axes, wire_bytes in found["wire_by_axes"].items():
-        assert plan.wire_by_axes.get(axes, 0) == pytest.approx(wire_bytes, rel=0.05, abs=0.01 * total), axes
+        assert plan.wire_by_axes.get(axes, 0) == pytest.approx(wire_bytes, rel=0.02, abs=0.01 * total), axes
 
 
 # A change may not add bytes, collectives or FLOPs ---------------------------------------------------------------------
