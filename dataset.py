@@ -1,11 +1,11 @@
 """Read token shards and make global batches. A batch is a pure function of the settings and the step.
 
-A split is one stream of tokens, stored in one or more shards. An end-of-text token precedes each document. Window i
-reads tokens i*T .. i*T+T: the first T are inputs, the last T are targets, so every token except the first of the stream
-is a target exactly once. The same holds if `data/packing.py` fills rows with whole documents. Letters: B sequences,
-T positions.
+A split (train or val) is one stream of tokens, stored in one or more shards. An end-of-text token precedes each
+document. A batch has B rows of T positions; an array named x_BT has the shape [B, T]. A row is either window i, which
+is tokens i*T .. i*T+T of the stream (the first T are inputs, the last T are targets), or whole documents that
+`data/packing.py` packs. In both cases, every token except the stream's first is a target exactly once per epoch.
 
-`data/order.py` defines the order of rows. A mixture shuffles each of its directories separately.
+`data/order.py` defines the order of rows. In a mixture, each token directory is shuffled separately.
 """
 
 import functools
@@ -39,7 +39,7 @@ class Split:
     """One stream of tokens in shards, memory-mapped or in a bucket."""
 
     shards: tuple[np.ndarray | bucket.Shard, ...]
-    starts: np.ndarray  # position in the stream of each shard's first token, and the stream's length at the end
+    starts: np.ndarray  # stream position of each shard's first token, followed by the stream's length
     text_bytes: int | None  # UTF-8 bytes of the tokens' text; None: unknown, or some targets have weight 0
     weights: tuple[np.ndarray | bucket.Shard | None, ...]  # weight of each token as a target; None: all are 1
     begins: tuple[np.ndarray | bucket.Shard | None, ...]  # positions in each shard where documents begin; None: unknown
@@ -56,7 +56,7 @@ class Split:
 
     @property
     def has_document_starts(self) -> bool:
-        """Whether files list where documents begin."""
+        """Whether every shard has a file that lists where its documents begin."""
         return all(one is not None for one in self.begins)
 
     @property
@@ -73,15 +73,15 @@ class Split:
         return self, start, min(start + seq_len, self.targets)
 
     def document_edges(self) -> np.ndarray:
-        """Return the position in the stream where each document begins, and where the inputs of the last one end.
+        """Return the stream position where each document begins, followed by the end of the last document's inputs.
 
-        Raises: UserError if this would have to read all tokens from a bucket.
+        Raises: UserError if finding the positions would download all tokens from a bucket.
         """
         if self.in_bucket and not self.has_document_starts:
             raise UserError(
-                f"{self.shards[0].bucket.path}: an earlier version wrote these tokens without files that list where "
-                "documents begin, so data.packing='documents' would have to read all of them; remake them with "
-                "data.prepare --overwrite, copy them to a disk, or use --data.packing windows")  # fmt: skip
+                f"{self.shards[0].bucket.path}: these tokens have no index of document starts, so data.packing="
+                "'documents' would have to download all of them; regenerate them with data.prepare --overwrite, "
+                "copy them to a local disk, or use --data.packing windows")  # fmt: skip
         scanned = lambda shard, known: np.flatnonzero(shard == self.eot) if known is None else known[:]
         parts = (bucket.pool().map if self.in_bucket else map)(scanned, self.shards, self.begins)
         found = np.concatenate([start + part for start, part in zip(self.starts[:-1], parts, strict=True)])
@@ -126,7 +126,7 @@ class Corpus:
 
 
 def open_corpus(cfg: Config) -> Corpus:
-    """Open the tokens of a run, which may be a mixture. Raises: UserError as `load` does."""
+    """Open the token directory of a run, or all directories of its mixture. Raises: UserError as `load` does."""
     limits, d = (cfg.model.vocab_size, cfg.data.seq_len), cfg.data
     if not d.mixture:
         return load(d.path, *limits)
@@ -138,13 +138,13 @@ def open_corpus(cfg: Config) -> Corpus:
 
 @functools.lru_cache(maxsize=8)
 def _open_mixture(path: str, shares: tuple[tuple[str, int], ...], *corpora: Corpus) -> Corpus:
-    """Combine several directories. Unigram and bigram entropies are means, weighted by the mixture's first shares."""
+    """Combine several directories. Unigram and bigram entropies are averaged with the weights of the first phase."""
     first, *others = corpora
     for other in others:
         if other.manifest["tokenizer"] != first.manifest["tokenizer"]:
             both = f"{_describe_tokenizer(first)}, {_describe_tokenizer(other)}"
-            raise UserError(f"data.mixture: {first.path} and {other.path} have ids of different tokenizers ({both}); "
-                            "prepare both with the same one")  # fmt: skip
+            raise UserError(f"data.mixture: {first.path} and {other.path} were prepared with different tokenizers "
+                            f"({both}); prepare both with the same one")  # fmt: skip
     names, weights = zip(*shares, strict=True)
     entropies = {name: float(np.average([c.manifest[name] for c in corpora], weights=weights))
                  for name in ("unigram_nats", "bigram_nats")}  # fmt: skip
@@ -170,15 +170,15 @@ def _concatenate_splits(splits: list[Split], eot: int) -> Split:
 def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -> Corpus:
     """Open a directory written by `python -m data.prepare`. The result is cached until its manifest changes.
 
-    Raises: UserError if it is missing or damaged, if its ids do not fit into `vocab_size` rows, or if a split is
-    shorter than one window of `seq_len`.
+    Raises: UserError if it is missing or damaged, if it has ids of `vocab_size` or more, or if a split is shorter than
+    one window of `seq_len`.
     """
     try:  # a bucket is opened only once
         state = () if is_remote(path) else os.stat(os.path.join(path, MANIFEST))
         corpus = _open(path, state.st_mtime_ns, state.st_size) if state else _open(path)
     except (FileNotFoundError, NotADirectoryError, bucket.MissingFile):
         raise UserError(
-            f"no tokens at {path!r} (it has no {MANIFEST}); make them with\n  {_prepare_command(path)}"
+            f"no tokens at {path!r} (it has no {MANIFEST}); prepare them with\n  {_prepare_command(path)}"
         ) from None
     vocabulary = corpus.manifest["tokenizer"]["vocabulary"]
     if vocab_size is not None and vocabulary > vocab_size:
@@ -197,7 +197,7 @@ def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -
 
 
 def _prepare_command(path: str) -> str:
-    """Return a data.prepare command that makes the tokens at `path`, guessed from its name or the text files there."""
+    """Return a data.prepare command that writes tokens to `path`, guessed from its name or the text files there."""
     name, ending = os.path.splitext(os.path.basename(os.path.normpath(path)))
     source, _, tokenizer = (name + ending).partition("-")
     if source == "stdlib":
@@ -212,16 +212,16 @@ def _prepare_command(path: str) -> str:
 
 @functools.lru_cache(maxsize=64)  # enough for all directories of a mixture
 def _open(path: str, *_state) -> Corpus:
-    """Open manifest and shards. `_state` changes with the manifest, so that the cache reads a rewritten one again."""
+    """Open manifest and shards. `_state` changes with the manifest, so that a rewritten manifest is not a cache hit."""
     remote = bucket.Bucket(path) if is_remote(path) else None
     contents = remote.read_file(MANIFEST) if remote else Path(path, MANIFEST).read_bytes()
     try:
         manifest = json.loads(contents)
     except ValueError as error:
-        raise UserError(f"{path}/{MANIFEST} is not JSON ({error}); remake it with data.prepare --overwrite") from error
+        raise UserError(f"{path}/{MANIFEST} is not JSON ({error}); run data.prepare --overwrite") from error
     if manifest.get("format") != FORMAT:
         raise UserError(f"{path}/{MANIFEST} has format {manifest.get('format')}, but this version reads {FORMAT}; "
-                        f"remake it with data.prepare --overwrite")  # fmt: skip
+                        f"regenerate it with data.prepare --overwrite")  # fmt: skip
     splits = {}
     for name, split in manifest["splits"].items():
         one = lambda row, count, dtype: row and (
@@ -237,7 +237,7 @@ def _open(path: str, *_state) -> Corpus:
 
 
 def files_of(manifest: dict, beside: Sequence[str] = ("weights", "begins")) -> list[dict]:
-    """List the files in a manifest, each with name and sha256: shards, and their weights and document starts."""
+    """List the files in a manifest, each with name and sha256: shards, target weights and document starts."""
     rows = [row for split in manifest["splits"].values() for row in split["shards"]]
     return [file for row in rows for file in (row, *map(row.get, beside)) if file]
 
@@ -250,7 +250,7 @@ def _open_shard(path: str, name: str, count: int, dtype: str) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         raise _damaged_shard_error(file, f"cannot be opened: {error}") from error
     if (tokens.dtype, tokens.shape) != (np.dtype(dtype), (count,)):
-        raise _damaged_shard_error(file, f"has {tokens.dtype} {tokens.shape}, but the manifest says {dtype} ({count},)")
+        raise _damaged_shard_error(file, f"has {tokens.dtype} {tokens.shape}, but the manifest has {dtype} ({count},)")
     size, expected_bytes = os.path.getsize(file), tokens.offset + tokens.nbytes
     if size != expected_bytes:
         raise _damaged_shard_error(file, f"has {size} bytes, but header and tokens need {expected_bytes}")
@@ -258,7 +258,7 @@ def _open_shard(path: str, name: str, count: int, dtype: str) -> np.ndarray:
 
 
 def _damaged_shard_error(file: str, what: str) -> UserError:
-    return UserError(f"shard {file} {what}; restore it, or remake all shards with data.prepare --overwrite")
+    return UserError(f"shard {file} {what}; restore it, or regenerate all shards with data.prepare --overwrite")
 
 
 def verify(path: str) -> None:
@@ -269,25 +269,25 @@ def verify(path: str) -> None:
         with remote.open(shard["file"]) if remote else open(file, "rb") as opened_file:
             found = hashlib.file_digest(opened_file, "sha256").hexdigest()
         if found != shard["sha256"]:
-            raise _damaged_shard_error(file, f"has sha256 {found}, but the manifest says {shard['sha256']}")
+            raise _damaged_shard_error(file, f"has sha256 {found}, but the manifest has {shard['sha256']}")
 
 
 def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | None = None) -> dict[str, np.ndarray]:
-    """Make the global batch of a step: rows step*B .. step*B+B-1 of an endless sequence, reshuffled each epoch.
+    """Make the global batch of a step: rows step*B .. step*B+B-1 of an infinite sequence, reshuffled each epoch.
 
-    A batch is a dict of arrays [B, T], B = data.batch_size sequences of T = data.seq_len positions. You can also train
-    on a batch that you make yourself: `sharding.put` places it on a mesh.
+    A batch is a dict of arrays [B, T], B = data.batch_size rows of T = data.seq_len positions. You can also train on a
+    batch that you make yourself: `sharding.put` places it on a mesh.
 
         tokens_BT     int32    inputs of the model
         targets_BT    int32    the next token at each position
         positions_BT  int32    position in the document, from 0, for rotary embeddings
         segments_BT   int32    document in the row, from 1; a token attends only within it; 0 is padding
-        weights_BT    float32  weight of the target in the loss, a mean over the global batch: 1, or 0 for padding and
-                               for targets that the shards exclude, such as those in a prompt
+        weights_BT    float32  1 if the target counts in the loss, which is a mean over the global batch; 0 for padding
+                               and for targets that the shards exclude, such as those in a prompt
 
-    With data.shuffle=False each epoch is in the order of the text. With data.mask_documents=False positions count
-    through the row, and a token also attends to the documents before its own. `rows` selects rows of the B by index,
-    and only these are read: each host makes its `sharding.own_rows`.
+    With data.shuffle=False, each epoch is in the order of the text. With data.mask_documents=False, positions count
+    from the start of the row, and a token also attends to earlier documents in its row. `rows` selects some of the B
+    rows by index, and only these are read: each host reads its `sharding.own_rows`.
     """
     corpus, d = open_corpus(cfg), cfg.data
     sequence, first = functools.partial(_row_pieces, corpus.splits[split], d, cfg.run.seed), step * d.batch_size
@@ -298,7 +298,7 @@ def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | No
 
 
 def _row_pieces(split: Split, d: DataConfig, seed: int, number: int) -> list[Piece]:
-    """Return the documents, or the window, of row `number` in the endless order."""
+    """Return the documents, or the window, of row `number` in the infinite sequence of rows."""
     count = rows_of(split, d)
     row = _shuffled(count, seed)[number] if d.shuffle else number % count
     if d.packing == "documents":
@@ -312,7 +312,7 @@ def rows_of(split: Split, d: DataConfig) -> int:
 
 
 def epoch_steps(cfg: Config) -> dict[str, int]:
-    """Count the steps of an epoch. In a mixture, count them for each source by name, with the first shares."""
+    """Count the steps per epoch. In a mixture, count them for each source by name, with the weights of phase 1."""
     d, corpus = cfg.data, open_corpus(cfg)
     shares = parse_mixture(d.mixture)[0].shares if d.mixture else {"": PERIOD}
     rows = {name: rows_of(one.splits["train"], d) for name, one in (corpus.sources or {"": corpus}).items()}
@@ -370,14 +370,14 @@ def evaluation_batches(
 
 @functools.lru_cache(maxsize=8)
 def _shuffled(count: int, seed: int):
-    """Return an endless lazy sequence of row numbers; each epoch is a different permutation of 0..count-1."""
+    """Return an infinite lazy sequence of row numbers; each epoch is a different permutation of 0..count-1."""
     import grain  # lazily, because it imports JAX and is not installed on some machines
 
     return grain.MapDataset.range(count).seed(seed).shuffle().repeat()
 
 
 def _make_batch(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str, np.ndarray]:
-    """Read ranges of streams into the rows of a batch, and pad the rows."""
+    """Make a batch from the pieces of each row, and pad the rows."""
     B, T = len(sequences), cfg.data.seq_len
     tokens_BT, targets_BT = np.full((2, B, T), eot, np.int32)
     lengths_B, weights_BT, starts_BT = np.zeros(B, np.int32), np.zeros((B, T), np.float32), np.zeros((B, T), bool)
@@ -406,16 +406,16 @@ def _make_batch(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str
 
 
 def _read(pieces: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | int]]:
-    """Read each piece's tokens (one more than inputs, for the last target) and target weights. Reads from a bucket run
-    in parallel."""
+    """Read the tokens of each piece (its inputs and one more, for the last target) and their target weights. Reads from
+    a bucket run in parallel."""
     read = lambda piece: (piece[0].read(piece[1], piece[2] + 1), piece[0].read_weights(piece[1] + 1, piece[2] + 1))
     return (bucket.pool().map if any(split.in_bucket for split, _, _ in pieces) else map)(read, pieces)
 
 
 def prefetch(cfg: Config, start: int, rows: Sequence[int] | None = None) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield (step, batch) from `start` on. A thread, which ends with the iterator, makes batches AHEAD steps ahead.
+    """Yield (step, batch) from step `start` on, while a background thread makes the next AHEAD batches.
 
-    `rows` as for `batch`.
+    The thread ends with the iterator. `rows` as for `batch`.
     """
     make = functools.partial(batch, cfg, rows=rows)
     background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")

@@ -5,8 +5,8 @@ a data set of the Hugging Face hub (`hub.py`), and splits them into units of wor
 it also reads a tokenizer.json (`hf_json.py`) and a SentencePiece model (`sp_model.py`). `units.py` does the work of one
 unit, `engine.py` distributes units over processes, `progress.py` reports progress, and `shards.py` defines the files.
 `check.py`, `train_tokenizer.py` and `tasks.py` are commands too; a task turns a source into training examples.
-`dataset.py`, at the root, reads the shards. For it, `order.py` decides which row comes when, `packing.py` packs whole
-documents into rows, and `bucket.py` downloads the parts of remote shards that a host needs.
+`dataset.py`, at the root, reads the shards. It uses `order.py` for the order of rows, `packing.py` to pack whole
+documents into rows, and `bucket.py` to download the parts of remote shards that a host needs.
 
 From outside: `tokenizers.load`, `tokenizers.from_manifest`, `prepare.prepare`, `prepare.from_ids` for arrays of ids,
 `tasks.add`, and `tasks.rows` for examples. `weights/` uses `files`; `dataset.py` and `train/` use `order`, `packing`

@@ -21,10 +21,10 @@ import numpy as np
 from devices import cache_directory, log
 from errors import UserError
 
-BLOCK_BYTES = 2**18  # takes as long to download as a single window, and later windows use it too
+BLOCK_BYTES = 2**18  # downloads in about the same time as a single window, and later windows use it too
 CACHE_BYTES = 20 * 2**30  # limit of the cache, for all buckets together
 MAX_REQUESTS = 32  # requests in flight at the same time
-WAITS_S = (1, 2, 4, 8, 12)  # before each further attempt
+WAITS_S = (1, 2, 4, 8, 12)  # delay before each retry
 
 
 class MissingFile(UserError):
@@ -32,9 +32,9 @@ class MissingFile(UserError):
 
 
 def file_system(address: str):
-    """Return the fsspec file system of a path or address, and the path in it.
+    """Return the fsspec file system of a path or URL, and the path in it.
 
-    Turns off the retries of the S3 and GCS clients, which print nothing for half a minute; use `retry` instead.
+    Turns off the retries of the S3 and GCS clients, which print nothing for half a minute. Use `retry` instead.
     """
     import fsspec  # here, because it is slow to import
 
@@ -48,9 +48,9 @@ def file_system(address: str):
 
 
 def retry(what: str, work, waits_s, at_once: tuple, heading: str = ""):
-    """Return work(). If it fails, print the reason, wait and call it again; the waits grow.
+    """Return work(). If it fails, print the reason and retry after each delay in `waits_s`.
 
-    at_once  exceptions that a retry cannot help: they are raised unchanged
+    at_once  exceptions that a retry would not fix: they are raised immediately
     Raises: UserError with the last reason.
     """
     for wait_s in (*waits_s, None):
@@ -70,7 +70,7 @@ def retry(what: str, work, waits_s, at_once: tuple, heading: str = ""):
 def call_with_retries(what: str, work: Callable, heading: str = "data       "):
     """Return work(), with retries as in `retry` over WAITS_S.
 
-    Raises: UserError with the last reason; without a retry if the file or protocol does not exist or access is denied.
+    Raises: UserError with the last reason; immediately if the file or protocol does not exist or access is denied.
     """
     at_once = (FileNotFoundError, PermissionError, ImportError, ValueError)
 
@@ -162,7 +162,7 @@ class Bucket:
         self.version, self.locks = "", [threading.Lock() for _ in range(4 * MAX_REQUESTS)]
 
     def read_file(self, name: str) -> bytes:
-        """Read a small file without caching it. Later cache entries belong to this version of its contents."""
+        """Read the manifest, without caching it. Its hash becomes part of the keys of all later cache entries."""
         contents = call_with_retries(f"{self.path}/{name}", lambda: self.files.cat_file(f"{self.root}/{name}"))
         self.version = hashlib.sha256(self.path.encode() + contents).hexdigest()[:16]
         return contents
@@ -178,7 +178,7 @@ class Bucket:
     def _block(self, name: str, number: int, start: int, stop: int) -> bytes:
         key = f"{self.version}-{name.replace('/', '-')}-{number}"
         stop = min(stop, BLOCK_BYTES)
-        with self.locks[hash(key) % len(self.locks)]:  # two rows in one block download it once
+        with self.locks[hash(key) % len(self.locks)]:  # download a block once, even if two rows need it
             if (cached := cache().get(key, start, stop)) is not None:
                 return cached
             first = number * BLOCK_BYTES
@@ -215,7 +215,7 @@ class Shard:
         except ValueError as error:
             raise self.damage_error(where, f"cannot be opened: {error}") from error
         if (shape, dtype) != ((self.tokens,), self.dtype):
-            raise self.damage_error(where, f"holds {dtype} {shape}, the manifest says {self.dtype} ({self.tokens},)")
+            raise self.damage_error(where, f"has {dtype} {shape}, but the manifest has {self.dtype} ({self.tokens},)")
         return file.tell()
 
     def __getitem__(self, part: slice) -> np.ndarray:
@@ -223,5 +223,5 @@ class Shard:
         size = self.dtype.itemsize
         contents = self.bucket.read(self.name, self.data_start + start * size, self.data_start + stop * size)
         if len(contents) != (stop - start) * size:
-            raise self.damage_error(f"{self.bucket.path}/{self.name}", f"ends before its token {stop - 1}")
+            raise self.damage_error(f"{self.bucket.path}/{self.name}", f"ends before token {stop - 1}")
         return np.frombuffer(contents, self.dtype)

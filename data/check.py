@@ -26,9 +26,9 @@ class Arguments:
     """Read all shards of a directory or bucket, compare them with the manifest, and print a summary."""
 
     path: Annotated[str, tyro.conf.Positional]  # written by python -m data.prepare
-    documents: int = 3  # of each split, show the first line of this many
-    seq_len: int = 0  # print the rows of this many tokens for each value of --data.packing; 0: don't
-    plot: str = ""  # plot the lengths of documents in this PNG or SVG file; empty: no plot
+    documents: int = 3  # show the first line of this many documents per split
+    seq_len: int = 0  # count the rows of this many tokens in an epoch, for each value of --data.packing; 0: don't
+    plot: str = ""  # plot the document lengths to this PNG or SVG file; empty: no plot
 
 
 EXAMPLES = """\
@@ -65,12 +65,12 @@ def check(args: Arguments) -> dict[str, np.ndarray]:
         histograms[name] = counts
         recorded = manifest["splits"][name]
         if counts.sum() != recorded["documents"]:
-            raise UserError(f"{args.path}: split {name!r} holds {counts.sum()} documents, the manifest says "
-                            f"{recorded['documents']}")  # fmt: skip
+            raise UserError(f"{args.path}: split {name!r} has {counts.sum()} documents, but the manifest has "
+                            f"{recorded['documents']}; run data.prepare --overwrite")  # fmt: skip
         size = recorded["text_bytes"]
-        text = "" if size is None else f", {size / split.tokens:.2f} bytes of text a token"
+        text = "" if size is None else f", {size / split.tokens:.2f} bytes of text per token"
         log(f"\n{name}: {split.tokens:,} tokens in {counts.sum():,} documents and {len(split.shards)} shards, "
-            f"{seen.sum():,} of {vocabulary:,} ids{text}")  # fmt: skip
+            f"{seen.sum():,} of {vocabulary:,} ids used{text}")  # fmt: skip
         _show_histogram(counts)
         for packing in ("windows", "documents") if args.seq_len else ():
             log(f"  {dataset.describe_epoch(split, DataConfig(seq_len=args.seq_len, packing=packing))}")
@@ -82,9 +82,9 @@ def check(args: Arguments) -> dict[str, np.ndarray]:
 
 
 def _count_lengths(split: dataset.Split, where: str, seen: np.ndarray):
-    """Yield (n, documents with 2**n .. 2**(n+1) - 1 tokens, counting the end-of-text token); mark ids in `seen`.
+    """Yield (n, number of documents with 2**n .. 2**(n+1) - 1 tokens, including end of text); mark ids in `seen`.
 
-    Raises: UserError if the documents begin at other positions than the files next to the shards record.
+    Raises: UserError if the documents do not begin at the positions that the begins.npy files list.
     """
     last = None  # start of the current document
     recorded = split.document_edges()[1:-1] if split.has_document_starts else None
@@ -96,7 +96,7 @@ def _count_lengths(split: dataset.Split, where: str, seen: np.ndarray):
         if recorded is not None:
             expected = recorded[slice(*np.searchsorted(recorded, (start, start + len(tokens))))]
             if not np.array_equal(inside, expected):
-                raise UserError(f"{where}: {len(inside)} documents begin in its tokens from {start} on, but the "
+                raise UserError(f"{where}: {len(inside)} documents begin in the tokens from {start} on, but the "
                                 f"begins.npy files list {len(expected)}; run data.prepare --overwrite")  # fmt: skip
         edges = begins if last is None else np.append(last, begins)
         yield from _bin_lengths(np.diff(edges))
@@ -150,7 +150,7 @@ def _plot(histograms: dict[str, np.ndarray], path: str) -> None:
         used = np.flatnonzero(counts)
         edges = np.arange(used[0], used[-1] + 2)
         axes.stairs(counts[edges[:-1]] / counts.sum(), 2.0**edges, label=f"{name}, {counts.sum():,}")
-    axes.set(xlabel="tokens per document", ylabel="share of documents")
+    axes.set(xlabel="tokens per document", ylabel="fraction of documents")
     axes.set_xscale("log", base=2)
     axes.legend(title="documents")
     figure.savefig(path)

@@ -19,9 +19,9 @@ _shared = None  # in a worker: the first argument of every task
 
 
 def run(work: Callable, shared, tasks: Iterable, workers: int, engine: str, ray_address: str) -> Iterator:
-    """Yield work(shared, task) for each task, in any order. Yields None now and then while no task finishes.
+    """Yield work(shared, task) for each task, in any order. While no task finishes, yield None about once a second.
 
-    The first failure stops everything: tasks that other workers have started are abandoned.
+    The first failure stops everything, including tasks that other workers have started.
     """
     if engine == "ray":
         return _run_on_ray(work, shared, tasks, ray_address)
@@ -60,8 +60,8 @@ def _run_in_processes(work: Callable, shared, tasks: Iterable, workers: int) -> 
             done, waiting = concurrent.futures.wait(waiting, WAIT_S, return_when=concurrent.futures.FIRST_COMPLETED)
             yield from [one.result() for one in done] or [None]
     except concurrent.futures.process.BrokenProcessPool as error:
-        raise UserError("a worker process was killed, perhaps because memory ran out: use fewer --workers; the same "
-                        "command resumes from the finished units") from error  # fmt: skip
+        raise UserError("a worker process was killed, perhaps because memory ran out; run the same command with fewer "
+                        "--workers to resume from the finished units") from error  # fmt: skip
     finally:
         for process in list((pool._processes or {}).values()):  # a worker may be tokenizing a large document
             process.terminate()
@@ -73,7 +73,7 @@ def _run_on_ray(work: Callable, shared, tasks: Iterable, address: str) -> Iterat
     try:
         import ray  # an extra
     except ImportError as error:
-        raise UserError("--engine ray needs the package ray: make extra-ray") from error
+        raise UserError("--engine ray needs the package ray; install it with: make extra-ray") from error
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     if not ray.is_initialized():
@@ -86,7 +86,7 @@ def _run_on_ray(work: Callable, shared, tasks: Iterable, address: str) -> Iterat
     while True:
         most = QUEUED_PER_WORKER * max(
             int(ray.cluster_resources().get("CPU", 1)), 1
-        )  # counted again each time: machines come and go
+        )  # counted every time, because nodes join and leave
         waiting += [remote.remote(shared, task) for task in itertools.islice(tasks, max(most - len(waiting), 0))]
         if not waiting:
             return

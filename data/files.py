@@ -20,9 +20,9 @@ from config.fields import is_remote
 from data.bucket import file_system, retry
 from errors import UserError
 
-ANSWER_S = 25  # longest wait for a bucket or server that does not answer at all
-REQUEST_S = 10  # longest wait for one answer of a web server; a request is sent twice
-WAITS_S = (1, 4, 16)  # before each further attempt of a network request
+ANSWER_S = 25  # timeout for a bucket or server that does not respond at all
+REQUEST_S = 10  # timeout of one request to a web server; it is sent at most twice
+WAITS_S = (1, 4, 16)  # delay before each retry of a network request
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 CHUNK_BYTES = 2**20
 
@@ -31,9 +31,9 @@ class File(NamedTuple):
     """A file of a source. Its name decides the split of its documents, so moving the folder changes no split."""
 
     name: str  # POSIX path below the source's root
-    path: str  # path or address
+    path: str  # path or URL
     size: int  # bytes, as stored
-    version: str  # changes when the contents do: modification time, or the ETag or similar of a bucket
+    version: str  # changes when the contents do: modification time, or in a bucket the ETag or similar
 
 
 def local_path(path: str) -> str:
@@ -44,7 +44,7 @@ def local_path(path: str) -> str:
 def call_with_timeout(what: str, seconds: float, work: Callable):
     """Return work(), but wait at most this many seconds, because many clients retry for minutes.
 
-    Raises: UserError if it takes longer, or if a package, a permission or the network is missing.
+    Raises: UserError if it takes longer, if a package or permission is missing, or if the network fails.
     """
     result = Future()
 
@@ -62,22 +62,22 @@ def call_with_timeout(what: str, seconds: float, work: Callable):
     except ImportError as error:
         raise UserError(f"{what}: {error}; install the package into .venv") from error
     except TimeoutError as error:
-        raise UserError(f"{what}: no answer within {seconds:g} s; check the network and the address") from error
+        raise UserError(f"{what}: no answer within {seconds:g} s; check the network and the URL") from error
     except Exception as error:  # each protocol has its own errors
         raise UserError(f"{what}: {type(error).__name__}: {error}; check the network and your permissions") from error
 
 
 def retry_if_remote(what: str, remote: bool, work: Callable):
-    """Return work(). If it is remote, retry after longer and longer waits, and print each reason.
+    """Return work(). If it is remote, retry after increasing delays, and print each reason.
 
-    Raises: UserError with the last reason; without a retry for local files, and for errors that a retry cannot help.
+    Raises: UserError with the last reason. Errors of local files, and those that a retry would not fix, are unchanged.
     """
     at_once = (UserError, FileNotFoundError, PermissionError, MemoryError)
     return retry(what, work, WAITS_S, at_once) if remote else work()
 
 
 def file_system_of(path: str):
-    """Return the file system of a path or address, and the path in it."""
+    """Return the file system of a path or URL, and the path in it."""
     return call_with_timeout(path, ANSWER_S, lambda: file_system(local_path(path)))
 
 
@@ -85,10 +85,10 @@ def file_system_of(path: str):
 
 
 def find_files(pattern: str, in_folder: str = "**") -> list[File]:
-    """List the files that a glob matches, sorted by name: the path below the last directory without a wildcard.
+    """List the files that a glob matches, sorted by name: the path below the last directory before a wildcard.
 
-    If the pattern is a folder, list the files in it that match `in_folder`. A file with several matching paths, through
-    links or because of `**/**`, is listed once, under the first name.
+    If the pattern is a folder, list the files in it that match `in_folder`. A file with several matching paths, because
+    of links or `**/**`, is listed once, under the first name.
     """
     pattern = os.path.expanduser(local_path(pattern))
     if pattern.startswith(("http://", "https://")):
@@ -113,7 +113,7 @@ def _find_local(pattern: str, in_folder: str) -> list[File]:
 
 
 def _before_wildcards(pattern: str) -> str:
-    """Return the last directory before any wildcard; `glob.escape` puts the letters that it escapes in brackets."""
+    """Return the last directory before any wildcard. A wildcard that `glob.escape` put in brackets does not count."""
     plain = re.sub(r"\[([*?\[])\]", lambda match: {"*": "\1", "?": "\2", "[": "\3"}[match[1]], pattern)
     root = os.path.dirname(re.split(r"[*?\[]", plain)[0]) or "."
     return root.translate({1: "*", 2: "?", 3: "["})
@@ -225,8 +225,8 @@ def open_url(address: str, method: str = "GET", **headers: str):
         except (OSError, ValueError) as error:
             if last or isinstance(error, ValueError):
                 reason = getattr(error, "reason", error)
-                raise UserError(f"{address} cannot be reached ({reason}); check the network and the address, or "
-                                "read a copy on this machine with text:, jsonl: or parquet:") from error  # fmt: skip
+                raise UserError(f"{address} cannot be reached ({reason}); check the network and the URL, or download "
+                                "a copy and pass it as text:FILE, jsonl:FILE or parquet:FILE") from error  # fmt: skip
 
 
 def hub_url() -> str:
@@ -273,13 +273,15 @@ class _WebStream(io.RawIOBase):
                 found = self.response.read(min(len(buffer), self.size - self.position))
             except OSError as error:
                 if last:
-                    raise UserError(f"{self.address}: ends at byte {self.position} of {self.size}: {error}") from error
+                    raise UserError(
+                        f"{self.address}: received only {self.position} of {self.size} bytes: {error}"
+                    ) from error
             if found:
                 break
             self.response.close()
             self.response = None
         if not found:
-            raise UserError(f"{self.address}: ends at byte {self.position} of {self.size}")
+            raise UserError(f"{self.address}: received only {self.position} of {self.size} bytes; try again")
         buffer[: len(found)] = found
         self.position += len(found)
         return len(found)

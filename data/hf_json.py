@@ -19,7 +19,7 @@ ENDS = (
 def load(path: str, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
     """Read a tokenizer.json. Its end of text, called `end_name`, is the first of ENDS that it has, else a new last id.
 
-    Raises: UserError with the reason, if it is not a tokenizer.json or if ranks alone would give other tokens.
+    Raises: UserError with the reason, if it is not a tokenizer.json or if tiktoken would produce different tokens.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -36,8 +36,8 @@ def load(path: str, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
 def parse_tokenizer(name: str, contents: dict, end_name: str, gpt2_pattern: str) -> tiktoken.Encoding:
     """Build an encoding from the contents of a tokenizer.json."""
     if contents.get("normalizer"):
-        raise UserError(f"it normalizes the text ({contents['normalizer'].get('type')}), so its tokens would not "
-                        "decode to the same text")  # fmt: skip
+        raise UserError(f"unsupported normalizer {contents['normalizer'].get('type')}: tokens would not decode to the "
+                        "original text")  # fmt: skip
     special = {one["content"]: one["id"] for one in contents.get("added_tokens") or []}
     ranks = ranks_of(contents["model"], special)
     pattern = _split_pattern(contents.get("pre_tokenizer") or {}, gpt2_pattern)
@@ -49,18 +49,19 @@ def ranks_of(model: dict, special: dict[str, int]) -> dict[bytes, int]:
     """Map the bytes of each token to its id. Raises: UserError if merging by id does not follow the merges."""
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         kind = "BPE with byte fallback, as in SentencePiece" if model.get("byte_fallback") else model.get("type")
-        raise UserError(f"it is a {kind}, not a byte-level BPE")
+        raise UserError(f"unsupported model {kind}; only byte-level BPE is supported")
     byte_of = {letter: byte for byte, letter in byte_letters().items()}
     if unknown := next((t for t in model["vocab"] if t not in special and not set(t) <= byte_of.keys()), None):
-        raise UserError(f"its token {unknown!r} is not in GPT-2's letters for bytes: it is not a byte-level BPE")
+        raise UserError(f"token {unknown!r} does not use GPT-2's mapping of bytes to Unicode, so this is not a "
+                        "byte-level BPE")  # fmt: skip
     to_bytes = lambda token: bytes(byte_of[letter] for letter in token)
     ranks = {to_bytes(token): rank for token, rank in model["vocab"].items() if token not in special}
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise UserError(f"{len(missing)} of the 256 single bytes have no id, first {missing[0]}")
+        raise UserError(f"{len(missing)} of the 256 single bytes have no id (first: {missing[0]})")
     pairs = [one.split(" ") if isinstance(one, str) else one for one in model["merges"]]
     merged = list(dict.fromkeys(ranks[to_bytes(a + b)] for a, b in pairs))
     if any(a > b for a, b in itertools.pairwise(merged)):
-        raise UserError("its merges are not in the order of their ids, which tiktoken's ranks cannot represent")
+        raise UserError("unsupported merges: tiktoken needs merges in the order of their token ids")
     return ranks
 
 
@@ -77,11 +78,12 @@ def _split_pattern(pre_tokenizer: dict, gpt2_pattern: str) -> str:
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kinds = [step.get("type") for step in steps]
     if any(step.get("add_prefix_space") for step in steps):
-        raise UserError("it adds a space before each text, so its tokens would not decode to the same text")
+        raise UserError("unsupported add_prefix_space: tokens would decode to text with an extra space")
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
         return gpt2_pattern
     if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
         split = steps[0]
         if "Regex" in split["pattern"] and split["behavior"] == "Isolated" and not split.get("invert"):
             return split["pattern"]["Regex"]
-    raise UserError(f"it splits text by {' then '.join(map(str, kinds))}, which one regular expression cannot do")
+    raise UserError(f"unsupported pre-tokenizer {' then '.join(map(str, kinds))}: tiktoken splits text with a single "
+                    "regular expression")  # fmt: skip

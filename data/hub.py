@@ -25,8 +25,8 @@ def file_kind(file: File) -> str:
 def dataset_files(name: str) -> list[File]:
     """List the files of the split `train` of NAME or NAME:CONFIG.
 
-    Each worker later reads its files from the hub by ranges, without storing them. HF_ENDPOINT names another hub, and
-    HF_TOKEN gives access to private data sets.
+    Each worker later reads byte ranges of its files from the hub, without storing them. Set HF_ENDPOINT to use another
+    hub, and HF_TOKEN to read private data sets.
     Source: https://huggingface.co/docs/hub/datasets-manual-configuration, for `configs` and `data_files`.
     """
     name, _, config = name.partition(":")
@@ -41,7 +41,7 @@ def dataset_files(name: str) -> list[File]:
         chosen = sorted(path for path in there if SPLIT in path) or sorted(there)
     if not chosen:
         raise UserError(f"hf:{name}: none of its {len(about['siblings'])} files matches {' or '.join(patterns) or '*'} "
-                        "and ends in .parquet, .jsonl or .txt; name files with parquet:ADDRESS")  # fmt: skip
+                        "and ends in .parquet, .jsonl or .txt; pass the files as parquet:URL")  # fmt: skip
     sizes = _sizes(api, commit, chosen)
     root = f"{files.hub_url()}datasets/{urllib.parse.quote(name)}/resolve/{commit}/"
     return [File(path, root + urllib.parse.quote(path), sizes[path], commit) for path in chosen]
@@ -63,7 +63,7 @@ def _patterns(name: str, config: str, configs: list[dict] | None) -> list[str]:
     if isinstance(paths, list) and paths and isinstance(paths[0], dict):
         paths = next((one["path"] for one in paths if one["split"] == SPLIT), None)
     if not paths:
-        raise UserError(f"hf:{name}:{wanted} lists no files of a split {SPLIT!r}; name files with parquet:ADDRESS")
+        raise UserError(f"hf:{name}:{wanted} lists no files for split {SPLIT!r}; pass the files as parquet:URL")
     return [paths] if isinstance(paths, str) else list(paths)
 
 

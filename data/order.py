@@ -1,7 +1,8 @@
-"""Decide which window comes when, with skipped batches and mixtures of sources.
+"""Define the order of training rows, with skipped batches and mixtures of sources.
 
 Every function here depends only on settings and a step or sequence number, so a run can resume at any step. Steps in
-settings count from 1, as in the log; steps in the code count from 0.
+settings count from 1, as in the log; steps in the code count from 0. The `shares` of a mixture are its weights, in
+sequences per PERIOD sequences.
 """
 
 import functools
@@ -14,7 +15,7 @@ from config.fields import PERIOD, Phase, parse_mixture, parse_skips
 
 
 def batch_number(skip: str, step: int) -> int:
-    """Return the index of a step's batch in the endless order of batches."""
+    """Return the index of a step's batch in the infinite sequence of batches."""
     return step + sum(count for first, count in parse_skips(skip) if first <= step)
 
 
@@ -23,7 +24,8 @@ def batch_number(skip: str, step: int) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _interleave(shares: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """For PERIOD sequences, spread evenly: the source of each, and how many sequences each source had before it."""
+    """Spread the sources evenly over PERIOD sequences. Return, for each sequence, its source, and how many sequences
+    each source has before it."""
     credit, had, turns = [0] * len(shares), [0] * len(shares), []
     for _ in range(PERIOD):
         credit = [c + share for c, share in zip(credit, shares, strict=True)]
@@ -35,9 +37,9 @@ def _interleave(shares: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def source_and_index(phases: tuple[Phase, ...], starts: tuple[int, ...], number: int) -> tuple[str, int]:
-    """Return the source of sequence `number` in the endless order, and the index of the sequence within that source.
+    """Return the source of sequence `number` of the infinite sequence, and its index within that source.
 
-    starts  number of the first sequence of each phase
+    starts  number of the first sequence in each phase
     """
     names = tuple(phases[0].shares)
     had = [0] * len(names)
@@ -60,7 +62,7 @@ def seed_of(name: str, seed: int) -> int:
 
 
 def settings_before(mixture_text: str, skip: str, steps: int) -> tuple:
-    """Return the parts of both settings that decided the first `steps` steps. A resumed run may change the rest."""
+    """Return what data.mixture and data.skip set for the first `steps` steps. Resuming may change the rest."""
     phases = tuple((phase.first, tuple(phase.shares.items())) for phase in parse_mixture(mixture_text))
     skips = tuple(one for one in parse_skips(skip) if one[0] < steps)
     return tuple(one for one in phases if one[0] < steps or not one[0]), skips

@@ -1,7 +1,7 @@
 """Pack whole documents into rows with best-fit decreasing.
 
-The longest document is placed first. Each goes into the row with the least room that still fits it, or into a new row.
-On real text this needs about as many rows as cutting the stream every T tokens, and it cuts hardly any document.
+Documents are placed from longest to shortest. Each goes into the row with the least room that still fits it, or into a
+new row. On real text this needs about as many rows as cutting the stream every T tokens, and it cuts few documents.
 
 Source: Ding et al., arXiv:2404.10830, section 3.
 """
@@ -42,10 +42,10 @@ def pack(edges: np.ndarray, seq_len: int) -> Packed:
 
 
 def best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return the row of each piece, for pieces of 1 .. seq_len tokens.
+    """Return the row number of each piece; pieces have 1 .. seq_len tokens.
 
-    Pieces of one length are placed together, into groups of rows with the same room. Filling a row leaves less than
-    half of its room, so a group is used at most log2(seq_len) times, and the time is linear in the number of pieces.
+    Pieces of the same length are placed together, into groups of rows with the same room. Placing as many as fit leaves
+    less than half of the room, so a group is used at most log2(seq_len) times, and the time is linear in the pieces.
     """
     row_of, rows, groups, rooms = np.empty(len(lengths), np.int64), 0, {}, 0  # bit r of rooms: a group has room for r
     order = np.argsort((seq_len - lengths).astype(np.min_scalar_type(seq_len)), kind="stable")  # 16 bits: radix sort

@@ -31,7 +31,7 @@ from data.units import Job
 from devices import log
 from errors import UserError, exit_status
 
-COUNTED_TOKENS = 2**24  # limit of the tokens counted for unigram_nats and bigram_nats, because pairs need memory
+COUNTED_TOKENS = 2**24  # compute unigram_nats and bigram_nats from at most this many tokens, to limit memory
 UNFINISHED = ".unfinished-"  # prefix of the folder for unfinished work
 
 
@@ -43,31 +43,31 @@ class Arguments:
 
     If this leaves train or val without text, as with a single file, the tail of every document is held out instead.
 
-    A second run with the same arguments changes nothing; after a kill, it does only the rest of the work.
+    Running the same command again changes nothing; if the first run was interrupted, it finishes the work.
     """
 
     out: str  # directory for the shards and manifest.json
     source: str = "stdlib"  # stdlib (Python's standard library); text:GLOB, jsonl:GLOB, parquet:GLOB; hf:NAME[:CONFIG]
     tokenizer: str = "bytes"  # bytes, gpt2, cl100k_base, o200k_base, or a file: bpe: (ranks), json: (Hugging Face), sp:
     text_field: str = "text"  # field or column with the text; jsonl and parquet only
-    val_share: float = 0.05  # share of documents held out for validation, or of each document's bytes; between 0 and 1
-    shard_tokens: int = 2**25  # most tokens in one shard; needs memory for two shards
+    val_share: float = 0.05  # fraction of the documents (or of each document's bytes) held out for validation
+    shard_tokens: int = 2**25  # maximum tokens per shard; two shards must fit in memory
     overwrite: bool = False  # replace the tokens in --out
-    workers: int = 1  # processes that tokenize; 0: one per core; the tokens don't depend on it
-    engine: Literal["processes", "ray"] = "processes"  # ray: a Ray cluster whose hosts all see --source and --out
+    workers: int = 1  # processes that tokenize; 0: one per core; the tokens don't depend on this number
+    engine: Literal["processes", "ray"] = "processes"  # ray: a Ray cluster; all its hosts need access to both paths
     ray_address: str = "auto"  # address of the cluster; auto: the cluster of this machine
 
     def __post_init__(self):
         if not 0 < self.val_share < 1:
             raise UserError(f"val_share={self.val_share}: must be between 0 and 1")
         if not 1 <= self.shard_tokens <= 2**32:  # positions in a shard are stored in 32 bits
-            raise UserError(f"shard_tokens={self.shard_tokens}: must be at least 1, and at most 2**32")
+            raise UserError(f"shard_tokens={self.shard_tokens}: must be at least 1 and at most 2**32")
         if self.workers < 0:
-            raise UserError(f"workers={self.workers}: must be 0, for every core, or more")
+            raise UserError(f"workers={self.workers}: must be 0 (one per core) or more")
 
     @property
     def manifest_arguments(self) -> dict:
-        """The arguments that decide the tokens, as the manifest records them."""
+        """The arguments that determine the tokens, as recorded in the manifest."""
         execution = ("out", "overwrite", "workers", "engine", "ray_address")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in execution}
 
@@ -93,7 +93,7 @@ def prepare(args: Arguments) -> dict:
     if out.size(dataset.MANIFEST) is not None and not args.overwrite:
         manifest = _check_existing(args)
         _remove_work(out)  # left by a run that was killed right after publishing
-        log(f"{_display_name(args.out)} is complete: {_summary(manifest)}; use --overwrite to make it again")
+        log(f"{_display_name(args.out)} is complete: {_summary(manifest)}; use --overwrite to regenerate it")
         return manifest
     encoding = tokenizers.load(args.tokenizer)
     with _work_folder(out) as work:
@@ -157,9 +157,9 @@ def _remove_work(out: Folder) -> None:
 
 
 def _publish(out: Folder, work: Folder, manifest: dict) -> dict:
-    """Move the shards to `out`, replacing those of an earlier run and no other files. Return the manifest.
+    """Move the shards to `out`, and delete only the shards of an earlier run. Return the manifest with the entropies.
 
-    The manifest, to which the entropies are added, is written last: a directory with a manifest is complete.
+    The manifest is written last, so a directory with a manifest is complete.
     """
     manifest |= entropies(_first_train_tokens(work, manifest), manifest["tokenizer"]["vocabulary"])
     out.remove(dataset.MANIFEST)
@@ -180,7 +180,8 @@ def _check_existing(args: Arguments) -> dict:
     if tokenizers.is_file(args.tokenizer):  # the file may have changed
         wanted["fingerprint"] = tokenizers.fingerprint(tokenizers.load(args.tokenizer))
     if difference := first_difference(wanted, recorded):
-        raise UserError(f"{args.out} has other tokens: {difference}; choose another --out, or pass --overwrite")
+        raise UserError(f"{args.out} has tokens prepared with different settings: {difference}; choose another --out, "
+                        "or pass --overwrite")  # fmt: skip
     return manifest
 
 
@@ -198,7 +199,7 @@ def _split_file_once(work: Folder, kind: str, file: files.File, unit_bytes: int)
 
 
 def _write_shards(args: Arguments, job: Job, cut: list[Unit]) -> dict:
-    """Tokenize every document into the shards of its split, and return their entries of the manifest.
+    """Tokenize every document into the shards of its split, and return the manifest entries of the shards.
 
     Whole documents are held out. If this leaves a split without text, the tail of each document is held out instead.
     """
@@ -213,16 +214,16 @@ def _write_shards(args: Arguments, job: Job, cut: list[Unit]) -> dict:
         job.folder.clear()
         raise UserError(f"{args.source!r} contains no text: 0 bytes in {documents} documents")
     if without := _split_without_text(total):
-        log(f"note: at --val-share {args.val_share}, the hash of their names puts no text of {documents} documents "
-            f"into {without!r}; the tail of each document is held out instead")  # fmt: skip
+        log(f"note: splitting {documents} documents by the hash of their names leaves {without!r} empty at --val-share "
+            f"{args.val_share}; the tail of each document is held out instead")  # fmt: skip
         job = tails
         unit_files, total = _tokenize(args, job, cut)
         if without := _split_without_text(total):
             job.folder.clear()
-            raise UserError(f"{args.source!r} contains {text_bytes} bytes of text in {documents} documents, which "
-                            f"leaves none for {without!r} at --val-share {args.val_share}")  # fmt: skip
+            raise UserError(f"{args.source!r} contains {text_bytes} bytes of text in {documents} documents, so "
+                            f"{without!r} is empty at --val-share {args.val_share}; use more text")  # fmt: skip
     if total["odd"]:
-        log(f"note: {total['odd']} of {documents} documents are not UTF-8, first {total['first_odd']!r}; their bytes "
+        log(f"note: {total['odd']} of {documents} documents (first: {total['first_odd']!r}) are not UTF-8; their bytes "
             "are used unchanged")  # fmt: skip
     return _assemble(args, job, cut, unit_files, total["text_bytes"])
 
@@ -258,7 +259,7 @@ def _run_tasks(args: Arguments, work: Callable, job: Job, todo: list, most_worke
 
 
 def _assemble(args: Arguments, job: Job, cut: list[Unit], unit_files: list[UnitFile], text_bytes: dict) -> dict:
-    """Write the unfinished shards, and return the entries of the manifest for all shards."""
+    """Write the unfinished shards, and return the manifest entries of all shards."""
     cuts, rows = {split: shards.ShardPlanner(split, args.shard_tokens) for split in shards.SPLITS}, []
     for unit, file in zip(cut, unit_files, strict=True):
         for split in shards.SPLITS:
@@ -298,7 +299,7 @@ def _first_train_tokens(folder: Folder, manifest: dict) -> np.ndarray:
 
 
 def entropies(tokens: np.ndarray, vocabulary: int) -> dict:
-    """Measure H(x) and H(x_t | x_t-1) of a stream, in nats per token, from counts. A model must beat both.
+    """Estimate a stream's entropies H(x) and H(x_t | x_t-1) from counts, in nats per token: two baseline losses.
 
     Source: H(x_t | x_t-1) = H(x_t-1, x_t) - H(x_t-1), the chain rule.
     """
@@ -344,12 +345,13 @@ def from_ids(
 
     train_ids       integers: one array with all ids, or a list of arrays, one per document
     vocab_size      ids are 0 .. vocab_size - 1; pass either this or `tokenizer`
-    tokenizer       the tokenizer of the ids, a name as for `tokenizers.load`; without one, bits per byte are unknown,
-                    and a run samples no text
-    validation_ids  like train_ids; None: the last `val_share` of the tokens, which may cut a document
-    eot             the id that separates documents; None: the tokenizer's, or a new id, vocab_size
+    tokenizer       name of the tokenizer that made the ids, as for `tokenizers.load`; without it, bits per byte are
+                    unknown, and a run samples no text
+    validation_ids  like train_ids; None: hold out the last `val_share` of the tokens, which may split a document
+    eot             the id that separates documents; None: the tokenizer's id, or without one a new id, vocab_size
     train_weights   a list of arrays like train_ids: 1 where an id counts as a target in the loss, 0 where it doesn't,
-                    as in a prompt; the end-of-text id never counts. None: all count. validation_weights is alike
+                    as in a prompt; the end-of-text id never counts. None: all ids count
+    validation_weights  the same for validation_ids
     Raises: UserError if the ids are not of this form, or if `out` exists and `overwrite` is False.
     """
     encoding, vocabulary, limit, end = _resolve_vocabulary(tokenizer, vocab_size, eot)
@@ -381,20 +383,20 @@ def from_ids(
 def _resolve_vocabulary(
     tokenizer: str, vocab_size: int, eot: int | None
 ) -> tuple[tiktoken.Encoding | None, int, int, int]:
-    """Return the encoding, the vocabulary of a model, the upper limit of the given ids, and the end-of-text id."""
+    """Return the encoding, the vocabulary size of a model, the limit that given ids are below, and the eot id."""
     if bool(tokenizer) == bool(vocab_size):
         raise UserError(f"from_ids: tokenizer={tokenizer!r} and vocab_size={vocab_size}; pass exactly one of them: a "
                         "tokenizer has its own vocab_size")  # fmt: skip
     if tokenizer:
         encoding = tokenizers.load(tokenizer)
         if eot is not None:
-            raise UserError(f"from_ids: eot={eot} and tokenizer={tokenizer!r}, whose end of text is "
+            raise UserError(f"from_ids: eot={eot} and tokenizer={tokenizer!r}, whose end-of-text id is "
                             f"{encoding.eot_token}; leave eot out")  # fmt: skip
         return encoding, encoding.n_vocab, encoding.n_vocab, encoding.eot_token
     if eot is None:
         return None, vocab_size + 1, vocab_size, vocab_size
     if not 0 <= eot < vocab_size:
-        raise UserError(f"from_ids: eot={eot}: not one of the ids 0..{vocab_size - 1}; leave it out for a new one")
+        raise UserError(f"from_ids: eot={eot}: not one of the ids 0..{vocab_size - 1}; leave eot out to add a new id")
     return None, vocab_size, vocab_size, eot
 
 
@@ -405,8 +407,8 @@ def _split_documents(what: str, ids, eot: int, limit: int) -> list[np.ndarray]:
     for number, array in enumerate([ids] if stream else ids):
         name, array = what if stream else f"{what}[{number}]", np.asarray(array)
         if array.ndim != 1:
-            raise UserError(f"{name} has the shape {list(array.shape)}: one array is a stream of ids, x.reshape(-1); a "
-                            "list of arrays is a list of documents, list(x)")  # fmt: skip
+            raise UserError(f"{name} has the shape {list(array.shape)}, not one dimension; pass x.reshape(-1) for one "
+                            "stream of ids, or list(x) for one document per row")  # fmt: skip
         if not len(array):
             continue
         if array.dtype.kind not in "iu":
@@ -424,7 +426,7 @@ def _split_documents(what: str, ids, eot: int, limit: int) -> list[np.ndarray]:
 
 
 def _check_weights(splits: dict[str, list[np.ndarray]], given: dict) -> dict[str, list[np.ndarray] | None]:
-    """Return the target weights of each split. Raises: UserError unless each id of both splits has a 0 or 1."""
+    """Return the target weights of each split. Raises: UserError unless every id has a weight, which is 0 or 1."""
     if any(weights is None for weights in given.values()):
         if not all(weights is None for weights in given.values()):
             raise UserError("from_ids: pass train_weights and validation_weights together, and validation_ids")
@@ -435,20 +437,20 @@ def _check_weights(splits: dict[str, list[np.ndarray]], given: dict) -> dict[str
         if lengths != others:
             differ = [n for n, (a, b) in enumerate(zip(lengths, others, strict=False)) if a != b]
             place = min([*differ, len(lengths), len(others)])
-            raise UserError(f"from_ids: {len(lengths)} documents of {split} and {len(others)} arrays of weights "
-                            f"differ in length from document {place} on; pass one weight per id")  # fmt: skip
+            raise UserError(f"from_ids: {split} has {len(lengths)} documents and {len(others)} arrays of weights, and "
+                            f"their lengths differ from document {place} on; pass one weight per id")  # fmt: skip
         if any(not np.isin(one, (0, 1)).all() for one in found[split]):
             raise UserError(f"from_ids: {split} has a weight that is neither 0 nor 1")
     return found
 
 
 def _hold_out(documents: list[np.ndarray], share: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Split documents into training and validation tokens: the last `share` of all tokens, at least one."""
+    """Split documents into training and validation tokens. Validation gets the last `share` of all tokens."""
     total = sum(map(len, documents))
     left = total - max(1, round(total * share))
     if left < 1:
         raise UserError(f"train_ids has {total} tokens, and val_share={share} leaves {left} of them to train on; "
-                        "pass more, or validation_ids")  # fmt: skip
+                        "pass more tokens, or validation_ids")  # fmt: skip
     train = []
     for number, document in enumerate(documents):
         if left <= len(document):
@@ -463,7 +465,7 @@ def _write_ids(
     args: Arguments, work: Folder, split: str, documents: list[np.ndarray], eot: int, vocabulary: int, encoding,
     weights: list[np.ndarray] | None,
 ) -> dict:  # fmt: skip
-    """Write the shards of a split, and return its entry of the manifest."""
+    """Write the shards of a split, and return its manifest entry."""
     cut, dtype, seen = (
         shards.ShardPlanner(split, args.shard_tokens),
         units.token_dtype(vocabulary),
@@ -481,7 +483,7 @@ def _write_ids(
         extra = {} if weights is None else {"weights": concat(0, weights).astype(np.uint8)}
         rows.append(shards.write_shard(work, shard, concat(eot, documents).astype(dtype), eot, **extra))
     text_bytes = None
-    if encoding and weights is None:  # unknown for the targets that count
+    if encoding and weights is None:  # with weights, the bytes of the targets that count are not known
         lengths = tokenizers.text_lengths(encoding)
         text_bytes = sum(int(lengths[document].sum()) for document in documents)
     return shards.totals(rows, text_bytes, int(seen.sum()))

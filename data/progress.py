@@ -11,7 +11,7 @@ QUIET_S = 60  # between two lines when there is no terminal
 
 @contextlib.contextmanager
 def show_progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[int | None], None]]:
-    """Yield a function to call with the tokens of each finished piece of work, or with None while none finishes."""
+    """Yield advance(n). Call it with the number of tokens of each finished item; advance(None) does nothing."""
     import rich.console
     import rich.progress
 

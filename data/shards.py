@@ -65,7 +65,10 @@ class Folder:
         return self._call(lambda: self.files.cat_file(self._path_of(name), start=start, end=stop))
 
     def write(self, name: str, fill: Callable) -> None:
-        """Write a file with fill(file). It appears when complete. Raises: UserError if the bucket does not exist."""
+        """Write a file by calling fill(file). The file appears when it is complete.
+
+        Raises: UserError if the bucket does not exist.
+        """
         try:
             self._call(lambda: self._write(name, fill))
         except FileNotFoundError as error:
@@ -74,7 +77,7 @@ class Folder:
             raise UserError(f"{self.path}: the bucket does not exist ({error}); create it first") from error
 
     def _write(self, name: str, fill: Callable) -> None:
-        if not self.is_local:  # an object appears in a bucket when all of it is sent
+        if not self.is_local:  # an object appears in a bucket when its upload is complete
             contents = io.BytesIO()
             fill(contents)
             return self.files.pipe_file(self._path_of(name), contents.getvalue())
@@ -213,9 +216,9 @@ class Shard(NamedTuple):
 
 @dataclass
 class ShardPlanner:
-    """Assigns the documents of one split to shards. A document that does not fit into the shard starts a new one.
+    """Assigns the documents of one split to shards. A document that does not fit into the shard starts a new shard.
 
-    A document longer than a shard is split over several; it counts in the one where it starts.
+    A document longer than a shard is split over several shards, and counts in the first of them.
     """
 
     split: str
@@ -257,9 +260,9 @@ class ShardPlanner:
 
 
 def write_shard(folder: Folder, shard: Shard, tokens: np.ndarray, eot: int, **beside: np.ndarray) -> dict:
-    """Write a shard, and the positions of its documents in a second file. Return its row of the manifest.
+    """Write a shard, and the positions of its documents in a second file. Return the shard's manifest entry.
 
-    beside   more arrays by name, each for a file next to the shard
+    beside   more arrays by name; each is written to its own file next to the shard
     """
 
     def write(name: str, array: np.ndarray) -> dict:
@@ -276,7 +279,7 @@ def companion_name(file: str, what: str) -> str:
 
 
 def totals(rows: list[dict], text_bytes: int | None, unique_tokens: int) -> dict:
-    """Return a split's entry of the manifest."""
+    """Return a split's manifest entry."""
     counts = {name: sum(row[name] for row in rows) for name in ("tokens", "documents")}
     return counts | {"text_bytes": text_bytes, "unique_tokens": unique_tokens, "shards": rows}
 
@@ -293,5 +296,5 @@ def lock_folder(folder: Folder) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"{folder.path}: another process uses this folder; wait for it, or stop it") from error
+            raise UserError(f"{folder.path}: another process is using this folder; wait for it, or stop it") from error
         yield

@@ -24,10 +24,10 @@ WINDOW_BYTES = 2**16  # text read at once when looking for a SEPARATOR
 
 
 class Document(NamedTuple):
-    """One text of a source. Its name decides its split; it stays the same if the source moves or grows."""
+    """One text of a source. Its name determines its split, and stays the same if the source moves or grows."""
 
-    name: str  # name of the file, followed by :ROW, from 1, if the file has several documents
-    text: bytes  # bytes of the file, neither checked nor normalized; of a row, UTF-8
+    name: str  # name of the file; if it has several documents, followed by :ROW, counted from 1
+    text: bytes  # bytes of the file, neither checked nor normalized; for a row, UTF-8
 
 
 class Part(NamedTuple):
@@ -47,7 +47,7 @@ Unit = tuple[Part, ...]  # parts tokenized together; depends only on the source
 def read_documents(source: str, text_field: str = "text") -> Iterator[Document]:
     """Read a source: files sorted by name, where each file or each row is a document.
 
-    Raises: UserError at once if the source is not found, and while reading, with file and row, for a bad row.
+    Raises: UserError immediately if the source is not found, and during iteration, with file and row, for a bad row.
     """
     found = list_files(source)
     return (document for kind, file in found for document in read_part(whole_file(kind, file), text_field))
@@ -62,7 +62,7 @@ def list_files(source: str) -> list[tuple[str, File]]:
         return [(hub.file_kind(file), file) for file in hub.dataset_files(pattern)]
     if kind in FOLDER_PATTERNS and pattern:
         return [(kind, file) for file in files.find_files(pattern, FOLDER_PATTERNS[kind])]
-    raise UserError(f"no source is called {source!r}; use {KINDS}")
+    raise UserError(f"unknown source {source!r}; use {KINDS}")
 
 
 def stdlib_files() -> list[File]:
@@ -81,7 +81,7 @@ def stdlib_files() -> list[File]:
 
 
 def make_units(source: str, split: Callable[[str, File, int], list[Part]] | None = None) -> list[Unit]:
-    """Split a source into units, independently of the workers: small files together, a large one in parts.
+    """Split a source into units: group small files, and split large files. The number of workers has no effect.
 
     split  replaces `split_file`, for example to cache its result
     """
@@ -108,7 +108,7 @@ def whole_file(kind: str, file: File) -> Part:
 
 
 def split_file(kind: str, file: File, unit_bytes: int) -> list[Part]:
-    """Split a large file between documents, at least `unit_bytes` apart. Text without a SEPARATOR is not split."""
+    """Split a large file at document boundaries, `unit_bytes` or more apart. Text without a SEPARATOR stays whole."""
     cut = _split_parquet if kind == "parquet" else _split_at_separators
     starts = cut(kind, file, unit_bytes)
     if len(starts) == 2:
@@ -117,7 +117,7 @@ def split_file(kind: str, file: File, unit_bytes: int) -> list[Part]:
 
 
 def _split_at_separators(kind: str, file: File, unit_bytes: int) -> list[tuple[int, int]]:
-    """Return (start in bytes, rows before it) of each part, and the same for the end of the file."""
+    """Return (start in bytes, number of rows before it) for each part, and for the end of the file."""
     separator, starts, rows, place, rest = SEPARATORS[kind], [(0, 0)], 0, 0, b""
     with files.open_stored(file.path) as stream:
         while chunk := stream.read(files.CHUNK_BYTES):
@@ -139,7 +139,7 @@ def _split_at_separators(kind: str, file: File, unit_bytes: int) -> list[tuple[i
 
 
 def _split_parquet(kind: str, file: File, unit_bytes: int) -> list[tuple[int, int]]:
-    """Like `_split_at_separators`, in row groups."""
+    """Like `_split_at_separators`, but starts are numbers of row groups."""
     starts, rows, held = [(0, 0)], 0, 0
     with _open_parquet(file.path) as table:
         groups = table.metadata.num_row_groups

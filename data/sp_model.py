@@ -1,4 +1,4 @@
-"""Wrap a SentencePiece model in the part of the interface of tiktoken's encodings that this project uses."""
+"""Give a SentencePiece model the subset of tiktoken's Encoding interface that this project uses."""
 
 import functools
 import hashlib
@@ -8,7 +8,7 @@ import numpy as np
 
 from errors import UserError
 
-SPACE = "▁"  # a space in a piece
+SPACE = "▁"  # represents a space in a token
 # A model changes this text if it normalizes, drops spaces, or has no byte fallback for unknown letters.
 PROBE = "  two  spaces,\ta tab\r\n\n漢 🙂 Ω\u2126 ﬁ e\u0301 \x01 end "
 
@@ -45,7 +45,7 @@ class SentencePiece:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Bytes of text of each id."""
+        """Number of text bytes per id."""
         return np.array([len(one) for one in self._bytes])
 
     @functools.cached_property
@@ -61,19 +61,21 @@ class SentencePiece:
 
 
 def load(path: str) -> SentencePiece:
-    """Read a model. Raises: UserError if it is not one, if PROBE doesn't survive, or without the extra."""
+    """Read a model. Raises: UserError if it is invalid, if PROBE does not round-trip, or without the extra."""
     name = f"sp:{path}"
     try:
         encoding = SentencePiece(name, Path(path).read_bytes())
     except ImportError as error:
-        raise UserError(f"tokenizer {name!r} needs the package sentencepiece: make extra-sentencepiece") from error
+        raise UserError(
+            f"tokenizer {name!r} needs the package sentencepiece; install it with: make extra-sentencepiece"
+        ) from error
     except OSError as error:
         raise UserError(f"tokenizer {name!r}: {error.strerror}") from error
     except RuntimeError as error:
         raise UserError(f"tokenizer {name!r}: not a SentencePiece model ({' '.join(str(error).split())})") from error
     if (decoded := encoding.decode(encoding.encode_ordinary(PROBE))) != PROBE:
         place = next((n for n, (a, b) in enumerate(zip(PROBE, decoded, strict=False)) if a != b), len(decoded))
-        raise UserError(f"tokenizer {name!r}: its tokens decode to another text: {PROBE[place:place + 9]!r} becomes "
+        raise UserError(f"tokenizer {name!r}: tokens decode to different text: {PROBE[place:place + 9]!r} becomes "
                         f"{decoded[place:place + 9]!r}; train it with byte_fallback, normalization_rule_name=identity "
                         "and remove_extra_whitespaces=false, as for Llama 2")  # fmt: skip
     return encoding

@@ -1,8 +1,8 @@
 """Define tasks: a source, preprocessors for its documents, a tokenizer, and the targets that count in the loss.
 
 `python -m data.tasks` lists them, and `python -m data.tasks NAME` prints a few decoded examples. A document is a dict
-of texts. A preprocessor takes one document and yields none, one or many. The last one yields either `text`, where all
-targets count, or `prompt` and `answer`, where only those of the answer count.
+of strings. A preprocessor takes one document and yields any number of documents. The last preprocessor yields either
+`text`, where all targets count, or `prompt` and `answer`, where only the targets in the answer count.
 
 Source: seqio, in the T5X paper, arXiv:2203.17189, section 3.
 """
@@ -26,26 +26,26 @@ from errors import UserError, exit_status, suggest
 
 Document = dict[str, str]
 Preprocessor = Callable[[Document], Iterator[Document]]
-METRICS = ("loss", "bits_per_byte")  # columns in the rows of an evaluation
+METRICS = ("loss", "bits_per_byte")  # names as in metrics.jsonl
 
 
 @dataclass(frozen=True)
 class Task:
-    """A named way from a source to examples."""
+    """A named recipe that turns a source into examples."""
 
     name: str
     about: str  # one sentence
     source: str  # as for `python -m data.prepare`
     preprocessors: tuple[Preprocessor, ...] = ()
     tokenizer: str = "bytes"
-    val_share: float = 0.05  # share of documents held out, chosen by a hash of their names
-    metrics: tuple[str, ...] = ("loss",)  # the numbers to compare
+    val_share: float = 0.05  # fraction of documents held out, chosen by a hash of their names
+    metrics: tuple[str, ...] = ("loss",)  # metrics to compare models by
     text_field: str = "text"
     where: str = field(default="", compare=False)  # file and line where it was registered
 
     def __post_init__(self):
         if unknown := [name for name in self.metrics if name not in METRICS]:
-            raise UserError(f"task {self.name!r}: no metric is called {unknown[0]!r}; {suggest(unknown[0], METRICS)}")
+            raise UserError(f"task {self.name!r}: unknown metric {unknown[0]!r}; {suggest(unknown[0], METRICS)}")
         if not 0 < self.val_share < 1:
             raise UserError(f"task {self.name!r}: val_share={self.val_share} must be between 0 and 1")
 
@@ -73,14 +73,14 @@ def add(task: Task) -> Task:
 def get(name: str) -> Task:
     """Return a task by name. Raises: UserError for an unknown name, with the nearest known one."""
     if name not in TASKS:
-        raise UserError(f"no task is called {name!r}; {suggest(name, TASKS)}")
+        raise UserError(f"unknown task {name!r}; {suggest(name, TASKS)}")
     return TASKS[name]
 
 
 def documents(task: Task, split: str) -> Iterator[Document]:
     """Yield the preprocessed documents of a split. Raises: UserError for text that is not UTF-8."""
     if split not in SPLITS:
-        raise UserError(f"no split is called {split!r}; use {' or '.join(SPLITS)}")
+        raise UserError(f"unknown split {split!r}; use {' or '.join(SPLITS)}")
     for one in sources.read_documents(task.source, task.text_field):
         if units.split_of(one.name, task.val_share) != split:
             continue
@@ -110,7 +110,7 @@ def examples(task: Task, split: str) -> Iterator[Example]:
 
 
 def rows(task: Task, split: str, seq_len: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield one row per example: arrays [T] named as in `dataset.batch`. Longer examples are truncated.
+    """Yield one row of T = seq_len positions per example: arrays [T] named as in `dataset.batch`; longer ones are cut.
 
     You can stack rows into a batch for training; only the targets of the task count.
     """
@@ -181,9 +181,9 @@ add(Task("stdlib_functions", "bodies of its functions, given their signatures an
 
 @dataclass(frozen=True)
 class Arguments:
-    """List the tasks, or print a few decoded examples of one; `| ` marks targets that do not count in the loss.
+    """List the tasks, or print a few decoded examples of one task; `| ` marks targets that do not count in the loss.
 
-    With --out, write the tokens of a task; in a run on them, only the task's targets count.
+    With --out, write the tokens of a task. A run that trains on them counts only the task's targets in the loss.
     """
 
     name: tyro.conf.Positional[str] = ""  # name of a task; empty: list all

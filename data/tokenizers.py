@@ -1,4 +1,4 @@
-"""Load tokenizers by name: the 256 bytes, tiktoken's published encodings, or a file of one of three kinds."""
+"""Load a tokenizer by name: `bytes`, a published tiktoken encoding, or a file in one of three formats."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ END_OF_TEXT = "<|endoftext|>"  # the token before each document
 UNKNOWN = "unknown"  # name in the manifest if `prepare.from_ids` got no tokenizer
 TIKTOKEN_NAMES = ("gpt2", "cl100k_base", "o200k_base")  # tiktoken downloads their rank files once
 LONG_SPACE = re.compile(r"\s{65536}")
-FETCH_SECONDS = 15  # longest wait for such a file
+FETCH_SECONDS = 15  # timeout for downloading a rank file
 # Splits text before merging. Source: GPT-2, encoder.py, `self.pat`. Plain +, which every BPE trainer supports.
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
@@ -39,19 +39,19 @@ def load(name: str) -> Encoding:
     if name.startswith("sp:"):
         return sp_model.load(name.removeprefix("sp:"))
     if name.endswith(".model"):
-        raise UserError(f"no tokenizer is called {name!r}; a SentencePiece model is sp:{name}")
+        raise UserError(f"unknown tokenizer {name!r}; for a SentencePiece model, use sp:{name}")
     if name in TIKTOKEN_NAMES:
         return _fetch(name)
     if name == UNKNOWN:
         raise UserError("these tokens have no known tokenizer (data.prepare.from_ids was called without "
                         "tokenizer=...), so text cannot be encoded or decoded")  # fmt: skip
     raise UserError(
-        f"no tokenizer is called {name!r}; use bytes, {', '.join(TIKTOKEN_NAMES)}, bpe:FILE, json:FILE or sp:FILE"
+        f"unknown tokenizer {name!r}; use bytes, {', '.join(TIKTOKEN_NAMES)}, bpe:FILE, json:FILE or sp:FILE"
     )
 
 
 def is_file(name: str) -> bool:
-    """Return whether a tokenizer is a file, which may change."""
+    """Return whether a tokenizer is read from a file, which may change."""
     return name.startswith(("bpe:", "json:", "sp:"))
 
 
@@ -65,13 +65,13 @@ def from_manifest(manifest: dict) -> Encoding | None:
         return None
     encoding = load(name)
     if is_file(name) and fingerprint(encoding) != manifest["tokenizer"]["fingerprint"]:
-        raise UserError(f"tokenizer {name!r} has changed since the tokens were made, so their ids mean something "
-                        "else; restore the file, or make the tokens again")  # fmt: skip
+        raise UserError(f"tokenizer {name!r} has changed since the tokens were prepared, so their ids no longer match "
+                        "it; restore the file, or regenerate the tokens")  # fmt: skip
     return encoding
 
 
 def text_lengths(encoding: Encoding) -> np.ndarray:
-    """Return the bytes of text of each id; 0 for the end of text and other special tokens."""
+    """Return the number of text bytes per id; 0 for the end of text and other special tokens."""
     if isinstance(encoding, sp_model.SentencePiece):
         return encoding.lengths
     lengths = np.zeros(encoding.n_vocab, np.int64)
@@ -105,7 +105,7 @@ def encode(encoding: Encoding, text: bytes) -> np.ndarray:
 
 
 def fingerprint(encoding: Encoding) -> str:
-    """Return the sha256 of everything that decides the ids: ranks, pattern and special tokens, but not the name."""
+    """Return the sha256 of everything that affects the ids: ranks, pattern and special tokens, but not the name."""
     if isinstance(encoding, sp_model.SentencePiece):
         return encoding.fingerprint
     digest = hashlib.sha256()
@@ -139,7 +139,7 @@ def _read_ranks(path: str) -> dict[bytes, int]:
             raise UserError(f"{path}:{number}: not a base64 token, a space and a rank: {line[:60]!r}") from error
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise UserError(f"{path}: {len(missing)} of the 256 single bytes have no rank, first {missing[0]}; add them")
+        raise UserError(f"{path}: {len(missing)} of the 256 single bytes have no rank (first: {missing[0]}); add them")
     if sorted(ranks.values()) != list(range(len(lines))):
         raise UserError(f"{path}: the ranks of its {len(lines)} lines must be 0..{len(lines) - 1}, each once")
     return ranks
@@ -164,12 +164,12 @@ def _fetch(name: str) -> tiktoken.Encoding:
     threading.Thread(target=work, daemon=True).start()  # a daemon does not block the exit
     try:
         return encoding.result(timeout=FETCH_SECONDS)
-    except (OSError, ValueError) as error:  # no network, no answer, or a file with another hash
+    except (OSError, ValueError) as error:  # no network, no answer, or a file with the wrong hash
         if isinstance(error, TimeoutError):
             reason = f"no answer within {FETCH_SECONDS} s"
         else:  # the text of an OSError is long, and about urllib
-            reason = type(error).__name__ if isinstance(error, OSError) else "the file has another hash"
+            reason = type(error).__name__ if isinstance(error, OSError) else "the file has the wrong hash"
         raise UserError(
             f"tokenizer {name!r} could not be downloaded ({reason}); use --tokenizer bytes or bpe:FILE, or run the "
-            f"same command where there is a network and set TIKTOKEN_CACHE_DIR to a copy of its cache folder"
+            f"same command on a machine with a network and set TIKTOKEN_CACHE_DIR to a copy of its cache folder"
         ) from error

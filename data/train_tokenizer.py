@@ -27,11 +27,11 @@ class Arguments:
     source: str = "stdlib"  # as for python -m data.prepare
     vocabulary: int = 4096  # number of ids, including the 256 bytes and the end of text
     text_field: str = "text"  # field or column with the text; jsonl and parquet only
-    sample_bytes: int = 2**28  # train on about this much of the text, spread over the source
+    sample_bytes: int = 2**28  # train on about this many bytes of text, spread evenly over the source
 
     def __post_init__(self):
         if not 257 <= self.vocabulary <= 2**22:
-            raise UserError(f"vocabulary={self.vocabulary}: must be at least 257, the bytes and the end of text")
+            raise UserError(f"vocabulary={self.vocabulary}: must be at least 257 (256 bytes and the end of text)")
         if self.sample_bytes < 1:
             raise UserError(f"sample_bytes={self.sample_bytes}: must be at least 1")
 
@@ -47,11 +47,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: Arguments) -> None:
-    """Write the rank file. Raises: UserError without the library, or if the text has too few distinct tokens."""
+    """Write the rank file. Raises: UserError without the library, or if the text is too short for the vocabulary."""
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers  # an extra
     except ImportError as error:
-        raise UserError("training needs the package tokenizers: make extra-parity") from error
+        raise UserError(
+            "training a tokenizer needs the package tokenizers; install it with: make extra-parity"
+        ) from error
     library = Tokenizer(models.BPE())
     cut = pre_tokenizers.Split(Regex(tokenizers.GPT2_PATTERN), "isolated")
     library.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -61,7 +63,7 @@ def train(args: Arguments) -> None:
     library.train_from_iterator(_sample(args), trainer)
     ranks = hf_json.ranks_of(json.loads(library.to_str())["model"], {})
     if len(ranks) < args.vocabulary - 1:
-        raise UserError(f"{args.source!r} yields only {len(ranks) + 1} of {args.vocabulary} tokens; use --vocabulary "
+        raise UserError(f"{args.source!r} has too little text for {args.vocabulary} ids; use --vocabulary "
                         f"{len(ranks) + 1}, or more text")  # fmt: skip
     folder, _, name = args.out.rpartition("/")
     place = shards.Folder(folder or ".")
@@ -76,8 +78,8 @@ def train(args: Arguments) -> None:
             raise AssertionError(f"tiktoken and the library differ on {text[:200]!r}: please report it")
         if text_bytes > CHECKED_BYTES:
             break
-    log(f"{args.out}: {encoding.n_vocab} ids, {text_bytes / max(tokens, 1):.2f} bytes a token; {tokens:,} tokens equal "
-        "the library's")  # fmt: skip
+    log(f"{args.out}: {encoding.n_vocab} ids, {text_bytes / max(tokens, 1):.2f} bytes per token; {tokens:,} tokens "
+        "match those of Hugging Face's tokenizers")  # fmt: skip
 
 
 def _sample(args: Arguments) -> Iterator[str]:

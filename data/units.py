@@ -47,7 +47,7 @@ def token_dtype(vocabulary: int) -> np.dtype:
 
 
 def split_of(name: str, val_share: float) -> str:
-    """Return a document's split. It depends on its name only, so adding documents moves no other."""
+    """Return a document's split. It depends only on the name, so adding documents never moves existing ones."""
     place = int.from_bytes(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:8], "big")
     return "val" if place < val_share * 2**64 else "train"
 
@@ -111,11 +111,11 @@ def split_tail(text: bytes, share: float) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class FinishedShard:
-    """Record of a shard that is written."""
+    """Record of a shard that has been written."""
 
-    key: str  # hash of its contents' description, `Shard.key`
-    row: dict  # its row of the manifest
-    seen: str  # the ids that occur in it, one bit per id, in base64
+    key: str  # hash that identifies the shard's contents, `Shard.key`
+    row: dict  # the shard's manifest entry
+    seen: str  # which ids occur in the shard: one bit per id, in base64
 
     def ids(self, vocabulary: int) -> np.ndarray:
         return np.unpackbits(np.frombuffer(base64.b64decode(self.seen), np.uint8), count=vocabulary).astype(bool)

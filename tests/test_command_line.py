@@ -103,8 +103,8 @@ WRONG = {
     "tiny --model.capacity_factor 0.01": "capacity is 0",
     "tiny --model.vocab_size 200": "has token ids 0..256, but model.vocab_size=200 allows 0..199; use --model.vocab",
     "tiny --data.seq_len 5000": "a window needs data.seq_len + 1 = 5001; use --data.seq_len ",
-    "tiny --data.path nowhere/stdlib-gpt2": "no tokens at 'nowhere/stdlib-gpt2' (it has no manifest.json); make them "
-    "with python -m data.prepare --source stdlib --tokenizer gpt2 --out nowhere/stdlib-gpt2",
+    "tiny --data.path nowhere/stdlib-gpt2": "no tokens at 'nowhere/stdlib-gpt2' (it has no manifest.json); prepare "
+    "them with python -m data.prepare --source stdlib --tokenizer gpt2 --out nowhere/stdlib-gpt2",
     "tiny --run.dir /dev/null": "Not a directory: '/dev/null/tiny",
 }  # fmt: skip
 

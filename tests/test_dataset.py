@@ -275,7 +275,7 @@ def test_missing_tokens_come_with_the_command_that_makes_them(tmp_path, monkeypa
         with pytest.raises(UserError) as error:
             dataset.batch(config(name), 0)
         assert str(error.value).splitlines() == [
-            f"no tokens at {name!r} (it has no manifest.json); make them with",
+            f"no tokens at {name!r} (it has no manifest.json); prepare them with",
             f"  {command}",
         ]
 
@@ -319,7 +319,7 @@ def test_a_flipped_bit_is_found_by_verify(own_path):
     contents[-5] ^= 1
     shard.write_bytes(contents)
     dataset.load(own_path)
-    with pytest.raises(UserError, match=r"val-00001\.npy has sha256 [0-9a-f]{64}, but the manifest says"):
+    with pytest.raises(UserError, match=r"val-00001\.npy has sha256 [0-9a-f]{64}, but the manifest has"):
         dataset.verify(own_path)
 
 

@@ -195,7 +195,7 @@ def test_a_failed_request_is_retried_and_printed(loop, capsys):
 @pytest.mark.parametrize("errors, message", [
     ([ConnectionResetError("cut")] * 99, r"serial/manifest\.json: ConnectionResetError: cut; gave up after 4 attempts"),
     ([PermissionError("no key")], r"serial/manifest\.json: PermissionError: no key$"),
-    ([FileNotFoundError("serial")], r"no tokens at 'loop://serial' \(it has no manifest\.json\); make them with\n"),
+    ([FileNotFoundError("serial")], r"no tokens at 'loop://serial' \(it has no manifest\.json\); prepare them with\n"),
 ])  # fmt: skip
 def test_a_permanent_failure_ends_with_its_reason(loop, errors, message):
     """Catches a library's traceback, and minutes of retries that cannot succeed."""
@@ -224,7 +224,7 @@ def test_a_damaged_shard_is_named(path, tmp_path, how):
             np.save(file, np.load(file).astype(np.uint32))
         else:
             file.write_bytes(file.read_bytes()[:4096])
-    message = r"train-\d+\.npy (holds uint32 .*, the manifest says uint16|ends before its token \d+)"
+    message = r"train-\d+\.npy (has uint32 .*, but the manifest has uint16|ends before token \d+)"
     with pytest.raises(UserError, match=message):
         dataset.batch(config(f"file://{tmp_path}/own"), 0)
 

@@ -41,7 +41,7 @@ def test_the_summary_describes_the_text(tmp_path, tokens, capsys, monkeypatch, c
         assert split["unique_tokens"] == len(ids)
         assert (
             f"{name}: {split['tokens']:,} tokens in {split['documents']} documents and {len(split['shards'])} shards, "
-            f"{len(ids)} of 257 ids, {split['text_bytes'] / split['tokens']:.2f} bytes of text a token\n"
+            f"{len(ids)} of 257 ids used, {split['text_bytes'] / split['tokens']:.2f} bytes of text per token\n"
         ) in said
     assert f"source 'text:{tmp_path}/texts/*', tokenizer 'bytes', vocabulary 257 (uint16)\n" in said
     assert "  | the first\n" in said, "the first line that is not empty"
@@ -71,7 +71,7 @@ def test_positions_of_documents_are_checked(tokens, monkeypatch):
     about = json.loads(manifest.read_text())
     about["splits"]["train"]["shards"][1]["begins"]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest.write_text(json.dumps(about))
-    with pytest.raises(UserError, match=r"split 'train': \d documents begin in its tokens from \d+ on, but the"):
+    with pytest.raises(UserError, match=r"split 'train': \d documents begin in the tokens from \d+ on, but the"):
         check.check(check.Arguments(str(tokens)))
 
 
@@ -91,4 +91,4 @@ def test_ids_without_a_tokenizer_are_checked(tmp_path, capsys):
     prepare.from_ids(np.arange(1000) % 7, str(tmp_path / "ids"), vocab_size=7)
     assert check.main([str(tmp_path / "ids")]) == 0
     said = capsys.readouterr().out
-    assert "train: 951 tokens in 1 documents and 1 shards, 8 of 8 ids\n" in said and "  | " not in said
+    assert "train: 951 tokens in 1 documents and 1 shards, 8 of 8 ids used\n" in said and "  | " not in said

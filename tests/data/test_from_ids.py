@@ -103,8 +103,8 @@ WRONG = {  # case -> (arguments, message)
     "floats": (dict(train_ids=np.ones(3), vocab_size=3), "train_ids has dtype float64; token ids must be integers"),
     "booleans": (dict(train_ids=[[1], np.ones(3, bool)], vocab_size=3), r"train_ids\[1\] has dtype bool; token ids"),
     "words": (dict(train_ids=["a b"], vocab_size=3), r"train_ids\[0\] has the shape \[\]"),
-    "rows": (dict(train_ids=np.ones((4, 3), int), vocab_size=3), r"train_ids has the shape \[4, 3\]: one array is a .*"
-             r"x.reshape\(-1\); a list of arrays is a list of documents, list\(x\)"),
+    "rows": (dict(train_ids=np.ones((4, 3), int), vocab_size=3), r"train_ids has the shape \[4, 3\], not one "
+             r"dimension; pass x.reshape\(-1\) for one stream of ids, or list\(x\) for one document per row"),
     "nothing": (dict(train_ids=[], vocab_size=3), "train_ids contains no tokens"),
     "empty documents": (dict(train_ids=[[], [2]], vocab_size=3, eot=2), "train_ids contains no tokens"),
     "no validation": (dict(train_ids=[1], vocab_size=3, validation_ids=np.array([])), "validation_ids contains no"),
@@ -112,9 +112,9 @@ WRONG = {  # case -> (arguments, message)
     "share": (dict(train_ids=[1, 2], vocab_size=3, val_share=1.0), r"val_share=1\.0: must be between 0 and 1"),
     "no vocabulary": (dict(train_ids=[1, 2]), r"tokenizer='' and vocab_size=0; pass exactly one of them: a "),
     "two": (dict(train_ids=[1, 2], tokenizer="bytes", vocab_size=3), r"tokenizer='bytes' and vocab_size=3; pass "),
-    "two ends": (dict(train_ids=[1, 2], tokenizer="bytes", eot=0), "eot=0 and tokenizer='bytes', whose end of text is"),
-    "end": (dict(train_ids=[1, 2], vocab_size=3, eot=3), r"eot=3: not one of the ids 0\.\.2; leave it out for a new"),
-    "tokenizer": (dict(train_ids=[1, 2], tokenizer="byte"), "no tokenizer is called 'byte'"),
+    "two ends": (dict(train_ids=[1, 2], tokenizer="bytes", eot=0), "eot=0 and tokenizer='bytes', whose end-of-text id"),
+    "end": (dict(train_ids=[1, 2], vocab_size=3, eot=3), r"eot=3: not one of the ids 0\.\.2; leave eot out to add"),
+    "tokenizer": (dict(train_ids=[1, 2], tokenizer="byte"), "unknown tokenizer 'byte'"),
 }  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_existing_files_are_not_replaced_by_accident(tmp_path):
         "val-00000.begins.npy",
         "val-00000.npy",
     ]
-    with pytest.raises(UserError, match="has other tokens: source is 'stdlib' here and 'ids' there"):
+    with pytest.raises(UserError, match="prepared with different settings: source is 'stdlib' here and 'ids' there"):
         prepare.prepare(prepare.Arguments(str(out)))
 
 

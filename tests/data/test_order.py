@@ -180,7 +180,7 @@ def test_sources_of_different_tokenizers_do_not_mix(path, tmp_path):
     """Catches ids with two meanings in one run."""
     for name, vocab_size in (("code", 3000), ("other", 2999)):
         prepare.from_ids(np.arange(100), str(tmp_path / name), vocab_size=vocab_size)
-    with pytest.raises(UserError, match=r"have ids of different tokenizers .*vocabulary 3001.*vocabulary 3000"):
+    with pytest.raises(UserError, match=r"were prepared with different tokenizers .*vocabulary 3001.*vocabulary 3000"):
         dataset.batch(config(str(tmp_path), "code=0.5,other=0.5"), 0)
 
 

@@ -38,8 +38,8 @@ def test_few_documents_validate_on_their_tails(tmp_path, folder, capsys, pattern
     name = write_ranks(tmp_path / "ranks", [b"li", b"ne", "五".encode()]) if tokenizer == "bpe" else "bytes"
     out, encoding = tmp_path / "out", tokenizers.load(name)
     assert run(out, f"text:{folder}/{pattern}", "--tokenizer", name, "--shard-tokens", "3000") == 0
-    assert re.match(rf"note: at --val-share 0.05, the hash of their names puts no text of {documents} documents "
-                    "into 'val'; the tail of each document .*\nout: train ", capsys.readouterr().out)  # fmt: skip
+    assert re.match(rf"note: splitting {documents} documents by the hash of their names leaves 'val' empty at "
+                    "--val-share 0.05; the tail of each document .*\nout: train ", capsys.readouterr().out)  # fmt: skip
     dataset.verify(str(out))
     assert len([*out.glob("*.npy")]) == 2 * sum(len(split["shards"]) for split in manifest_of(out)["splits"].values())
     parts = {}
@@ -78,7 +78,7 @@ def test_either_split_can_be_the_empty_one(tmp_path, folder, capsys, share, miss
     names = [document.name for document in sources.read_documents(f"text:{folder}/*")]
     assert len(names) == 5 and len({units.split_of(name, float(share)) for name in names if name != "0.txt"}) == 1
     assert run(tmp_path / "out", f"text:{folder}/*", "--val-share", share) == 0
-    assert f" into {missing!r}; the tail" in capsys.readouterr().out
+    assert f"leaves {missing!r} empty at --val-share {share}; the tail" in capsys.readouterr().out
     splits = manifest_of(tmp_path / "out")["splits"]
     found = splits["val"]["text_bytes"] / sum(split["text_bytes"] for split in splits.values())
     assert found == pytest.approx(float(share), abs=0.001)
@@ -88,7 +88,7 @@ def test_a_text_that_is_too_short_is_refused(tmp_path, capsys):
     """Catches an empty file with advice to change the share, text too short for both splits, and leftover files."""
     for text, message in [
         ("", "{!r} contains no text: 0 bytes in 1 documents"),
-        ("五", "{!r} contains 3 bytes of text in 1 documents, which leaves none for 'train' at --val-share 0.05"),
+        ("五", "{!r} contains 3 bytes of text in 1 documents, so 'train' is empty at --val-share 0.05; use more text"),
     ]:
         (tmp_path / "a.txt").write_text(text, encoding="utf-8")
         source = f"text:{tmp_path}/a.txt"
@@ -162,7 +162,7 @@ def test_text_that_is_not_utf8_is_not_silently_changed(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     assert run(tmp_path / "out", source) == 0
     said = capsys.readouterr().out
-    assert "note: 1 of 2 documents are not UTF-8, first 'a.txt'; their bytes are used unchanged\n" in said
+    assert "note: 1 of 2 documents (first: 'a.txt') are not UTF-8; their bytes are used unchanged\n" in said
     splits = manifest_of(tmp_path / "out")["splits"].values()
     assert sum(split["text_bytes"] for split in splits) == sum(p.stat().st_size for p in tmp_path.glob("*.txt"))
 

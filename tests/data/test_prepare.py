@@ -141,7 +141,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path):
     path.write_text("no")
     assert "rows.parquet: not a Parquet file" in refusal(f"parquet:{path}")
     assert "no file matches" in refusal(f"text:{tmp_path}/none/*")
-    assert "no source is called 'csv:x'; use stdlib, text:GLOB" in refusal("csv:x")
+    assert "unknown source 'csv:x'; use stdlib, text:GLOB" in refusal("csv:x")
 
 
 # Tokenizers
@@ -202,11 +202,11 @@ def test_an_invalid_rank_file_is_refused(tmp_path):
         with pytest.raises(UserError, match=message):
             tokenizers.load(f"bpe:{path}")
     path.write_bytes(b"YQ== 0\n")
-    with pytest.raises(UserError, match="255 of the 256 single bytes have no rank, first 0"):
+    with pytest.raises(UserError, match=r"255 of the 256 single bytes have no rank \(first: 0\)"):
         tokenizers.load(f"bpe:{path}")
     with pytest.raises(UserError, match="No such file"):
         tokenizers.load(f"bpe:{tmp_path}/none")
-    with pytest.raises(UserError, match="no tokenizer is called 'gpt5'; use bytes, gpt2"):
+    with pytest.raises(UserError, match="unknown tokenizer 'gpt5'; use bytes, gpt2"):
         tokenizers.load("gpt5")
 
 
@@ -248,7 +248,7 @@ def test_a_changed_rank_file_is_refused(tmp_path, texts):
     assert tokenizers.from_manifest(manifest).n_vocab == 259
     write_ranks(tmp_path / "ranks", [b"er", b"th"])
     with pytest.raises(
-        UserError, match=rf"tokenizer '{name}' has changed since the tokens were made.*restore the file"
+        UserError, match=rf"tokenizer '{name}' has changed since the tokens were prepared.*restore the file"
     ):
         tokenizers.from_manifest(manifest)
 
@@ -289,7 +289,7 @@ def test_a_named_tokenizer_without_a_network_fails_in_time(
     reason = "no answer within 0.5 s" if listening else "ProxyError"
     assert message == (
         f"error: tokenizer 'cl100k_base' could not be downloaded ({reason}); use --tokenizer bytes or bpe:FILE, or run "
-        "the same command where there is a network and set TIKTOKEN_CACHE_DIR to a copy of its cache folder\n"
+        "the same command on a machine with a network and set TIKTOKEN_CACHE_DIR to a copy of its cache folder\n"
     )
     assert not (tmp_path / "out").exists()
 
@@ -344,7 +344,7 @@ def test_a_wrong_download_is_refused(rank_server, no_cache, monkeypatch):
     """Catches the page of a captive portal taken for ranks."""
     address, _, _ = rank_server
     serve_as(monkeypatch, "gpt2", address, "0" * 64)
-    with pytest.raises(UserError, match=r"'gpt2' could not be downloaded \(the file has another hash\)"):
+    with pytest.raises(UserError, match=r"'gpt2' could not be downloaded \(the file has the wrong hash\)"):
         tokenizers.load("gpt2")
 
 
@@ -559,7 +559,7 @@ def test_the_command_exits_with_2_and_no_traceback(tmp_path):
     command = [sys.executable, "-m", "data.prepare", "--out", str(tmp_path / "out")]
     root = Path(prepare.__file__).parents[1]
     for flags, message in [
-        (["--source", "csv:x"], "error: no source is called 'csv:x'"),
+        (["--source", "csv:x"], "error: unknown source 'csv:x'"),
         (["--val-share", "1"], "val_share=1.0: must be between 0 and 1"),
     ]:
         done = subprocess.run([*command, *flags], cwd=root, capture_output=True, text=True)

@@ -95,7 +95,7 @@ def test_a_missing_cluster_is_reported(ray, monkeypatch):
 def test_without_ray_the_error_names_the_install_command(monkeypatch):
     """Catches a traceback, and an import of Ray for those who do not use it."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match="--engine ray needs the package ray: make extra-ray"):
+    with pytest.raises(UserError, match="--engine ray needs the package ray; install it with: make extra-ray"):
         next(engine.run(len, None, [1], 1, "ray", "auto"))
 
 

@@ -71,7 +71,7 @@ def test_prepared_tokens_are_the_model_s(tmp_path):
     manifest = dataset.load(str(tmp_path / "1")).manifest
     assert tokenizers.from_manifest(manifest).n_vocab == own.vocab_size() == manifest["tokenizer"]["vocabulary"]
     train_model(tmp_path / "m.model", model_type="bpe", **EXACT)
-    with pytest.raises(UserError, match="has changed since the tokens were made"):
+    with pytest.raises(UserError, match="has changed since the tokens were prepared"):
         tokenizers.from_manifest(manifest)
 
 
@@ -83,7 +83,7 @@ def test_prepared_tokens_are_the_model_s(tmp_path):
 def test_a_model_that_loses_text_is_refused(tmp_path, how):
     """Catches text that silently decodes to other text."""
     train_model(tmp_path / "m.model", **how)
-    with pytest.raises(UserError, match=r"m\.model': its tokens decode to another text: '.*' becomes '.*'; train it "):
+    with pytest.raises(UserError, match=r"m\.model': tokens decode to different text: '.*' becomes '.*'; train it "):
         tokenizers.load(f"sp:{tmp_path}/m.model")
 
 
@@ -101,5 +101,5 @@ def test_without_the_package_the_error_names_the_install_command(tmp_path, monke
     """Catches a traceback, and an import of the package for those who do not use it."""
     (tmp_path / "m.model").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UserError, match=r"needs the package sentencepiece: make extra-sentencepiece"):
+    with pytest.raises(UserError, match=r"needs the package sentencepiece; install it with: make extra-sentencepiece"):
         tokenizers.load(f"sp:{tmp_path}/m.model")

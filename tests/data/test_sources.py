@@ -245,7 +245,7 @@ def test_a_bucket_that_does_not_answer_is_an_error(monkeypatch):
     assert files.ANSWER_S < 30 and 2 * files.REQUEST_S < 30
     monkeypatch.setattr(files, "ANSWER_S", 0.3)
     monkeypatch.setattr(files, "file_system_of", lambda pattern: (Silent(), "x"))
-    assert refusal("text:s3://b/x") == "s3://b/x: no answer within 0.3 s; check the network and the address"
+    assert refusal("text:s3://b/x") == "s3://b/x: no answer within 0.3 s; check the network and the URL"
 
 
 # The hub
@@ -363,8 +363,8 @@ def test_an_unreachable_hub_is_reported_soon(monkeypatch, listening):
         began = time.monotonic()
         said = refusal("hf:me/set")
         assert time.monotonic() - began < 5
-    assert re.search(r"cannot be reached \((timed out|.*refused)\); check the network and the address, or ", said)
-    assert "read a copy on this machine with text:, jsonl: or parquet:" in said
+    assert re.search(r"cannot be reached \((timed out|.*refused)\); check the network and the URL, or ", said)
+    assert "pass it as text:FILE, jsonl:FILE or parquet:FILE" in said
 
 
 def test_a_file_on_a_web_server_is_read_by_ranges(hub):

@@ -31,9 +31,9 @@ def test_a_task_name_is_unique(own):
     own()
     with pytest.raises(UserError, match=r"'own' exists \(registered at .*test_tasks\.py:\d+\); choose another"):
         own()
-    with pytest.raises(UserError, match=r"no task is called 'stdlb'; .*stdlib"):
+    with pytest.raises(UserError, match=r"unknown task 'stdlb'; .*stdlib"):
         tasks.get("stdlb")
-    with pytest.raises(UserError, match="no metric is called 'los'"):
+    with pytest.raises(UserError, match="unknown metric 'los'"):
         Task("x", "", "stdlib", metrics=("los",))
 
 
@@ -45,7 +45,7 @@ def test_splits_share_no_document_and_preprocessors_run_in_turn(own):
     assert not numbers["train"] & numbers["val"] and min(map(len, numbers.values())) > 5
     assert len(of["train"]) + len(of["val"]) == 2 * 59
     assert all(unicodedata.is_normalized("NFC", text) for texts in of.values() for text in texts)
-    with pytest.raises(UserError, match="no split is called 'test'; use train or val"):
+    with pytest.raises(UserError, match="unknown split 'test'; use train or val"):
         next(tasks.documents(task, "test"))
 
 
@@ -108,7 +108,7 @@ def test_weights_are_part_of_the_tokens(own, tmp_path):
     same = {"validation_ids": both["val"], "tokenizer": "bytes", "overwrite": True}
     prepare.from_ids(both["train"], str(out), **same)
     assert not list(out.glob("*.weights.npy")) and dataset.fingerprint(cfg)["shards_sha256"] != before
-    with pytest.raises(UserError, match=r"43 documents of train and 1 arrays of weights .* from document 1 on"):
+    with pytest.raises(UserError, match=r"train has 43 documents and 1 arrays of weights, .* from document 1 on"):
         prepare.from_ids(both["train"], str(out), **same, train_weights=[np.ones_like(both["train"][0])],
                          validation_weights=[np.ones_like(ids) for ids in both["val"]])  # fmt: skip
 

@@ -153,15 +153,15 @@ def test_a_tokenizer_json_of_another_kind_is_refused(tmp_path, trained):
 
     byte_level = {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}
     for more, message in [
-        (dict(normalizer={"type": "NFC"}), "it normalizes the text (NFC), so its tokens would not decode to the same"),
-        (dict(model=good["model"] | {"type": "WordPiece"}), "it is a WordPiece, not a byte-level BPE"),
-        (dict(model=good["model"] | {"byte_fallback": True}), "it is a BPE with byte fallback, as in SentencePiece"),
-        (dict(model=good["model"] | {"merges": merges[::-1]}), "its merges are not in the order of their ids, which"),
-        (dict(model=good["model"] | {"vocab": {"é五": 0}}), "its token 'é五' is not in GPT-2's letters for bytes"),
-        (dict(model=good["model"] | {"vocab": {"a": 0}}), "255 of the 256 single bytes have no id, first 0"),
-        (dict(pre_tokenizer=byte_level), "it adds a space before each text, so its tokens would not decode to"),
-        (dict(pre_tokenizer={"type": "Whitespace"}), "it splits text by Whitespace, which one regular expression"),
-        (dict(model={}), "it is a None, not a byte-level BPE"),
+        (dict(normalizer={"type": "NFC"}), "unsupported normalizer NFC: tokens would not decode to the original"),
+        (dict(model=good["model"] | {"type": "WordPiece"}), "unsupported model WordPiece; only byte-level BPE"),
+        (dict(model=good["model"] | {"byte_fallback": True}), "unsupported model BPE with byte fallback, as in Senten"),
+        (dict(model=good["model"] | {"merges": merges[::-1]}), "tiktoken needs merges in the order of their token ids"),
+        (dict(model=good["model"] | {"vocab": {"é五": 0}}), "token 'é五' does not use GPT-2's mapping of bytes"),
+        (dict(model=good["model"] | {"vocab": {"a": 0}}), "255 of the 256 single bytes have no id (first: 0)"),
+        (dict(pre_tokenizer=byte_level), "unsupported add_prefix_space: tokens would decode to text with"),
+        (dict(pre_tokenizer={"type": "Whitespace"}), "unsupported pre-tokenizer Whitespace: tiktoken splits text with"),
+        (dict(model={}), "unsupported model None; only byte-level BPE"),
         (dict(model=[]), "not a tokenizer.json (AttributeError: "),
     ]:  # fmt: skip
         assert refusal(**more).startswith(message)
@@ -170,7 +170,9 @@ def test_a_tokenizer_json_of_another_kind_is_refused(tmp_path, trained):
         tokenizers.load(f"json:{tmp_path}/tokenizer.json")
     with pytest.raises(UserError, match=r"'json:.*none': No such file"):
         tokenizers.load(f"json:{tmp_path}/none")
-    with pytest.raises(UserError, match=r"called 'llama/tokenizer\.model'; a SentencePiece model is sp:llama"):
+    with pytest.raises(
+        UserError, match=r"unknown tokenizer 'llama/tokenizer\.model'; for a SentencePiece model, use sp:llama"
+    ):
         tokenizers.load("llama/tokenizer.model")
 
 
@@ -180,11 +182,11 @@ def test_a_text_too_small_for_its_vocabulary_is_refused(tmp_path, capsys):
     words = ["--source", f"text:{tmp_path}/a.txt", "--out", str(tmp_path / "a.bpe")]
     assert train_tokenizer.main([*words, "--vocabulary", "4096"]) == 2
     said = capsys.readouterr().err
-    assert f"error: 'text:{tmp_path}/a.txt' yields only 260 of 4096 tokens; use --vocabulary 260" in said
+    assert f"error: 'text:{tmp_path}/a.txt' has too little text for 4096 ids; use --vocabulary 260" in said
     assert not (tmp_path / "a.bpe").exists()
     assert train_tokenizer.main([*words, "--vocabulary", "260"]) == 0
     assert tokenizers.load(f"bpe:{tmp_path}/a.bpe").n_vocab == 260
-    with pytest.raises(UserError, match="vocabulary=256: must be at least 257, the bytes and the end of text"):
+    with pytest.raises(UserError, match=r"vocabulary=256: must be at least 257 \(256 bytes and the end of text"):
         train_tokenizer.Arguments("x", vocabulary=256)
 
 

@@ -272,14 +272,14 @@ def _dies(_shared, _task):
 
 def test_a_killed_worker_is_reported(tmp_path):
     """Catches a pool that hangs, or fails with a traceback, when the system kills a worker for lack of memory."""
-    with pytest.raises(UserError, match=r"a worker process was killed, .*: use fewer --workers"):
+    with pytest.raises(UserError, match=r"a worker process was killed, .* with fewer --workers"):
         list(engine.run(_dies, None, range(4), 2, "processes", ""))
 
 
 def test_two_commands_cannot_use_one_folder(tmp_path):
     """Catches two commands that remove each other's files."""
     folder = shards.Folder(str(tmp_path))
-    message = "another process uses this folder"
+    message = "another process is using this folder"
     with shards.lock_folder(folder), pytest.raises(UserError, match=message), shards.lock_folder(folder):
         pass
     with shards.lock_folder(folder):
@@ -288,7 +288,7 @@ def test_two_commands_cannot_use_one_folder(tmp_path):
 
 def test_a_negative_number_of_workers_is_refused():
     """Catches a number that a pool would refuse with a traceback."""
-    with pytest.raises(UserError, match="workers=-1: must be 0, for every core, or more"):
+    with pytest.raises(UserError, match=r"workers=-1: must be 0 \(one per core\) or more"):
         prepare.Arguments("out", workers=-1)
 
 
