@@ -24,19 +24,21 @@ from train.processes import end_together, join
 class Arguments:
     """Evaluate a run on tasks of lm-evaluation-harness, or compute its loss on the validation split of any tokens."""
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, or of from-hf
-    step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the newest
+    run: Annotated[
+        tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")
+    ]  # directory of a run, or of weights from from-hf
+    step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the latest
     tasks: str = ""  # comma-separated names of tasks, in the harness or in include_path
     perplexity: str = ""  # directory of tokens, written by python -m data.prepare
     include_path: str = ""  # directory of additional task files (YAML)
     num_fewshot: int | None = None  # examples before each question; none: the default of the task
-    limit: Count = 0  # most questions of each task; 0: all
-    batches: Count = 0  # for --perplexity: most batches; 0: the whole split
-    batch: Count = 0  # texts per batch, over all devices; 0: 32, or for --perplexity that of training
-    seq_len: Count = 0  # most tokens of a text; 0: that of training, or of the Hugging Face config.json
+    limit: Count = 0  # maximum questions per task; 0: all
+    batches: Count = 0  # for --perplexity: maximum number of batches; 0: the whole split
+    batch: Count = 0  # texts per batch, over all devices; 0: 32, or for --perplexity the training batch size
+    seq_len: Count = 0  # maximum tokens of a text; 0: as in training, or in the Hugging Face config.json
     tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a rank file, or bytes
     bos: str = ""  # special token to put before each text, e.g. Llama's <|begin_of_text|>; empty: none
-    cache: str = ""  # file that stores the answers; after a kill, the same command resumes from it
+    cache: str = ""  # file that caches the model's answers, so that the same command resumes after an interruption
     json: bool = False  # print JSON instead of a table
     # devices along each of data, stage, fsdp, expert, context, tensor
     mesh: MeshFlag = dataclasses.field(default_factory=MeshConfig)

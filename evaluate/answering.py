@@ -1,4 +1,4 @@
-"""Answer requests about texts: tokenize them as the harness's own adaptors do, and answer each request once.
+"""Answer the requests of an evaluation: tokenize as lm-evaluation-harness does, and compute equal requests once.
 
 Source: lm-evaluation-harness, `TemplateLM` and `HFLM`.
 """
@@ -42,9 +42,9 @@ class Answerer:
         return tokenizers.encode(self.encoding, text.encode()).tolist()
 
     def encode_pair(self, context: str, continuation: str) -> Pair:
-        """Tokenize both together, and cut where the context's tokens end; spaces between them go to the continuation.
+        """Tokenize both together, and split after the context's tokens; its trailing spaces go to the continuation.
 
-        Without a context, the prefix is the context; if the continuation begins with it, its first token is.
+        An empty context is replaced by `self.prefix`, which is removed from the continuation if that begins with it.
         Raises: UserError if the continuation has no token after the cut.
         """
         if not context:
@@ -53,13 +53,13 @@ class Answerer:
         before = self.encode(context.rstrip())
         after = self.encode(context + continuation)[len(before) :]
         if not after:
-            raise UserError(f"{continuation!r} after {context[-20:]!r}: the tokenizer gives it no token of its own")
+            raise UserError(f"{continuation!r} after {context[-20:]!r}: the tokenizer merges both into one token")
         return before or [self.prefix], after
 
     # Answers ----------------------------------------------------------------------------------------------------------
 
     def answer_all(self, what: str, keys: list[str], work: Callable[[list[int]], Iterator[tuple[int, object]]]) -> list:
-        """Return the answer of each key. work(numbers) computes new ones, and yields (index into numbers, answer)."""
+        """Return the answer for each key. work(numbers) computes new ones, yielding (index into numbers, answer)."""
         first = {}
         for number, key in enumerate(keys):
             if key not in self.answers:

@@ -1,4 +1,4 @@
-"""Answers of a model stored in a file, so that a killed evaluation resumes where it was.
+"""Cache a model's answers in a file of JSON lines, so that a killed evaluation can resume. The file looks like this:
 
 {"of": {"weights": "5e1f..", "tokenizer": "9c0a..", "seq_len": 256, "bos": ""}}
 {"key": "77ab..", "answer": [-4.25, false]}
@@ -24,9 +24,9 @@ def request_key(kind: str, *asked) -> str:
 class Answers(dict):
     """A dict from request keys to answers. Process 0 appends each new answer to the file immediately.
 
-    path   the file; empty: answers are only in memory
+    path   the file; empty: keep answers only in memory
     model  whatever else determines an answer, such as weights and tokenizer
-    Raises: UserError if the file has answers of another model.
+    Raises: UserError if the file has answers from another model.
     """
 
     def __init__(self, path: str, model: dict):
@@ -36,7 +36,7 @@ class Answers(dict):
             return
         rows = read_rows(self.path)
         if rows and (difference := first_difference(model, rows[0].get("of", {}))):
-            raise UserError(f"--cache {path} has answers of another model ({difference}); use another file, or "
+            raise UserError(f"--cache {path} has answers from another model ({difference}); use another file, or "
                             "delete this one")  # fmt: skip
         self.update({row["key"]: row["answer"] for row in rows[1:]})
         check_same_on_all_hosts(path, list(self))
@@ -54,7 +54,7 @@ class Answers(dict):
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Read the rows of a file, and cut off an incomplete last row. Raises: UserError if it is another kind of file."""
+    """Read the file's JSON lines, and truncate an incomplete last line. Raises: UserError for another kind of file."""
     if not path.exists():
         return []
     whole, newline, rest = path.read_bytes().rpartition(b"\n")
@@ -62,7 +62,7 @@ def read_rows(path: Path) -> list[dict]:
         rows = [json.loads(line) for line in whole.splitlines()]
         assert all(set(row) == {"of"} for row in rows[:1]) and all({"key", "answer"} == set(row) for row in rows[1:])
     except (ValueError, AssertionError, TypeError):
-        raise UserError(f"--cache {path} is not a file of answers; use another file") from None
+        raise UserError(f"--cache {path} is not a cache of answers; use another file") from None
     if rest and is_main_process():
         with open(path, "r+b") as file:
             file.truncate(len(whole + newline))
@@ -70,7 +70,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def check_same_on_all_hosts(path: str, keys: list[str]) -> None:
-    """Raises: UserError if processes have read different answers: then their batches differ, and they would hang."""
+    """Raises: UserError if processes have read different answers, because their batches would differ, and they hang."""
     if jax.process_count() == 1:
         return
     digest = np.frombuffer(hashlib.sha256("".join(keys).encode()).digest(), np.uint8)

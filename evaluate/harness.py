@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ |= {"TQDM_DISABLE": "1",  # its progress bars, as we print ours
-               "DISABLE_MULTIPROC": "1"}  # no fork of a process that has JAX's threads  # fmt: skip
+os.environ |= {"TQDM_DISABLE": "1",  # no progress bars, because we print our own
+               "DISABLE_MULTIPROC": "1"}  # do not fork a process with JAX's threads  # fmt: skip
 
 import lm_eval
 from lm_eval.api.model import LM
@@ -26,12 +26,12 @@ from errors import UserError, suggest
 from evaluate.answering import Answerer
 
 ROOT = Path(__file__).resolve().parents[1]
-REPORTED = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")  # keys of its results
+REPORTED = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")  # keys of results to report
 DEFAULT_MAX_TOKENS = 256  # new tokens, if a task has no limit
 
 
 class Adaptor(LM):
-    """A run as a model of the harness. With several processes, each answers all requests, on one sharded model."""
+    """The harness's interface to a run. With several processes, each answers all requests, using one sharded model."""
 
     def __init__(self, answerer: Answerer):
         super().__init__()
@@ -108,7 +108,7 @@ def load(tasks: TaskManager, names: list[str]) -> list:
                           "local files")  # fmt: skip
             raise UserError(f"--tasks {name}: cannot load its data set or code ({why}){remedy}") from error
         if any(getattr(task, "UNSAFE_CODE", False) for task in opened["tasks"].values()):
-            raise UserError(f"--tasks {name}: it executes code that a model has written, which is not supported")
+            raise UserError(f"--tasks {name}: the task executes model-generated code, which is not supported")
         found += [*opened["groups"].values()] or [*opened["tasks"].values()]
     return found
 

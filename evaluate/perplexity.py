@@ -14,9 +14,9 @@ from train import progress
 def perplexity(run: Run, folder: str, batches: int = 0, batch_size: int = 0) -> dict:
     """Return loss (nats per token), perplexity and bits per byte over a validation split, or `batches` batches of it.
 
-    Expert capacity is that of training, so the loss is comparable. `bits_per_byte` is NaN if the bytes per token are
-    unknown. If the folder is the run's own data, its mixture is used.
-    Raises: UserError if the tokens are missing or of another tokenizer, or if a batch does not split over the mesh.
+    Expert capacity is as in training, so the loss is comparable. `bits_per_byte` is NaN if the bytes per token are
+    unknown. If the folder is the run's own data, the run's mixture is used.
+    Raises: UserError if the tokens are missing or from another tokenizer, or if a batch does not split over the mesh.
     """
     shards = run.cfg.mesh.batch_shards
     size = batch_size or -(-run.cfg.data.batch_size // shards) * shards
@@ -36,6 +36,6 @@ def check_tokenizer(run: Run, folder: str, tokenizer: dict) -> None:
     """Raises: UserError if the run was trained with another tokenizer."""
     same = ("name", "vocabulary", "eot") if not tokenizer["fingerprint"] else ("fingerprint", "vocabulary", "eot")
     if run.tokenizer and [run.tokenizer[name] for name in same] != [tokenizer[name] for name in same]:
-        raise UserError(f"{folder} has tokens of {tokenizer['name']!r}, vocabulary {tokenizer['vocabulary']}, but "
+        raise UserError(f"{folder} was tokenized with {tokenizer['name']!r}, vocabulary {tokenizer['vocabulary']}, but "
                         f"{run.name} was trained with {run.tokenizer['name']!r}, vocabulary "
-                        f"{run.tokenizer['vocabulary']}; prepare the text with the latter")  # fmt: skip
+                        f"{run.tokenizer['vocabulary']}; prepare the text with that tokenizer")  # fmt: skip

@@ -1,7 +1,7 @@
-"""Score given tokens: their log-probabilities in a model, on any mesh, compiled for few shapes.
+"""Compute a model's log-probabilities of given tokens, on any mesh. Only a few shapes are compiled.
 
-The logits of a batch are never materialized. Each device computes those of its vocabulary shard for a chunk of tokens
-at a time, and reduces them to four numbers per token, which are combined over the devices.
+The logits of a whole batch are never materialized. Each device computes the logits of its vocabulary shard for one
+chunk of tokens at a time, and reduces them to four numbers per token, which are combined over the devices.
 """
 
 from collections.abc import Iterator
@@ -56,8 +56,8 @@ def combine_logit_stats(log_sum_n, target_n, top_n, best_n, targets_n):
 def compile_scores(cfg: Config, mesh: Mesh):
     """Compile fn(params, batch) -> (log-probability [B, T] of targets_BT, whether each is the most likely [B, T]).
 
-    Every process gets all results. Logits of work.loss_chunk tokens exist at a time. Mixtures of experts are dropless,
-    whatever capacity_factor they were trained with, so that scores do not depend on other texts of the batch.
+    Every process gets all results. Logits of only work.loss_chunk tokens exist at a time. Mixtures of experts are
+    dropless, whatever capacity_factor they were trained with, so scores do not depend on the other texts in a batch.
     Raises: UserError if a parameter does not split over the mesh.
     """
     cfg = replace(cfg, **{"model.capacity_factor": 0.0})

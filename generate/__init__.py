@@ -1,7 +1,7 @@
 """Text generation with a trained model, on any mesh.
 
 Open `engine.py` first: it batches requests continuously. `cache.py` runs the model on a few new tokens with a KV cache,
-`sampling.py` draws tokens, `beam.py` is beam search, `speculative.py` is speculative decoding with a draft model,
+`sampling.py` samples tokens, `beam.py` is beam search, `speculative.py` is speculative decoding with a draft model,
 `quantised.py` quantizes weights and cache to int8, and `runs.py` opens the directory of a run. `texts.py` is the
 interface for most uses: prompts in, texts out. The command is `python -m generate`.
 

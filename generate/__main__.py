@@ -23,17 +23,19 @@ class Arguments(Settings):
     """Continue texts with a trained model."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
-    step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the newest
+    step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the latest
     tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a rank file, or bytes
     prompt: tuple[str, ...] = ()  # texts to continue
-    prompts: str = ""  # file, or - for standard input; each line is a text, or JSON {"prompt": .., "top_k": ..}
+    prompts: str = ""  # file (-: standard input) with a prompt per line, as text or JSON {"prompt": .., "top_k": ..}
     beams: Count = 0  # beam search with this many beams instead of sampling; --json prints all beams; 0: sample
-    length_penalty: float = 1.0  # a beam's score is its log-probability / length**length_penalty; above 0 favors long
+    length_penalty: float = 1.0  # a beam's score is log-probability / length**length_penalty; above 0 favors long texts
     draft: str = ""  # directory of a small run with the same tokenizer that proposes tokens (speculative decoding)
     draft_tokens: Size = 4  # tokens that the draft proposes per step of the model
-    weights: Literal["compute", "int8"] = "compute"  # format of matrices: model.precision's, or int8 with scales
-    cache: Literal["compute", "bfloat16", "int8"] = "compute"  # format of the KV cache
-    samples: Size = 1  # continuations per prompt; number n of all, counted from 0, uses seed + n
+    weights: Literal["compute", "int8"] = (
+        "compute"  # dtype of matrices: compute (see model.precision), or int8 with scales
+    )
+    cache: Literal["compute", "bfloat16", "int8"] = "compute"  # dtype of the KV cache; compute: as the activations
+    samples: Size = 1  # samples per prompt; sample n, counted from 0 over all prompts, uses seed + n
     json: bool = False  # print one JSON object per text
     # devices along each of data, stage, fsdp, expert, context, tensor
     mesh: MeshFlag = dataclasses.field(default_factory=MeshConfig)
@@ -41,7 +43,7 @@ class Arguments(Settings):
 
 
 def parse_requests(args: Arguments) -> list[Request]:
-    """Return a request per prompt. Settings of a JSON line override the flags. Without prompts: one empty prompt."""
+    """Return a request per sample. JSON settings override the flags. Without prompts: one empty prompt."""
     prompts = [{"prompt": text} for text in args.prompt] + (read_prompts(args.prompts) if args.prompts else [])
     shared = {field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)}
     samples = [own for own in prompts or [{}] for _ in range(args.samples)]
@@ -49,12 +51,12 @@ def parse_requests(args: Arguments) -> list[Request]:
 
 
 def read_prompts(name: str) -> list[dict]:
-    """Read the settings of a request from each nonempty line. Raises: UserError that names the line."""
+    """Read the settings of one request from each nonempty line. Raises: UserError that names the line."""
     place = "standard input" if name == "-" else name
     lines = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).replace(b"\r\n", b"\n").split(b"\n")
     prompts = [_settings(line, f"{place}:{number}") for number, line in enumerate(lines, 1) if line]
     if not prompts:
-        raise UserError(f'{place}: no prompts; each line is a text, or JSON {{"prompt": "..", "top_k": 5}}')
+        raise UserError(f'{place}: no prompts; each line should be a prompt, or JSON {{"prompt": "..", "top_k": 5}}')
     return prompts
 
 
@@ -65,12 +67,13 @@ def _settings(line: bytes, place: str) -> dict:
         raise UserError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}): {line[:60]!r}") from error
     except ValueError as error:
         raise UserError(
-            f'{place}: invalid JSON ({error}): {line.decode()[:60]!r}; write a text with a brace as {{"prompt": ".."}}'
+            f"{place}: invalid JSON ({error}): {line.decode()[:60]!r}; "
+            'write a prompt that starts with a brace as {"prompt": ".."}'
         ) from error
     fields = [field.name for field in dataclasses.fields(Request)]
     for setting in values:
         if setting not in fields:
-            raise UserError(f"{place}: {setting!r} is not a setting; {suggest(setting, fields)}")
+            raise UserError(f"{place}: unknown setting {setting!r}; {suggest(setting, fields)}")
     if isinstance(values.get("stop"), list):
         values["stop"] = tuple(values["stop"])
     try:
@@ -113,7 +116,7 @@ def print_texts(sampler: Sampler, requests: list[Request], as_json: bool) -> Non
 
 
 def print_beams(sampler: Sampler, request: Request, args: Arguments) -> None:
-    """Print the best text that beam search finds; with --json, those of all beams."""
+    """Print the best text that beam search finds; with --json, print the texts of all beams."""
     results = sampler.search(request, args.beams, args.length_penalty)
     if not args.json:
         print(request.prompt + results[0][0].text)
@@ -125,7 +128,7 @@ def print_beams(sampler: Sampler, request: Request, args: Arguments) -> None:
 
 
 def print_speculative(sampler: Sampler, request: Request, args: Arguments, draft: Sampler) -> None:
-    """Print a text while it is generated, or as JSON, and how many tokens a step of the model yielded."""
+    """Print a text while it is generated, or as JSON, and the number of tokens per step of the model."""
     stream = None if args.json else lambda text: print(text, end="", flush=True)
     if stream:
         stream(request.prompt)
@@ -141,7 +144,7 @@ def print_speculative(sampler: Sampler, request: Request, args: Arguments, draft
 def check_beam_settings(args: Arguments, requests: list[Request]) -> None:
     """Raises: UserError for flags that do not work with beam search."""
     if args.beams and args.draft:
-        raise UserError(f"--beams {args.beams} and --draft {args.draft} do not work together; leave one of them out")
+        raise UserError(f"--beams {args.beams} and --draft {args.draft} are mutually exclusive; leave one of them out")
     if args.beams and args.samples > 1:
         raise UserError(f"--samples {args.samples}: beam search does not sample, so all samples would be equal; "
                         f"--json prints the texts of all {args.beams} beams")  # fmt: skip

@@ -41,7 +41,7 @@ class Beam:
 def reorder(c: ModelConfig, mesh: Mesh) -> Callable:
     """Compile fn(cache, parents_B) -> a cache whose row i is row parents_B[i] of the old one.
 
-    Sends over BATCH: (n - 1)/n of the cache.
+    Sends over BATCH, on n devices: (n - 1)/n of the cache.
     """
 
     def shards(cache, parents_b):
@@ -50,7 +50,7 @@ def reorder(c: ModelConfig, mesh: Mesh) -> Callable:
 
     spec = cache_spec(c)
     local = jax.shard_map(shards, mesh=mesh, in_specs=(spec, P(BATCH)), out_specs=spec)
-    # The same form of the sharding as in `empty_cache`, so that `cached_forward` is not compiled again.
+    # Write the sharding exactly as in `empty_cache`, so that `cached_forward` is not recompiled.
     return ordered.jit(local, mesh, out_shardings=NamedSharding(mesh, spec))
 
 
@@ -65,10 +65,10 @@ def top_continuations(logits_bV, logprob_b, drawable_V, *, mesh: Mesh, count: in
 
 
 def search(engine: Engine, prompt: list[int], *, width: int, room: int, penalty: float = 1.0) -> list[Beam]:
-    """Return the best continuations of a prompt that `width` beams find, best first, at most `width`.
+    """Return the best continuations of a prompt found with `width` beams, best first, at most `width`.
 
     engine   an idle engine with at least `width` slots
-    room     most tokens to add
+    room     maximum number of new tokens
     """
     rows = len(engine.slots)
     assert width <= rows, f"{width} beams need as many slots, and the engine has {rows}"

@@ -1,15 +1,15 @@
 """The KV cache, and the model's forward pass over a few new tokens with it.
 
 Prefill and decode are one function, `cached_forward`: s new tokens of each sequence attend to the S slots of the cache.
-The layers are those of `model.py`, the same that train. Only `attend` differs: training passes attention over the
-context, and this file passes `CachedAttention`. For latent attention the cache holds latents and rotary keys. The
+The layers are the training layers in `model.py`. Only their argument `attend` differs: training passes attention over
+the context, and this file passes `CachedAttention`. For latent attention the cache holds latents and rotary keys. The
 projections from the latent to keys and values are absorbed into query and output (arXiv:2405.04434, section 2.1.2).
 Mixtures of experts are dropless here, whatever capacity_factor they were trained with.
 
 Any mesh works, with the parameters sharded as in training. Sequences are sharded over BATCH, heads and vocabulary over
 TENSOR, the cache's slots over CONTEXT, and layers with their cache over STAGE, where the stages run one after another.
-For the model, the new tokens of all sequences of a device are one row of n = b * s positions, which is sharded over
-CONTEXT everywhere, and over TENSOR between blocks.
+The model sees the new tokens of a device's b sequences as one row of n = b * s positions. This row is sharded over
+CONTEXT everywhere, and also over TENSOR between blocks.
 """
 
 import dataclasses
@@ -53,14 +53,14 @@ ROWS_DIM = 1  # the dim of every cache array that counts sequences
 
 
 class LatentCache(NamedTuple):
-    """One layer's cache for latent attention: C + R numbers per position, for any number of heads."""
+    """One layer's cache for latent attention: C + R numbers per position, which all heads share."""
 
     latent_bSC: Any
     rotary_bSR: Any
 
 
 class GroupedCache(NamedTuple):
-    """One layer's cache for grouped-query attention: a key and a value for each of the G heads.
+    """One layer's cache for grouped-query attention: a key and a value for each of the G key-value heads.
 
     The slots of a head are contiguous, because the matmul with one query reads them in that order.
     """
@@ -70,8 +70,8 @@ class GroupedCache(NamedTuple):
 
 
 def cache_spec(c: ModelConfig):
-    """Return the PartitionSpec of a cache: slots over CONTEXT, heads over TENSOR. The first dim counts stages, which
-    have separate layers, and for latents also copies, because each TENSOR device has one."""
+    """Return the PartitionSpec of a cache: slots over CONTEXT, heads over TENSOR. The first dim has an entry per stage,
+    because stages have separate layers; for latents, it has an entry per stage and TENSOR device, which has a copy."""
     return P(STAGE, BATCH, TENSOR, CONTEXT) if c.attention == "gqa" else P((STAGE, TENSOR), BATCH, CONTEXT)
 
 
@@ -81,7 +81,7 @@ def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "co
 
     slots  positions per sequence in the cache, a multiple of the devices along CONTEXT
     form   number format: "compute", the compute dtype; "bfloat16"; or "int8", see `quantised.py`
-    Every stage has a prefix, but only that of the first stage is used.
+    Every stage has caches for the prefix layers, but only the first stage uses them.
     """
     stages, place = mesh.shape[STAGE], NamedSharding(mesh, cache_spec(c))
     copies = mesh.shape[TENSOR] if c.attention == "mla" else 1
@@ -114,7 +114,7 @@ def first_slot(S: int):
 
 
 def write_entries(cache_bgSX, new_bsgX, positions_bs):
-    """Write new tokens into the slots of their positions; positions with no slot on this device are skipped."""
+    """Write new tokens into the slots of their positions. Positions whose slot is on another device are skipped."""
 
     def write(cache_bgSX, new_bsgX):
         at_bs = positions_bs - first_slot(cache_bgSX.shape[-2])
@@ -126,10 +126,10 @@ def write_entries(cache_bgSX, new_bsgX, positions_bs):
 
 
 def attend_to_slots(q_bshX, k_bgSX, v_bgSU, positions_bs):
-    """Attend to this device's slots, up to each token's own position. Slot i holds position i. Queries are scaled.
+    """Attend to this device's slots, up to each token's position. Slot i holds position i. Queries are already scaled.
 
-    Shapes: [b, s, h, X], [b, g, S, X], [b, g, S, U] -> [b, s, h, U] and the log-sum-exp of the scores [b, s, h, 1];
-    latents have no g. Each of the g key heads serves r = h / g consecutive query heads.
+    Shapes: [b, s, h, X], [b, g, S, X], [b, g, S, U] -> [b, s, h, U] and the log-sum-exp of the scores [b, s, h, 1].
+    Latents have no dim g. Each of the g key heads serves r = h / g consecutive query heads.
     """
     (b, s, h, X), g, S = q_bshX.shape, "g" * (k_bgSX.ndim - 3), k_bgSX.shape[-2]
     q_bsgrX = q_bshX.reshape(b, s, *k_bgSX.shape[1:-2], -1, X)
@@ -144,8 +144,8 @@ def attend_to_slots(q_bshX, k_bgSX, v_bgSU, positions_bs):
 class CachedAttention:
     """One layer's attention to its KV cache: the `attend` argument of `model.layer`, in place of `over_context`.
 
-    cache  a LatentCache or a GroupedCache. The call replaces it by the cache with the new tokens, which the caller
-           reads afterwards; an instance is for one layer and one call
+    cache  a LatentCache or a GroupedCache. The call replaces it with the updated cache, which the caller then reads.
+           Use each instance for one layer and one call
     """
 
     def __init__(self, cache, positions_bs):
@@ -181,7 +181,7 @@ def as_row(x_bsX):
 def gather_tokens(arrays_1n, b: int, s: int):
     """Gather the tokens of all CONTEXT devices by sequence and position. Shapes: [1, n, ..] -> [b, s, ..].
 
-    Sends over CONTEXT: (n - 1)/n of the gathered arrays, in one collective.
+    Sends over CONTEXT, on c devices: (c - 1)/c of the gathered arrays, in one collective.
     """
     rows = arrays_1n
     if axis_size(CONTEXT) > 1:
@@ -191,9 +191,9 @@ def gather_tokens(arrays_1n, b: int, s: int):
 
 
 def merge_softmaxes(o_bshU, log_sum_bsh1):
-    """Merge the softmaxes of all CONTEXT devices, for this device's tokens. Shapes: [b, s, ..] -> [1, n, h, U].
+    """Combine the softmaxes of all CONTEXT devices, for this device's tokens. Shapes: [b, s, ..] -> [1, n, h, U].
 
-    Sends over CONTEXT: (n - 1)/n of both arrays, in float32, in one collective.
+    Sends over CONTEXT, on c devices: (c - 1)/c of both arrays, in float32, in one collective.
     """
     if axis_size(CONTEXT) == 1:
         return as_row(o_bshU)
@@ -207,15 +207,16 @@ def merge_softmaxes(o_bshU, log_sum_bsh1):
 
 
 def decoding_config(c: ModelConfig) -> ModelAtWork:
-    """Return the model's settings for generation: dropless experts, and all weights gathered before use. Tokens are
-    never sent to the shards of a table instead, because an int8 table has to be gathered as int8."""
+    """Return the model's settings for generation: dropless experts, and all weights gathered before use. This includes
+    embedding tables, because an int8 table has to be gathered as int8."""
     return ModelAtWork(**vars(c) | {"capacity_factor": 0.0, "work": dataclasses.replace(c.work, gather="step")})
 
 
 def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_bm, *, c: ModelAtWork):
     """Run new tokens through the model. Returns logits [b, m, v] after the wanted tokens of each row, and the cache.
 
-    w  this stage's parameters, layers in lists, see `unstack_shards`
+    w          this stage's parameters, with layers in lists, see `unstack_shards`
+    wanted_bm  indices of the m wanted tokens in each row
     Sends over STAGE: the activations to the next stage at every tick, and the logits to all stages.
     """
     stage, stages, b = axis_index(STAGE), axis_size(STAGE), len(tokens_bs)
@@ -322,8 +323,8 @@ def unstacked_specs(c: ModelConfig, params, mesh: Mesh):
 
 
 def unstack(params, c: ModelConfig, mesh: Mesh):
-    """Split stacked parameters into separate arrays per layer, which makes `cached_forward` faster: it would copy each
-    layer out of its stack for every token. Sends nothing. The stacks are not freed."""
+    """Split stacked parameters into separate arrays per layer. This makes `cached_forward` faster, because otherwise it
+    copies each layer out of its stack for every token. Sends nothing. The stacks are not freed."""
     if is_unstacked(params):
         return params
     shape = jax.eval_shape(lambda w: unstack_shards(w, c), params)
@@ -341,7 +342,7 @@ def cached_forward(c: ModelConfig, mesh: Mesh, *, rows: bool = False) -> Callabl
 
     With a prompt's tokens it is a prefill; with one token per sequence it is a decode step.
 
-    params  as trained; or, which is faster, as `unstack` or `quantize` returns them
+    params  stacked, as in training; or, which is faster, as returned by `unstack` or `quantize`
     last_b  index of the token in each row after which logits are wanted; with [b, m] the logits are [b, m, V]
     rows    fn also takes at_b, the cache row on each device along BATCH that its tokens belong to; each device then
             has one row of tokens
@@ -363,5 +364,5 @@ def cached_forward(c: ModelConfig, mesh: Mesh, *, rows: bool = False) -> Callabl
         logits_bmV, cache = local(params, cache, tokens_bs, positions_bs, wanted_bm, *at_b)
         return (logits_bmV[:, 0] if last_b.ndim == 1 else logits_bmV), cache
 
-    # The same form of the sharding as in `empty_cache`: an equivalent form would compile the next call again.
+    # Write the sharding exactly as in `empty_cache`: an equivalent sharding would recompile the next call.
     return ordered.jit(forward, mesh, donate_argnums=1, out_shardings=(None, NamedSharding(mesh, cache_spec(c))))

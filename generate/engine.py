@@ -1,11 +1,12 @@
-"""Continuous batching: a finished request leaves the batch, a waiting one enters, and nothing is compiled again.
+"""Continuous batching: a finished request leaves the batch, a waiting one enters, and nothing is recompiled.
 
-An engine has a fixed number of slots, each a row of one cache. A step generates one token for every text in progress
+An engine has a fixed number of slots, each a row of the KV cache. A step generates one token for every text in progress
 (decode), then processes some chunks of prompts (prefill). These are two compiled functions with one shape each, for any
 lengths. The result of a request depends on its tokens, settings and seed, and on no other request.
 
-A row keeps its prompt in the cache until another prompt replaces it. A prompt that begins like a cached one copies the
-shared chunks, so n samples of a prompt prefill it once. Copies are bitwise equal, as all prompts have equal chunks.
+A row keeps its prompt in the cache until another prompt replaces it. If a new prompt shares a prefix with a cached one,
+the chunks of the prefix are copied, so n samples of a prompt prefill it once. A copy is bitwise identical to a prefill,
+because all prompts are split into chunks of the same size.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ def common_prefix_length(one: list[int], other: list[int]) -> int:
 
 @dataclasses.dataclass
 class Token:
-    """A token, its log-probability in the model, and the most likely alternatives with theirs."""
+    """A token, its log-probability in the model, and the most likely alternatives with their log-probabilities."""
 
     id: int
     logprob: float
@@ -79,9 +80,9 @@ class Engine:
     vocabulary      number of ids that may be generated, from 0; the model's table may be longer
     end             the token that ends a text
     slots           requests at a time; rounded up to a multiple of the devices along BATCH
-    context         most tokens of a prompt and its text; the cache rounds up to a multiple of devices along CONTEXT
+    context         maximum tokens of a prompt and its text; cache rows are rounded up to a multiple of CONTEXT devices
     piece           prompt tokens per prefill chunk
-    prefill_tokens  most prompt tokens between two decode steps, but always at least one chunk
+    prefill_tokens  maximum prompt tokens between two decode steps, but always at least one chunk
     cache           number format, see `cache_shapes`
     unused_ids      ids below `vocabulary` that are not tokens, and never generated
     """
@@ -183,7 +184,7 @@ class Engine:
         return [job if job is not None and (job.prompt_tokens is None) == kinds[0] else None for job in found]
 
     def copy_shared_prefixes(self, reading: list[Job | None]) -> None:
-        """For prompts about to start, copy the cached prefix from a row of the same device along BATCH."""
+        """For each prompt that is about to start, copy its cached prefix from a row on the same device along BATCH."""
         n, per_group = len(reading), len(self.slots) // self.groups
         from_n, to_n = np.zeros(n, np.int32), np.zeros(n, np.int32)
         for i, job in enumerate(reading):

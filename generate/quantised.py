@@ -1,7 +1,7 @@
 """Quantization to int8 with float32 scales: one per output channel for weights, one per position for a cache.
 
-Each decode step reads all weights and the whole cache, so fewer bytes take less time. A value is its int8 number times
-its scale. The scale is the largest magnitude in the group / 127, so no value is off by more than half a scale. Shards
+Each decode step reads all weights and the whole cache, so fewer bytes take less time. A value is an int8 number times a
+scale. The scale is the largest magnitude in the group / 127, so no value is off by more than half a scale. Shards
 of weights are gathered as int8, and a layer converts them to the compute dtype for each use.
 """
 
@@ -49,7 +49,7 @@ def is_matrix(d: Declaration) -> bool:
 
 
 def shared_dims(d: Declaration) -> list[int]:
-    """Return the dims that share a scale: those a matmul sums over; for the embedding table, those of a token."""
+    """Return the dims that share a scale: those a matmul contracts; for the embedding table, the width of a token."""
     return [i for i, letter in enumerate(d.dims) if letter in (d.fan_in or d.dims[-1])]
 
 
@@ -68,7 +68,7 @@ def specs(c: ModelConfig, params):
 def quantize(params, c: ModelConfig, mesh: Mesh):
     """Quantize the matrices of parameters to int8; `cached_forward` accepts the result.
 
-    Sends over FSDP, EXPERT, CONTEXT and TENSOR: scales.
+    Sends over FSDP, EXPERT, CONTEXT and TENSOR: only scales.
     """
 
     def one(d: Declaration, w):
@@ -91,8 +91,8 @@ def quantize(params, c: ModelConfig, mesh: Mesh):
 
 
 def gather_weights(w, c: ModelConfig, *names):
-    """Gather weights, some of which may be int8, for use in the compute dtype. Sends: (n - 1)/n of every matrix, at
-    one byte per parameter for int8."""
+    """Gather weights, some of which may be int8, for use in the compute dtype. Sends (n - 1)/n of each matrix that is
+    sharded over n devices, at one byte per parameter for int8."""
 
     def join(x, dim, axes, exact):
         # With one shard there is nothing to gather, but XLA's CPU backend would copy every weight for each token.

@@ -35,7 +35,7 @@ class Run:
     mesh: Mesh
     encoding: tiktoken.Encoding | None  # None: unknown
     tokenizer: dict | None  # the tokenizer entry of the manifest of its training tokens
-    step: int | None  # of its checkpoint; None: unknown
+    step: int | None  # step of its checkpoint; None: unknown
     digest: str  # a hash that changes with the parameters
 
 
@@ -44,8 +44,8 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
     """Load a run's checkpoint, or weights written by `from_hf` or `slim`. The directory may be in a bucket.
 
     tokenizer  a name as for `tokenizers.load`, or a file, for a run without a tokenizer
-    seq_len    maximum length of a text; 0: that of training, or max_position_embeddings of Hugging Face's config.json
-    step       of the checkpoint, see `convert.resolve_step`; empty: the newest
+    seq_len    maximum tokens of a text; 0: as in training, or max_position_embeddings in Hugging Face's config.json
+    step       step of the checkpoint, see `convert.resolve_step`; empty: the latest
     texts      whether a tokenizer is required
     form       "stored": stacked layers as stored; "compute" or "int8" (with scales): separate layers in that format
     Raises: UserError if the run, its weights, the mesh or the tokenizer is missing, or if two tokenizers disagree.
@@ -55,8 +55,8 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
     trained = about["data"]
     encoding = resolve_encoding(directory, trained, tokenizer)
     if texts and encoding is None:
-        raise UserError(f"{directory} has no tokenizer, and texts need one; set --tokenizer to a tokenizer.json, "
-                        "a rank file, or bytes")  # fmt: skip
+        raise UserError(f"{directory} has no tokenizer, which text input and output need; set --tokenizer to a "
+                        "tokenizer.json, a rank file, or bytes")  # fmt: skip
     cfg = Config.from_dict(about["config"])
     known = cfg.data.seq_len if trained else about.get("hf", {}).get("max_position_embeddings", cfg.data.seq_len)
     cfg = replace(cfg, mesh=mesh, work=WorkConfig(), **{"data.seq_len": seq_len or known})
@@ -74,7 +74,7 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
 
 
 def convert_params(params, cfg: Config, mesh: Mesh, form: Form):
-    """Convert parameters to a form of `open_run`. The originals are freed on the way."""
+    """Convert parameters to a `form` of `open_run`, and free the originals."""
     if form == "stored":
         return params
     if form == "int8":

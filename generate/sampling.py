@@ -1,4 +1,4 @@
-"""Sampling: the settings of a request, and how they draw a token from logits."""
+"""Sampling: the settings of a request, and the functions that use them to sample a token from logits."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,21 +12,21 @@ from config.fields import Count, NotNegative, Positive, Range, ShareBelow1, Size
 from errors import UserError
 
 MOST_ALTERNATIVES = 20
-Alternatives = Annotated[int, Range(lambda x: 0 <= x <= MOST_ALTERNATIVES, f"must lie from 0 to {MOST_ALTERNATIVES}")]
+Alternatives = Annotated[int, Range(lambda x: 0 <= x <= MOST_ALTERNATIVES, f"must be from 0 to {MOST_ALTERNATIVES}")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The sampling settings of a request."""
 
-    tokens: Size = 200  # most tokens to generate; fewer if the text ends or reaches data.seq_len
+    tokens: Size = 200  # maximum number of new tokens; fewer if the text ends or reaches data.seq_len
     temperature: NotNegative = 0.8  # divides the logits; 0: always the most likely token
     top_k: Count = 50  # keep the k most likely tokens; 0: all
     top_p: float = 0.95  # keep the most likely tokens whose probabilities add up to this; 1: all
-    min_p: ShareBelow1 = 0.0  # keep tokens this likely relative to the most likely (arXiv:2407.01082); 0: all
+    min_p: ShareBelow1 = 0.0  # keep tokens with this fraction of the highest probability (arXiv:2407.01082); 0: all
     repetition_penalty: Positive = 1.0  # above 1: tokens of the prompt and the text so far become less likely
     stop: tuple[str, ...] = ()  # strings that end the text; they are not included
-    seed: int = 0  # the same seed gives the same text; prompt n, counted from 0, uses seed + n
+    seed: int = 0  # the same seed gives the same text; sample n, counted from 0 over all prompts, uses seed + n
     logprobs: Alternatives = 0  # with --json: log-probabilities (natural) of each token and of this many alternatives
 
 
@@ -41,7 +41,7 @@ class Request(Settings):
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1; 1 keeps every token")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise UserError(f"stop={self.stop!r}: must be texts, and none may be empty")
+            raise UserError(f"stop={self.stop!r}: must be strings, and none may be empty")
         try:
             self.prompt.encode()
         except UnicodeEncodeError as error:
@@ -80,9 +80,9 @@ class BatchSettings:
 
 @struct.dataclass
 class DrawnTokens:
-    """The token of each row, its log-probability in the model, and the most likely tokens with theirs.
+    """The token of each row and its log-probability in the model, and the A most likely tokens with theirs.
 
-    Log-probabilities are those before all settings. The most likely tokens are zeros unless a row requests some.
+    Log-probabilities do not include temperature, penalty or top-k. Alternatives are zeros unless a row requests some.
     """
 
     token_b: jax.Array
@@ -142,7 +142,7 @@ def gumbel_noise(seed_b, count_b, vocabulary: int):
 
 
 def drawable_ids(vocabulary: int, absent=()):
-    """Return a mask [V] of the ids that are tokens. absent: ids that are not"""
+    """Return a mask [V] that is true for ids that are tokens, and false for those in `absent`."""
     return np.isin(np.arange(vocabulary), absent, invert=True)
 
 
@@ -152,8 +152,8 @@ def mask_unused(logits_bV, drawable_V):
 
 
 def log_probabilities(logits_bV, drawable_V):
-    """Return the model's log-probabilities, as in training and `python -m evaluate`: the softmax includes all rows of
-    the table. Unused ids are then set to -inf."""
+    """Return the model's log-probabilities, as in training and `python -m evaluate`: the softmax includes the model's
+    whole vocabulary. Unused ids are then set to -inf."""
     return mask_unused(jax.nn.log_softmax(logits_bV), drawable_V)
 
 
@@ -171,7 +171,7 @@ def choose(logits_bV, asked: BatchSettings, seen_bV, drawable_V) -> DrawnTokens:
     """Draw one token per row.
 
     seen_bV     mask of the tokens that repetition_penalty applies to
-    drawable_V  mask of the ids that may be drawn; the table may be longer
+    drawable_V  mask of the ids that may be sampled; the model's vocabulary may be larger
     """
     logprobs_bV = log_probabilities(logits_bV, drawable_V)
     vocabulary, logits_bV = len(drawable_V), mask_unused(logits_bV, drawable_V)

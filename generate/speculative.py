@@ -100,7 +100,7 @@ def next_logits(engine: Engine, tokens_bs, at: int, wanted_m):
 
 @dataclass
 class Rounds:
-    """Steps of the model and the tokens they yielded; without a draft it is one token per step."""
+    """Counts the model's steps and the tokens they yielded. Without a draft, each step yields one token."""
 
     steps: int = 0
     tokens: int = 0

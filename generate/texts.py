@@ -1,4 +1,4 @@
-"""The text interface of generation: encode prompts, decode tokens as they are generated, and stop at given texts."""
+"""The text interface of generation: encode prompts, decode tokens as they are generated, and end at stop strings."""
 
 import codecs
 import functools
@@ -42,8 +42,8 @@ def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int) -> list[i
 class TextJob(Job):
     """A request whose tokens are decoded to text.
 
-    text   the generated text, up to a stop, without an end that could become a stop
-    piece  what the last token added to the text
+    text   the generated text up to a stop string, without a suffix that may become one
+    piece  the text that the last token added
     """
 
     def __init__(self, encoding: tiktoken.Encoding, request: Request, prompt: list[int], context: int):
@@ -65,7 +65,7 @@ class TextJob(Job):
 
 
 def token_text(encoding: tiktoken.Encoding, id: int) -> str:
-    r"""Return the text of a token; for a part of a character bytes:\xe2\x82, as OpenAI writes it."""
+    r"""Return the text of a token, or its bytes as OpenAI writes them, bytes:\xe2\x82, if it is part of a character."""
     raw = encoding.decode_single_token_bytes(id)
     try:
         return raw.decode() or f"token_id:{id}"  # SentencePiece's control tokens are all empty texts
@@ -74,7 +74,7 @@ def token_text(encoding: tiktoken.Encoding, id: int) -> str:
 
 
 def _partial_stop_length(text: str, stop: str) -> int:
-    """Return how many characters at the end of a text are the beginning of a stop."""
+    """Return how many characters at the end of a text may be the beginning of a stop string."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -131,7 +131,7 @@ class Sampler:
         return writings
 
     def search(self, request: Request, width: int, penalty: float = 1.0) -> list[tuple[TextJob, Beam]]:
-        """Beam search with `width` beams. Returns texts and beams, best first; a stop only truncates the texts."""
+        """Run beam search with `width` beams. Returns texts and beams, best first; stop strings only truncate texts."""
         job, results = self.make_job(request), []
         engine = self.engine_for([job], width)
         for beam in search(engine, job.prompt, width=width, room=job.max_new_tokens, penalty=penalty):

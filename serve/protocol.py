@@ -295,7 +295,7 @@ def _alternatives(values: dict, chat: bool) -> int:
         if found and not wanted:
             raise bad_request(name, "top_logprobs needs logprobs=true")
     if not 0 <= found <= most:
-        raise bad_request(name, f"{name}={found}: must lie from 0 to {most}")
+        raise bad_request(name, f"{name}={found}: must be from 0 to {most}")
     return found
 
 

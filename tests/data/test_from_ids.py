@@ -170,7 +170,7 @@ def test_a_run_on_ids_without_a_tokenizer(tmp_path):
     assert {path.name for path in (tmp_path / "tiny").iterdir()} == {
         "config.json", "metrics.jsonl", "checkpoints", "saved", "report.png"}  # fmt: skip
     assert run(words)[1].startswith(f"{tmp_path}/tiny is complete: 2 of 2 steps taken.")
-    with pytest.raises(UserError, match="tiny has no tokenizer, and texts need one; set --tokenizer to"):
+    with pytest.raises(UserError, match="tiny has no tokenizer, which text input and output need; set --tokenizer to"):
         generate.load(str(tmp_path / "tiny"))
 
 

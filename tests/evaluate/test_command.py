@@ -95,8 +95,8 @@ def test_other_tokens_need_the_same_tokenizer(home):
     status, out, _ = command(home / "small", "--perplexity", home / "random", "--json", "--batches", "1")
     assert status == 0 and json.loads(out)["loss"] > 5 and not json.loads(out)["whole"]
     assert refused(home / "small", "--perplexity", home / "others") == (
-        f"{home}/others has tokens of 'unknown', vocabulary 257, but {home}/small was trained with 'bytes', "
-        "vocabulary 257; prepare the text with the latter")  # fmt: skip
+        f"{home}/others was tokenized with 'unknown', vocabulary 257, but {home}/small was trained with 'bytes', "
+        "vocabulary 257; prepare the text with that tokenizer")  # fmt: skip
     assert "no tokens at " in command(home / "small", "--perplexity", home / "none")[2]
 
 

@@ -165,7 +165,7 @@ def test_missing_tasks_data_and_tokenizers_are_errors(home, monkeypatch):
     """Catches an unknown task without its nearest name, a traceback for a missing data set, and texts without a
     tokenizer."""
     tasks = "--include_path", home / "tasks"
-    assert refused(home / "run", *tasks, "--tasks", "own").startswith(f"{home}/run has no tokenizer, and texts need ")
+    assert refused(home / "run", *tasks, "--tasks", "own").startswith(f"{home}/run has no tokenizer, which text ")
     assert refused(home / "run", "--tasks", "own", "--include_path", home / "none").endswith("no such directory")
     local = functools.partial(TaskManager, include_defaults=False)  # reading the harness's own takes 10 s
     monkeypatch.setattr(harness, "TaskManager", lambda include_path, **_: local(include_path=include_path))

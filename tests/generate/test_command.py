@@ -135,7 +135,7 @@ def test_the_command_runs_on_a_mesh(run_directory):
         ("--temperature -0.1", "temperature=-0.1: must be at least 0, and finite"),
         ("--temperature nan", "temperature=nan: must be at least 0, and finite"),
         ("--min-p 1", "min_p=1.0: must be at least 0 and below 1"),
-        ("--logprobs 21", "logprobs=21: must lie from 0 to 20"),
+        ("--logprobs 21", "logprobs=21: must be from 0 to 20"),
         ("--logprobs 2", "--logprobs needs --json, because log-probabilities are only printed as JSON"),
         ("--tokens 0", "tokens=0: must be at least 1"),
         ("--prompts HERE/none.txt", "[Errno 2] No such file or directory: 'HERE/none.txt'"),
@@ -153,11 +153,11 @@ def test_invalid_settings_are_refused(tmp_path, argv, message):
     "line, message",
     [
         (b'{"prompt": "b"', "invalid JSON (Expecting ',' delimiter: line 1 column 15 (char 14)): "
-         """'{"prompt": "b"'; write a text with a brace as {"prompt": ".."}"""),
-        (b'{"topk": 3}', "'topk' is not a setting; did you mean 'top_k'? "
+         """'{"prompt": "b"'; write a prompt that starts with a brace as {"prompt": ".."}"""),
+        (b'{"topk": 3}', "unknown setting 'topk'; did you mean 'top_k'? "
          "known: tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed, logprobs, prompt"),
         (b'{"top_k": "3"}', "top_k='3': should be a whole number"),
-        (b'{"stop": ["", "a"]}', "stop=('', 'a'): must be texts, and none may be empty"),
+        (b'{"stop": ["", "a"]}', "stop=('', 'a'): must be strings, and none may be empty"),
         (b'{"prompt": 3}', "prompt=3: should be text"),
         (b'{"seed": true}', "seed=True: should be a whole number"),
         (b'{"top_p": 0}', "top_p=0: must be above 0 and at most 1; 1 keeps every token"),
@@ -179,7 +179,7 @@ def test_a_file_without_prompts_is_refused(tmp_path):
     (tmp_path / "prompts").write_text("\n\n")
     status, out, err = run("none", "--prompts", tmp_path / "prompts")
     assert (status, out) == (2, "")
-    message = 'no prompts; each line is a text, or JSON {"prompt": "..", "top_k": 5}'
+    message = 'no prompts; each line should be a prompt, or JSON {"prompt": "..", "top_k": 5}'
     assert err == f"error: {tmp_path}/prompts: {message}\n"
 
 
@@ -194,7 +194,7 @@ def test_a_run_without_weights_or_tokenizer_is_refused(tmp_path, run_directory):
     assert (status, out) == (2, "")
     assert err.startswith(f"error: {tmp_path}/config.json is not JSON: ")
     (tmp_path / "config.json").write_text(json.dumps({"config": json.loads(config)["config"], "data": None}))
-    assert f"{tmp_path} has no tokenizer, and texts need one" in run(tmp_path)[2]
+    assert f"{tmp_path} has no tokenizer, which text input" in run(tmp_path)[2]
     (tmp_path / "checkpoints").symlink_to(run_directory / "checkpoints")
     argv = ["--tokenizer", "bytes", "--prompt", "!", "--tokens", "9", "--temperature", "0"]
     assert run(tmp_path, *argv)[:2] == (0, rule_text("!", 9) + "\n")
