@@ -24,13 +24,13 @@ class Arguments:
     """Serve a trained model over HTTP."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
-    step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the newest
+    step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the latest
     tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a rank file, or bytes
-    host: str = "127.0.0.1"  # address to listen on; any but loopback needs --api_key_file
+    host: str = "127.0.0.1"  # address to listen on; addresses other than loopback need --api_key_file
     port: Count = 8000  # port to listen on; 0: any free port
     api_key_file: str = ""  # file with the key that clients send as `Authorization: Bearer KEY`; empty: no key
-    slots: Size = 8  # texts generated at a time
-    context: Count = 0  # most tokens of a prompt and its text; 0: data.seq_len of the run, which is the limit
+    slots: Size = 8  # number of texts generated at the same time
+    context: Count = 0  # maximum tokens of a prompt and its text; 0: data.seq_len of the run, which is the limit
     piece: Size = 64  # prompt tokens per prefill chunk
     queue: Count = 64  # texts that may wait for a slot; when it is full, clients get 429 and retry
     timeout_s: Positive = 600.0  # maximum duration of a request in seconds, including its wait
@@ -61,12 +61,13 @@ def read_key(args: Arguments) -> str:
         if ipaddress.ip_address(args.host).is_loopback:
             return ""
     if args.host != "localhost":
-        raise UserError(f"--host {args.host}: others can connect; add --api_key_file FILE, or use --host 127.0.0.1")
+        raise UserError(f"--host {args.host}: other machines can connect, so a key is required; add --api_key_file "
+                        "FILE, or use --host 127.0.0.1")  # fmt: skip
     return ""
 
 
 def load(args: Arguments):
-    """Load the model and compile its engine. Raises: UserError if `generate.load` does, or if --context is too long."""
+    """Load the model and compile its engine. Raises: UserError as `generate.load`, or if --context is too long."""
     from serve import worker
 
     sampler = generate.load(args.run, args.mesh, tokenizer=args.tokenizer, step=args.step)

@@ -97,8 +97,8 @@ class Server:
         if self.draining:
             raise RequestError(503, "the server is shutting down and accepts no new requests", Retry_After="10")
         if len(texts) > self.worker.max_texts:
-            raise RequestError(400, f"the request has {len(texts)} texts; this server runs and queues at most "
-                          f"{self.worker.max_texts} in total", "n")  # fmt: skip
+            raise RequestError(400, f"the request has {len(texts)} texts, but this server runs and queues at most "
+                          f"{self.worker.max_texts}; request fewer", "n")  # fmt: skip
         try:
             return self.worker.begin(texts)
         except QueueFull:
@@ -123,7 +123,7 @@ class Server:
     def check_ended(self, ended: str) -> None:
         """Raises: RequestError if a text was cut short by a timeout, a disconnect or an engine failure."""
         if ended == "timeout":
-            raise RequestError(504, f"not done within {self.timeout_s:g} s; request fewer tokens or raise --timeout_s")
+            raise RequestError(504, f"timeout after {self.timeout_s:g} s; request fewer tokens or raise --timeout_s")
         if ended == "cancelled":
             raise RequestError(499, "the client disconnected")
         if ended.startswith("error"):
@@ -131,7 +131,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def cancel_on_disconnect(self, request: Request, answer: TextStream):
-        """End the texts at the timeout or when the client disconnects; on exit, cancel any that are unfinished."""
+        """End the texts at the timeout or when the client disconnects. On exit, cancel all unfinished texts."""
 
         async def leave() -> None:
             while (await request.receive())["type"] != "http.disconnect":

@@ -54,7 +54,7 @@ UNSUPPORTED = {
     "frequency_penalty": ((0,), "repetition_penalty above 1 makes repeated tokens less likely"),
     "logit_bias": (({},), "use top_k, top_p or min_p to restrict tokens"),
     "echo": ((False,), "use /v1/completions with the chat's text as the prompt"),
-    "suffix": (("",), "text is only added at the end of the prompt"),
+    "suffix": (("",), "text can only be generated after the prompt"),
     "best_of": ((1,), "request n texts with logprobs, and choose the best"),
     "tools": (([],), "describe them in the prompt, and read the text"),
     "tool_choice": (("none", "auto"), "describe them in the prompt, and read the text"),
@@ -76,7 +76,7 @@ class ParsedRequest:
     """A valid request.
 
     texts  the texts to generate: n for each prompt, in order
-    echo   for each text, true if its prompt's end-of-text token was added here and is not echoed; empty: no echo
+    echo   for each text, true if the server added its prompt's end-of-text token, which is not echoed; empty: no echo
     """
 
     model: str
@@ -110,7 +110,7 @@ class ServedModel:
                 if values.pop(name) not in nothing:
                     raise bad_request(name, f"{name} is not supported; {instead}")
             elif name not in known:
-                raise bad_request(name, f"{name!r} is not a parameter; {suggest(name, known)}")
+                raise bad_request(name, f"unknown parameter {name!r}; {suggest(name, known)}")
         self.check_model(_typed_value(values, "model", str, None))
         stream, n = _typed_value(values, "stream", bool, False), _typed_value(values, "n", int, 1)
         options = _typed_value(values, "stream_options", dict, {})
@@ -140,9 +140,9 @@ class ServedModel:
 
     def check_model(self, name: str | None) -> None:
         if name is None:
-            raise bad_request("model", f"model is missing; this server has {self.model!r}")
+            raise bad_request("model", f"model is missing; this server serves {self.model!r}")
         if name != self.model:
-            why = f"model {name!r} does not exist; this server has {self.model!r}"
+            why = f"model {name!r} does not exist; this server serves {self.model!r}"
             raise RequestError(404, why, "model", "model_not_found")
 
     def settings(self, values: dict, chat: bool) -> Request:
@@ -151,7 +151,7 @@ class ServedModel:
         stop = values.get("stop", [])
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list):
-            raise bad_request("stop", f"stop={stop!r}: should be a text, or a list of texts")
+            raise bad_request("stop", f"stop={stop!r}: should be a string, or a list of strings")
         given = {name: _number(name, values[name]) for name in ("temperature", "top_p", "min_p", "repetition_penalty")
                  if name in values}  # fmt: skip
         try:
@@ -166,13 +166,13 @@ class ServedModel:
             raise bad_request(param if name == "tokens" else name, message) from error
 
     def prompts(self, values: dict) -> list[list[int]]:
-        """Return the tokens of each prompt. The parameter is a text, token ids, or a list of either."""
+        """Return the tokens of each prompt. The parameter is a string, token ids, or a list of either."""
         prompt = _typed_value(values, "prompt", (str, list), None)
         if prompt is None:
-            raise bad_request("prompt", "prompt is missing; set it to a text, token ids, or a list of either")
+            raise bad_request("prompt", "prompt is missing; set it to a string, token ids, or a list of either")
         found = [self.ids(one) for one in ([prompt] if _is_single_prompt(prompt) else prompt)]
         if not found:
-            raise bad_request("prompt", "prompt=[] has no text to continue; for an empty text use ''")
+            raise bad_request("prompt", "prompt=[] has no text to continue; for an empty prompt use ''")
         return found
 
     def ids(self, prompt) -> list[int]:
@@ -188,12 +188,12 @@ class ServedModel:
             whole = isinstance(found, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in found)
             if not whole or not found:
                 raise bad_request(
-                    "prompt", "prompt: should be a text, token ids, or a list of either, none of them empty"
+                    "prompt", "prompt: should be a string, token ids, or a list of either, none of them empty"
                 )
             if wrong := [id for id in found if not 0 <= id < self.encoding.n_vocab or not self.is_token(id)]:
                 raise bad_request("prompt", f"prompt: token {wrong[0]} is not one of 0..{self.encoding.n_vocab - 1}")
         if (excess := len(found) + 1 - self.context) > 0:
-            more = ", including the end-of-text token in front," if isinstance(prompt, str) else ""
+            more = ", including the end-of-text token before it," if isinstance(prompt, str) else ""
             raise bad_request("prompt", f"a prompt of {len(found)} tokens{more} leaves no room in a context of "
                       f"{self.context} tokens; shorten it by at least {excess}", "context_length_exceeded")  # fmt: skip
         return found
@@ -243,7 +243,9 @@ def _message(message, name: str) -> tuple[str, str]:
         ]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
-        raise bad_request("messages", f'{name}: content should be a text, or a list of {{"type": "text", "text": ..}}')
+        raise bad_request(
+            "messages", f'{name}: content should be a string, or a list of {{"type": "text", "text": ..}}'
+        )
     return message["role"], content
 
 
@@ -251,9 +253,9 @@ def read_json(body: bytes) -> dict:
     try:
         values = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the request is not JSON: {type(error).__name__}: {error}") from error
+        raise RequestError(400, f"the request body is not JSON: {type(error).__name__}: {error}") from error
     if not isinstance(values, dict):
-        raise RequestError(400, 'the request should be a JSON object, e.g. {"model": .., "prompt": ..}')
+        raise RequestError(400, 'the request body should be a JSON object, e.g. {"model": .., "prompt": ..}')
     return values
 
 
@@ -293,7 +295,7 @@ def _alternatives(values: dict, chat: bool) -> int:
         wanted = _typed_value(values, "logprobs", bool, False)
         most, found, name = MOST_ALTERNATIVES, _typed_value(values, "top_logprobs", int, 0), "top_logprobs"
         if found and not wanted:
-            raise bad_request(name, "top_logprobs needs logprobs=true")
+            raise bad_request(name, "top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
     if not 0 <= found <= most:
         raise bad_request(name, f"{name}={found}: must be from 0 to {most}")
     return found
@@ -316,15 +318,15 @@ class Choice:
         self.role_sent, self.echoed_prompt = False, ""
 
     def begin_with_prompt(self) -> None:
-        """Put the prompt and its tokens before the text, without an end-of-text token that was added here. A
-        generated end-of-text token becomes the last one, because clients that echo count tokens from the end."""
+        """Put the prompt and its tokens before the text, without an end-of-text token that the server added. Append
+        the end-of-text token if the model generated it, because clients that echo count tokens from the end."""
         ours, ids = self.parsed_request.echo[self.index], self.text.prompt
         self.echoed_prompt = b"".join(map(self.encoding.decode_single_token_bytes, ids[ours:])).decode(errors="replace")
         self.pending = [Token(ids[0], None, []), *(self.text.prompt_tokens or [])][ours:] + self.pending
         self.pending += [self.text.end_token] if self.text.end_token else []
 
     def to_json(self, piece: str, ended: str, delta: bool) -> dict:
-        """Return a piece of the text as JSON, with the tokens that begin in it. delta: in the form of a stream"""
+        """Return a piece of the text as JSON, with the tokens that begin in it. delta: in the format of a stream"""
         self.sent += len(piece)
         logprobs = self.logprobs(ended) if self.parsed_request.logprobs else None
         finish = {"logprobs": logprobs, "finish_reason": ended or None}
@@ -336,7 +338,8 @@ class Choice:
         return {"index": self.index, "delta" if delta else "message": role | content} | finish
 
     def logprobs(self, ended: str) -> dict:
-        """Log-probabilities of the tokens sent now. Tokens after a stop are never sent; a cut character's come last."""
+        """Return the log-probabilities of the tokens sent now. Tokens after a stop string are never sent; those of an
+        incomplete character are sent last."""
         shown = []
         while self.pending and (self.offset < self.sent or ended == "length" or self.pending[0] is self.text.end_token):
             shown.append((self.pending.pop(0), self.offset))
@@ -366,7 +369,7 @@ class Choice:
 
 
 def _finite(logprob: float | None) -> float | None:
-    """Replace -inf and NaN by -9999, because JSON has neither. None: a first token, which has no log-probability."""
+    """Replace -inf and NaN with -9999, because JSON has neither. The first token of a text has None."""
     return None if logprob is None else max(-9999.0, logprob)
 
 
@@ -397,7 +400,7 @@ class ResponseBuilder:
         return self.header | {"choices": choices, "usage": self.usage()}
 
     def add(self, news: TextUpdate) -> bytes:
-        """Return the event to send now; b"" while a character or a possible stop is incomplete, or without a stream."""
+        """Return the event to send now. Returns b"" without a stream, and while a character or stop is incomplete."""
         choice = self.choices[news.index]
         choice.pending += news.tokens
         if not self.parsed_request.stream or not (news.piece or news.ended):

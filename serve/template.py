@@ -13,7 +13,7 @@ TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 class Template:
-    """A compiled chat template. `end_text` is the text of the token that ends an answer; empty if not configured."""
+    """A compiled chat template. `end_text` is the text of the token that ends a reply; empty if not configured."""
 
     def __init__(self, source: str, about: dict):
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])

@@ -1,7 +1,7 @@
 """The thread that runs the engine, and the texts that clients wait for.
 
-All clients run in one asyncio loop, and the engine runs in one thread. They share a queue of submitted jobs and
-`Job.ended`, which either side may set. The engine thread returns new tokens by `call_soon_threadsafe`, once per step.
+All clients are served by one asyncio loop, and the engine runs in one thread. They share a queue of submitted jobs and
+`Job.ended`, which either side may set. The engine thread returns new tokens with `call_soon_threadsafe`, once per step.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from serve.metrics import Metrics
 class TextUpdate(NamedTuple):
     """What one step added to a text, and the reason if the text ended."""
 
-    index: int  # of the text within its request
+    index: int  # index of the text within its request
     piece: str
     tokens: list[Token]
-    ended: str  # as Job.ended, or "timeout", or "error: .." if the engine failed
+    ended: str  # reason, as in Job.ended, or "timeout", or "error: .." if the engine failed; "": not ended
 
 
 class ServedText(TextJob):
@@ -39,7 +39,7 @@ class QueueFull(Exception):
 
 
 class TextStream:
-    """The texts of one request: an async iterator over their updates. `end` ends those that are unfinished."""
+    """The texts of one request: an async iterator over their updates. `end` ends the unfinished texts."""
 
     def __init__(self, worker: "Worker", jobs: list[ServedText]):
         self.worker, self.jobs = worker, jobs
@@ -66,7 +66,7 @@ class TextStream:
 class Worker:
     """Run an engine in a thread while there is work.
 
-    max_texts   limit on running and waiting texts; beyond it `begin` raises QueueFull
+    max_texts   limit on running and waiting texts; `begin` raises QueueFull above it
     on_failure  called if the engine fails; after that no request is answered
     """
 

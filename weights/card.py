@@ -41,7 +41,7 @@ def _numbers(values, at: tuple[str, ...]):
 
 
 def last_rows(run: str | Path, about: dict, step: int | None) -> dict[str, dict]:
-    """Return the last row of each kind, up to a step, of a run's metrics.jsonl, or the copies that `slim` made."""
+    """Return the last row of each kind (train, eval, ..) up to a step in metrics.jsonl, or the copies `slim` made."""
     rows, folder = dict(about.get("slim", {}).get("rows", {})), Folder(run)
     if step is not None and folder.has("metrics.jsonl"):
         for line in folder.read("metrics.jsonl").decode().splitlines():
@@ -55,7 +55,7 @@ def last_rows(run: str | Path, about: dict, step: int | None) -> dict[str, dict]
 
 
 def header(name: str, scores: dict, hf: dict | None) -> str:
-    """Return the hub's YAML header, with values in JSON, which YAML includes."""
+    """Return the hub's YAML header. Values are JSON, which is valid YAML."""
     values = {"library_name": "transformers" if hf else "jax", "pipeline_tag": "text-generation",
               "tags": ["axis-by-axis", *([hf["model_type"]] if hf else [])]}  # fmt: skip
     if scores:
@@ -89,7 +89,7 @@ def training_facts(about: dict, rows: dict, step: int | None) -> list[tuple[str,
 
 
 def _describe(value) -> str:
-    """Format a source or tokenizer of a manifest, or all those of a mixture, without hashes and folders."""
+    """Format the source or tokenizer in a manifest (for a mixture, all of them), without hashes and folders."""
     if isinstance(value, dict):
         value = value.get("name") or ", ".join(f"{name}: {_describe(x)}" for name, x in value.items())
     kind, colon, place = str(value).partition(":")

@@ -39,16 +39,18 @@ from weights.families import (
 )
 from weights.folders import FILES, Folder, Tensor, Tensors, fresh_folder, write_tensors
 
-BLOCK_BYTES = 2**29  # most that is read at once of a checkpoint's parameter
+BLOCK_BYTES = 2**29  # maximum bytes of a checkpoint's parameter to read at once
 
 # Your own table -------------------------------------------------------------------------------------------------------
 
-Step = Annotated[str, tyro.conf.arg(metavar="N", help="step of the checkpoint, or best; empty: the newest")]
-Table = Annotated[str, tyro.conf.arg(metavar="FILE.py", help="run this file first; see weights.families.register")]
+Step = Annotated[str, tyro.conf.arg(metavar="N", help="step of the checkpoint, or best; empty: the latest")]
+Table = Annotated[
+    str, tyro.conf.arg(metavar="FILE.py", help="Python file that adds a weights mapping; see weights.families.register")
+]
 
 
 def run_table(path: str) -> None:
-    """Run a Python file that calls `families.register`. Raises: UserError if it fails or registers no table."""
+    """Run a Python file that calls `families.register`. Raises: UserError if it fails or registers no mapping."""
     if not path:
         return
     before = set(FAMILIES)
@@ -59,7 +61,8 @@ def run_table(path: str) -> None:
     except Exception as error:  # whatever the user's file raises
         raise UserError(f"--table {path}: {type(error).__name__}: {error}") from error
     if before == set(FAMILIES):
-        raise UserError(f"--table {path} adds no table; it must call weights.families.register(kind, family)")
+        raise UserError(f"--table {path}: the file registers no mapping; call weights.families.register(model_type, "
+                        "family) in it")  # fmt: skip
 
 
 # from-hf --------------------------------------------------------------------------------------------------------------
@@ -90,7 +93,7 @@ def from_hf(
         about = {"family": kind, "hf": {name: value for name, value in hf.items() if name in PASSED_THROUGH}}
         folder.write("config.json", json.dumps(_run_config(c, out) | about, indent=1) + "\n")
     log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(leaves)} arrays")
-    log(f"precision  {c.param_dtype} parameters, as the files hold them, {c.compute_dtype} compute")
+    log(f"precision  {c.param_dtype} parameters, as stored in the files, {c.compute_dtype} compute")
 
 
 def stored_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:
@@ -113,12 +116,12 @@ def _run_config(c: ModelConfig, out: str) -> dict:
 
 
 def our_tensor(name: str, parts: list, declared, tensors: Tensors) -> Tensor:
-    """Build one parameter from Hugging Face tensors read in turn; layers and experts are stacked in the first dims."""
+    """Build one parameter from Hugging Face tensors, read one by one. The first dims stack layers and experts."""
     dtype = tensors.dtype(first := parts[0][1].hf_name)
     for _, piece, _ in parts:
         if tensors.dtype(piece.hf_name) != dtype:
-            raise UserError(f"{piece.hf_name} is {tensors.dtype(piece.hf_name)} and {first} is {dtype}, but both "
-                            f"belong to {name} and need one dtype")  # fmt: skip
+            raise UserError(f"{piece.hf_name} is {tensors.dtype(piece.hf_name)} and {first} is {dtype}, but both are "
+                            f"part of {name}, which has one dtype; convert them to the same dtype")  # fmt: skip
     ours = lambda: (from_hf_layout(tensors.read(piece.hf_name), piece, part, declared) for _, piece, part in parts)
     return Tensor(name, declared[name].shape, dtype, ours)
 
@@ -129,7 +132,7 @@ def our_tensor(name: str, parts: list, declared, tensors: Tensors) -> Tensor:
 def read_about(run: str | Path) -> dict:
     """Read the config.json of a run directory that training, `from_hf` or `slim` wrote.
 
-    Raises: UserError if there is none, or if it is not a run's.
+    Raises: UserError if there is none, or if it is not the config.json of a run.
     """
     if not (folder := Folder(run)).has("config.json"):
         raise UserError(f"{run}: no config.json; pass a run directory, such as runs/laptop")
@@ -182,17 +185,17 @@ def load_weights(run: str | Path, declarations, mesh: Mesh):
 
 
 def resolve_step(run: str | Path, requested: str = "", report: Callable = checkpoint.print_to_stderr) -> int | None:
-    """Resolve a requested checkpoint to its step: a number, "best" (as in `train.checkpoint ls`) or "", the newest.
+    """Return the step of a requested checkpoint: a number, "best" (as in `train.checkpoint ls`) or "" for the latest.
 
-    Returns None if the run has only weights. Raises: UserError if it has neither, or lacks that step, naming its steps.
+    Returns None if the run has only weights. Raises: UserError if it has neither, or has other steps, which it lists.
     """
     if has_weights_only(run):
         if requested:
             raise UserError(f"--step {requested}: {run} has only weights, without checkpoints; leave --step out")
         return None
     if is_remote(str(run)) and not str(run).startswith("gs://"):
-        raise UserError(f"{run} has no weights as written by slim; checkpoints can only be read from a local folder "
-                        "or gs://")  # fmt: skip
+        raise UserError(f"{run} has no weights written by python -m weights slim; checkpoints can only be read from a "
+                        "local folder or gs://")  # fmt: skip
     directory = f"{run}/checkpoints"
     if not requested and (newest := checkpoint.latest_step(directory, report, "params")) is not None:
         return newest
@@ -201,14 +204,14 @@ def resolve_step(run: str | Path, requested: str = "", report: Callable = checkp
         raise UserError(f"no checkpoint in {directory}")
     steps = {name: row.step for row in existing for name in (row.name, "best") if name != "best" or row.best}
     if requested not in steps:
-        raise UserError(f"{run} has no checkpoint of step {requested}; it has {', '.join(steps)}")
+        raise UserError(f"{run} has no checkpoint of step {requested}; use one of {', '.join(steps)}")
     return steps[requested]
 
 
 def load_params(run: str | Path, declarations, mesh: Mesh, step: int | None = None):
     """Load a run's parameters onto a mesh, from its weights or from a checkpoint.
 
-    step  step of the checkpoint; None: the newest, which is then printed
+    step  step of the checkpoint; None: the latest, whose step is printed
     Raises: UserError if they are missing or do not fit.
     """
     if has_weights_only(run):
@@ -236,8 +239,8 @@ def read_in_parts(array, index: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
 
 
 class Blocks:
-    """A parameter of a checkpoint. Indexing one layer reads a block of neighboring layers, because a chunk on disk may
-    contain a part of every layer and is decompressed again for each read.
+    """A parameter in a checkpoint. Indexing one layer reads a block of neighboring layers, because a chunk on disk may
+    contain a part of every layer, and each read decompresses it again.
     """
 
     def __init__(self, stored, cached_rows: Callable):
@@ -275,7 +278,7 @@ class Blocks:
 def open_run(run: str | Path, declared: dict[str, sharding.Declaration], asked: str = ""):
     """Open a run's parameters by name; return them with the checkpoint's step, or with None if it has only weights.
 
-    Raises: UserError if there are none, or naming a parameter that is missing, unexpected, or of another shape.
+    Raises: UserError if there are none, or if a parameter, which it names, is missing, unexpected, or of another shape.
     """
     if (step := resolve_step(run, asked, log)) is None:
         weights = open_weights(run)
@@ -299,7 +302,7 @@ def to_hf(
         tyro.conf.arg(metavar="RUN", help="run directory with checkpoints, or with weights from from-hf or slim"),
     ],
     out: Annotated[str, tyro.conf.arg(metavar="DIR", help="folder to write, local or in a bucket")],
-    family: Annotated[str, tyro.conf.arg(help="table to use; empty: that of from-hf, or one that fits")] = "",
+    family: Annotated[str, tyro.conf.arg(help="weights mapping to use; empty: as in from-hf, or one that fits")] = "",
     step: Step = "",
     table: Table = "",
     scores: card.Scores = "",
@@ -312,7 +315,7 @@ def to_hf(
     kind = family or about.get("family") or family_of(c)
     if kind not in FAMILIES:
         origin = "--family" if family else f"{run}/config.json"
-        raise UserError(f"{origin}: unknown table {kind!r}; {suggest(kind, FAMILIES)}; --table FILE.py adds one")
+        raise UserError(f"{origin}: unknown family {kind!r}; {suggest(kind, FAMILIES)}; add one with --table FILE.py")
     try:
         config_to_hf(c, kind=kind)  # fail before reading a checkpoint
     except UserError as error:

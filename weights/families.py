@@ -1,15 +1,15 @@
-"""Define one table per family of Hugging Face models, which `convert.py` uses in both directions.
+"""Define one weights mapping ("table") per family of Hugging Face models. `convert.py` uses it in both directions.
 
-A row of a table maps a tensor on disk to our parameters, with a layout. A layout has one word per dim on disk, made of
-our letters (the legend in `model.py`; their sizes come from the declarations):
+A row of a table maps one tensor on disk to one or more of our parameters, with a layout. A layout has one word per dim
+on disk, made of our dim letters (defined in `model.py`; the parameter declarations give their sizes):
 
     "HK D"        two dims on disk; the first is heads times K, with K contiguous
     "H[K|U] C"    for each head, K entries of one parameter, then U of another
-    "[C|R'] D"    R' stores rotary pairs next to each other, (0, 1), (2, 3), ..; ours are (i, i + R/2): a permutation
-    "HK8' D"      the same for the first 8 of K, where our pairs are (i, i + 4); the others stay in place
-    {expert}      one tensor per expert; ours are stacked along E
+    "[C|R'] D"    R' stores rotary pairs next to each other, (0, 1), (2, 3), ..; our pairs are (i, i + R/2)
+    "HK8' D"      the same for the first 8 of K, where our pairs are (i, i + 4); the other entries stay in place
+    {expert}      one tensor per expert; ours is a single array with the experts stacked along E
 
-Our parameter's own letters determine how it is transposed, and its leading letters how it is stacked.
+The letters in our parameter's name determine how it is transposed, and the leading letters how it is stacked.
 """
 
 import math
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     hf_name: str  # name of the tensor on disk
     layout: str  # its layout, in our letters; {rope_dims} is our setting
     parameters: tuple[str, ...]  # our parameters in it
-    needs: Callable[[Any], Any] | None = None  # function of our config; if false, the tensor does not exist
+    needs: Callable[[Any], Any] | None = None  # function of our config; if it returns false, there is no such tensor
 
 
 def row(hf_name: str, layout: str, *parameters: str, needs=None) -> Row:
@@ -114,29 +114,29 @@ REQUIRED = object()
 
 
 class Setting(NamedTuple):
-    hf_name: str  # name in config.json; "": none, and `absent` computes ours from others
+    hf_name: str  # name in config.json; "": it has no such setting, and `absent` computes ours from the others
     field: str  # field of our config
-    absent: Any = REQUIRED  # value if it is null or missing, or a function of config.json
+    absent: Any = REQUIRED  # value if the setting is null or missing, or a function of config.json
     zero_is_null: bool = False  # write our 0 as null
 
 
 @dataclass(frozen=True)
 class Family:
-    """The table of one kind of model. "HF" settings are those of config.json."""
+    """The table of one family of models. "HF" settings are those in Hugging Face's config.json."""
 
     architecture: str  # transformers class that loads it
     settings: tuple[Setting, ...]
-    fixed_fields: dict[str, Any]  # our fields without an HF setting, and their only value
+    fixed_fields: dict[str, Any]  # our fields that HF has no setting for, with the only supported value
     positive_fields: tuple[str, ...]  # our fields that cannot be 0, because HF cannot leave that part out
-    initial_fields: dict[str, Any]  # our training-only fields, as from-hf sets them
-    hf_fixed: dict[str, Any]  # HF settings without a field of ours; a missing one has this value too
-    hf_defaults: dict[str, Any]  # values of missing HF settings that differ from hf_fixed
+    initial_fields: dict[str, Any]  # values that from-hf gives to our training-only fields
+    hf_fixed: dict[str, Any]  # HF settings that we have no field for, with the only supported value
+    hf_defaults: dict[str, Any]  # defaults of transformers for settings in hf_fixed, if they are unsupported values
     outside: tuple[Row, ...]  # tensors outside the layers
     layer: tuple[Row, ...]  # tensors of a layer; rows that a layer lacks are skipped
     layer_name: str = "model.layers.{layer}."
 
 
-# Settings that do not change the function: training, generation, bookkeeping. from-hf stores them for to-hf.
+# Settings that do not change what the model computes. from-hf stores them, so that to-hf can write them again.
 PASSED_THROUGH = set(
     "_name_or_path use_cache initializer_range bos_token_id eos_token_id pad_token_id max_position_embeddings "
     "output_router_logits auto_map aux_loss_alpha seq_aux ep_size qk_head_dim n_positions n_ctx gradient_checkpointing "
@@ -219,7 +219,7 @@ FAMILIES = {
 
 
 def register(kind: str, family: Family) -> None:
-    """Add your own table for the `model_type` called `kind`.
+    """Add your own table. `kind` is the model_type in config.json.
 
     Raises: UserError if the name is taken.
 
@@ -237,7 +237,7 @@ def register(kind: str, family: Family) -> None:
 
 
 def family_of(c: ModelConfig) -> str:
-    """Return the default family for a config, used if neither --family nor the run names one."""
+    """Return the default family for a config. It is used if neither --family nor the run's config.json names one."""
     if c.parallel_residual:
         return "gptj"
     if c.attention == "mla":
@@ -258,19 +258,19 @@ def config_from_hf(hf: dict) -> ModelConfig:
     kind = hf.get("model_type")
     if kind not in FAMILIES:
         known = suggest(str(kind), FAMILIES)
-        raise UserError(f"config.json: model_type={kind!r} has no table; {known}; --table FILE.py adds your own")
+        raise UserError(f"config.json: model_type={kind!r} is unknown; {known}; add a mapping with --table FILE.py")
     family, hf = FAMILIES[kind], _without_rope_parameters(hf)
     known = {s.hf_name for s in family.settings} | set(family.hf_fixed) | PASSED_THROUGH | IGNORED
     for name in hf:
         if name not in known:
             raise UserError(
-                f"config.json: {name}={hf[name]!r} is not known for {kind} and may change the model; "
+                f"config.json: unknown setting {name}={hf[name]!r} for {kind}, which may change the model; "
                 "if it doesn't, remove it from the file")  # fmt: skip
     for name, want in family.hf_fixed.items():
         value = hf.get(name, family.hf_defaults.get(name, want))
         if value != want:
             left_out = "" if name in hf else " (the default)"
-            raise UserError(f"config.json: {name}={value!r}{left_out} is not supported; our {kind} has {name}={want!r}")
+            raise UserError(f"config.json: {name}={value!r}{left_out} is not supported for {kind}; it must be {want!r}")
     c = ModelConfig(**family.initial_fields | _field_values(family, hf))
     check_fits(c, kind)
     return c
@@ -293,11 +293,11 @@ def _field_values(family: Family, hf: dict) -> dict[str, Any]:
 
 
 def _without_rope_parameters(hf: dict) -> dict:
-    """Replace rope_parameters, of newer files, by a plain rope_theta, as in older files."""
+    """Replace rope_parameters, which newer files have, with a plain rope_theta, as in older files."""
     rope = hf.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default" or set(rope) - {"rope_type", "rope_theta"}:
         raise UserError(
-            f"config.json: rope_parameters={rope!r} is not supported; only rope_type 'default' with a rope_theta is"
+            f"config.json: rope_parameters={rope!r} is not supported; use rope_type 'default' with a rope_theta"
         )
     rest = {name: value for name, value in hf.items() if name != "rope_parameters"}
     return rest | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
@@ -306,13 +306,13 @@ def _without_rope_parameters(hf: dict) -> dict:
 def check_fits(c: ModelConfig, kind: str) -> None:
     """Raises: UserError naming all our settings that this family cannot express."""
     family = FAMILIES[kind]
-    faults = [f"model.{name}={getattr(c, name)!r} (it has only {want!r})"
+    faults = [f"model.{name}={getattr(c, name)!r} (only {want!r} is supported)"
               for name, want in family.fixed_fields.items() if getattr(c, name) != want]  # fmt: skip
-    faults += [f"model.{name}={getattr(c, name)!r} (it has no 0)" for name in family.positive_fields
+    faults += [f"model.{name}={getattr(c, name)!r} (0 is not supported)" for name in family.positive_fields
                if not getattr(c, name)]  # fmt: skip
     if c.n_experts and c.top_k == 1 and c.normalize_gates:
-        faults.append("model.top_k=1 (it normalizes a single gate to 1, and ours does not; if it has "
-                      "normalize_gates, set it to False)")  # fmt: skip
+        faults.append("model.top_k=1 (transformers normalizes a single gate to 1, and our model does not; if the "
+                      "family allows it, set normalize_gates to False)")  # fmt: skip
     if faults:
         raise UserError(f"transformers' {family.architecture} ({kind}) cannot express {', '.join(faults)}")
 
@@ -326,7 +326,7 @@ def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict
     family = FAMILIES[kind]
     check_fits(c, kind)
     hf = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype} | family.hf_fixed
-    hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else transformers makes some up
+    hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else transformers uses its defaults
     for s in family.settings:
         value = getattr(c, s.field)
         if s.hf_name:
@@ -341,7 +341,7 @@ def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict
 
 
 class Part(NamedTuple):
-    """The slice of one of our parameters that is in a tensor on disk."""
+    """The slice of one of our parameters that a tensor on disk contains."""
 
     name: str  # name of our parameter
     index: tuple[int, ...]  # index along its stacking letters
@@ -360,8 +360,8 @@ class Piece(NamedTuple):
 def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
     """List every tensor on disk for a model of this config, with the parts of our parameters in it.
 
-    Raises: UserError if a parameter of ours is not covered exactly once, if a tensor name occurs twice, or if the
-    letters of a row are not those of its parameters.
+    Raises: UserError if one of our parameters is not covered exactly once, if a tensor name occurs twice, or if the
+    letters of a table row are not those of its parameters.
     """
     kind = kind or family_of(c)
     family, declared = FAMILIES[kind], sharding.flatten_named(declare(c))
@@ -375,7 +375,9 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
             continue
         if len(known) < len(names):
             lacking = ", ".join(name for name in names if name not in declared)
-            raise UserError(f"row {r.hf_name!r} of the table of {kind!r} has {lacking}, which the model lacks")
+            raise UserError(
+                f"row {r.hf_name!r} of the {kind!r} table has {lacking}, but our model has no such parameter"
+            )
         experts = range(c.n_experts) if "{expert}" in r.hf_name else [None]
         _check_letters(r, {name: declared[name].dims[numbers.ndim + (experts != [None]) :] for name in names}, kind)
         for index in np.ndindex(numbers.shape):
@@ -396,7 +398,7 @@ def _check_letters(r: Row, dims: dict[str, str], kind: str) -> None:
         places = [letter for letter in letters if letter in own]
         if sorted(places) != sorted(own) or len(factors) != len(own) or set(letters) - set("".join(dims.values())):
             raise UserError(
-                f"the table of {kind!r} has layout {r.layout!r} for {r.hf_name!r}, but {name} has letters {own!r}"
+                f"the {kind!r} table has layout {r.layout!r} for {r.hf_name!r}, but {name} has dims {own!r}"
             )
 
 
@@ -408,16 +410,16 @@ def _check_complete(tensors: list[Piece], declared: dict[str, sharding.Declarati
     for name, d in declared.items():
         if held[name] != d.size:
             times = f"{held[name] / d.size:g}" if held[name] else "no"
-            raise UserError(f"the table of {kind!r} has {times} rows for {name}; it should have one")
+            raise UserError(f"the {kind!r} table has {times} rows for {name}; it should have exactly one")
     for name, n in Counter(piece.hf_name for piece in tensors).items():
         if n > 1:
             raise UserError(
-                f"the table of {kind!r} names {n} tensors {name!r}; add {{layer}} or {{expert}} to the name"
+                f"the {kind!r} table gives {n} tensors the name {name!r}; add {{layer}} or {{expert}} to the name"
             )
 
 
 def layer_numbers(c: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the number of each layer, from 0, in the stacked shape of its parameters."""
+    """Return the layer numbers, counted from 0, in the shape in which the parameters of these layers are stacked."""
     numbers_LJ = np.arange(c.dense_prefix, c.n_layers).reshape(c.n_blocks, c.layers_per_block)
     dense = c.layers_per_block - bool(c.n_experts)
     return {"prefix": np.arange(c.dense_prefix), "blocks.dense": numbers_LJ[:, :dense], "blocks.moe": numbers_LJ[:, -1]}
@@ -442,7 +444,8 @@ def disk_shape(layout: str, sizes: dict[str, int]) -> tuple[int, ...]:
 def matching_views(disk: np.ndarray, ours: np.ndarray, layout: str, dims: str, sizes: dict[str, int]):
     """Yield pairs of views, of a tensor on disk and of our parameter, with the same numbers in the same order.
 
-    Assign one to the other to convert, in either direction. There is one pair, or three if rotary pairs are permuted.
+    To convert in either direction, assign one view to the other. There are three pairs if rotary pairs are permuted,
+    else one.
     """
     factors = [factor for word in layout.split() for factor in _factors(word)]
     view = disk.reshape([sum(sizes[part[0]] for part in factor) for factor in factors])

@@ -33,7 +33,7 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Folder:
-    """A folder, by its path or address: gs://, s3:// or any other protocol of fsspec."""
+    """A folder, given by its path or URL: gs://, s3:// or any other protocol of fsspec."""
 
     def __init__(self, path: str | Path):
         self.path = str(path).rstrip("/")
@@ -81,9 +81,8 @@ class Folder:
 def fresh_folder(path: str | Path) -> Iterator[Folder]:
     """Yield a folder to write to, which appears as `path` only when everything in it is written.
 
-    On this machine the folder is renamed at the end. A bucket cannot rename, so write config.json last, because every
-    reader reads it first.
-    Raises: UserError if `path` exists or the disk is full; then the partial folder is deleted.
+    A local folder is renamed at the end. A bucket cannot rename, so write config.json last: readers read it first.
+    Raises: UserError if `path` exists or the disk is full. A partial folder is deleted.
     """
     whole = Folder(path)
     if retry_if_remote(str(whole), whole.is_remote, lambda: whole.files.exists(whole.root)):
@@ -174,7 +173,7 @@ class Tensors:
         size = self.folder.size(file)
         begin = 8 + int.from_bytes(self.folder.read(file, 0, 8), "little")
         if begin > size:
-            raise damaged(f"its header would end at byte {begin} of {size}")
+            raise damaged(f"the header would end at byte {begin} of {size}")
         try:
             header = json.loads(self.folder.read(file, 8, begin))
             header.pop("__metadata__", None)
@@ -182,9 +181,9 @@ class Tensors:
             shapes = {name: tuple(x["shape"]) for name, x in header.items()}
             dtypes = {name: x["dtype"] for name, x in header.items()}
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise damaged(f"its header cannot be read ({error!r})") from error
+            raise damaged(f"the header cannot be read ({error!r})") from error
         if (end := max((stop for _, stop in spans.values()), default=begin)) != size:
-            raise damaged(f"it has {size} bytes, but its header describes {end}")
+            raise damaged(f"the file has {size} bytes, but its header describes {end}")
         arrays = {}
         for name, (start, stop) in spans.items():
             dtype, need = DTYPES.get(dtypes[name], dtypes[name]), stop - start

@@ -11,12 +11,12 @@ from devices import log
 from weights import convert
 
 FLAGS = ("--init-from", "--init_from", "--run.init_from", "--run.init-from")
-# Settings of the model that don't change the meaning of parameters. All others come with the parameters.
+# Model settings that don't change what the parameters mean. All others are taken from the other run.
 KEPT_SETTINGS = affecting(Affects.TRAINING, Affects.NUMBERS, group="model")
 
 
 def apply_init_from(start: Config, flags: list[str]) -> Config:
-    """If the flags contain --init-from, take the defaults of the model's shape from the run that it names."""
+    """If the flags contain --init-from RUN, take the defaults of the model's shape from that run."""
     words = [word for flag in flags for word in flag.split("=", 1)]
     source = next((value for name, value in itertools.pairwise(words) if name in FLAGS), "")
     if not source:
@@ -33,7 +33,7 @@ def with_shape_of(source: ModelConfig, current: ModelConfig) -> ModelConfig:
 
 
 def load_init_params(cfg: Config, mesh: Mesh):
-    """Load the parameters of the run in run.init_from, from its newest checkpoint or its weights; None if it is empty.
+    """Load the parameters of the run in run.init_from, from its latest checkpoint or its weights; None if it is empty.
 
     Prints their origin, and the model settings that differ from that run's.
     Raises: UserError if they are missing or do not fit.
@@ -46,13 +46,13 @@ def load_init_params(cfg: Config, mesh: Mesh):
         convert.load_params(source, declarations, mesh, step),
         "converted" if step is None else f"step {step}",
     )
-    log(f"parameters from {source}, {which}, and its model's settings")
+    log(f"parameters from {source}, {which}, and its model settings")
     if other := differing_settings(cfg.model, convert.read_config(source)):
-        log(f"           but for {other}")
+        log(f"           except {other}")
     return params
 
 
 def differing_settings(ours: ModelConfig, theirs: ModelConfig) -> str:
-    """List the model settings that differ, with both values."""
+    """List the model settings that differ, with both values: ours, and that of the other run."""
     changes = differences({"model": dataclasses.asdict(ours)}, {"model": dataclasses.asdict(theirs)})
     return ", ".join(f"{name.removeprefix('model.')}={x!r} (there {y!r})" for name, x, y in changes)

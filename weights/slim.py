@@ -1,4 +1,4 @@
-"""Export only the weights of a run. The optimizer state that a checkpoint also has is twice as large."""
+"""Export only the weights of a run. A checkpoint also has the optimizer state, which is twice as large."""
 
 import json
 from typing import Annotated

@@ -99,8 +99,10 @@ def test_invalid_flags_and_runs_are_refused(run_directory, tmp_path):
     assert run(tmp_path, "--port", 0) == (2, f"error: no checkpoint in {tmp_path}/checkpoints\n")
     (tmp_path / "key").write_text("\n")
     for flags, message in [
-        (("--host", "0.0.0.0"), "--host 0.0.0.0: others can connect; add --api_key_file FILE, or use --host 127.0.0.1"),
-        (("--host", ""), "--host : others can connect; add --api_key_file FILE, or use --host 127.0.0.1"),
+        (("--host", "0.0.0.0"), "--host 0.0.0.0: other machines can connect, so a key is "
+     "required; add --api_key_file FILE, or use --host 127.0.0.1"),
+        (("--host", ""), "--host : other machines can connect, so a key is required; add --api_key_file FILE, "
+     "or use --host 127.0.0.1"),
         (("--api_key_file", tmp_path / "key"), f"{tmp_path}/key: empty; write a key to it, e.g. with `openssl rand "
          "-hex 32`"),
         (("--api_key_file", tmp_path / "none"), f"[Errno 2] No such file or directory: '{tmp_path}/none'"),

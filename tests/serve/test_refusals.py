@@ -20,17 +20,17 @@ from tests.serve.test_answers import completion, read_metrics
 ASKED = {"completions": {"model": "rule", "prompt": "!"},
          "chat/completions": {"model": "rule", "messages": [{"role": "user", "content": "x"}]}}  # fmt: skip
 COMPLETIONS = [  # parameters to change (None: to remove), the status, the parameter in the error, the message
-    ({"model": None}, 400, "model", "model is missing; this server has 'rule'"),
-    ({"model": "gpt"}, 404, "model", "model 'gpt' does not exist; this server has 'rule'"),
-    ({"model": "\ud800"}, 404, "model", r"model '\ud800' does not exist; this server has 'rule'"),
-    ({"prompt": None}, 400, "prompt", "prompt is missing; set it to a text, token ids, or a list of either"),
-    ({"prompt": []}, 400, "prompt", "prompt=[] has no text to continue; for an empty text use ''"),
+    ({"model": None}, 400, "model", "model is missing; this server serves 'rule'"),
+    ({"model": "gpt"}, 404, "model", "model 'gpt' does not exist; this server serves 'rule'"),
+    ({"model": "\ud800"}, 404, "model", r"model '\ud800' does not exist; this server serves 'rule'"),
+    ({"prompt": None}, 400, "prompt", "prompt is missing; set it to a string, token ids, or a list of either"),
+    ({"prompt": []}, 400, "prompt", "prompt=[] has no text to continue; for an empty prompt use ''"),
     ({"prompt": 3}, 400, "prompt", "prompt=3: should be of type str or list"),
-    ({"prompt": ["a", 3]}, 400, "prompt", "prompt: should be a text, token ids, or a list of either, none of them "),
-    ({"prompt": [[True]]}, 400, "prompt", "prompt: should be a text, token ids, or a list of either, none of them "),
+    ({"prompt": ["a", 3]}, 400, "prompt", "prompt: should be a string, token ids, or a list of either, none of them "),
+    ({"prompt": [[True]]}, 400, "prompt", "prompt: should be a string, token ids, or a list of either, none of them "),
     ({"prompt": [3, 999]}, 400, "prompt", "prompt: token 999 is not one of 0..256"),
     ({"prompt": "\ud800"}, 400, "prompt", "prompt: not UTF-8 (surrogates not allowed at character 0)"),
-    ({"prompt": "x" * 30}, 400, "prompt", "a prompt of 31 tokens, including the end-of-text token in front, leaves "
+    ({"prompt": "x" * 30}, 400, "prompt", "a prompt of 31 tokens, including the end-of-text token before it, leaves "
      "no room in a context of 24 tokens; shorten it by at least 8"),
     ({"prompt": [1] * 24}, 400, "prompt", "a prompt of 24 tokens leaves no room in a context of 24 tokens; shorten it "
      "by at least 1"),
@@ -43,20 +43,20 @@ COMPLETIONS = [  # parameters to change (None: to remove), the status, the param
     ({"max_tokens": True}, 400, "max_tokens", "max_tokens=True: should be of type int"),
     ({"seed": 1.5}, 400, "seed", "seed=1.5: should be a whole number"),
     ({"stop": [""]}, 400, "stop", "stop=('',): must be strings, and none may be empty"),
-    ({"stop": 3}, 400, "stop", "stop=3: should be a text, or a list of texts"),
+    ({"stop": 3}, 400, "stop", "stop=3: should be a string, or a list of strings"),
     ({"n": 0}, 400, "n", "n=0 for 1 prompts: a request can have 1 to 128 texts in total"),
-    ({"n": 100}, 400, "n", "the request has 100 texts; this server runs and queues at most 67 in total"),
+    ({"n": 100}, 400, "n", "the request has 100 texts, but this server runs and queues at most 67"),
     ({"logprobs": 6}, 400, "logprobs", "logprobs=6: must be from 0 to 5"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options",
      "stream_options needs stream=true; set it, or leave stream_options out"),
     ({"presence_penalty": 0.5}, 400, "presence_penalty",
      "presence_penalty is not supported; repetition_penalty above 1 makes repeated tokens less likely"),
     ({"echo": True, "stream": True}, 400, "echo", "echo does not work with stream=true; set one of them to false"),
-    ({"top-k": 3}, 400, "top-k", "'top-k' is not a parameter; did you mean 'top_k'? known: top_k, "),
-    (b"[]", 400, None, 'the request should be a JSON object, e.g. {"model": .., "prompt": ..}'),
-    (b'{"model"', 400, None, "the request is not JSON: JSONDecodeError: Expecting ':' delimiter: line 1 column 9"),
-    (b"[" * 100_000, 400, None, "the request is not JSON: RecursionError: "),
-    (b"\xff\xff", 400, None, "the request is not JSON: UnicodeDecodeError: "),
+    ({"top-k": 3}, 400, "top-k", "unknown parameter 'top-k'; did you mean 'top_k'? known: top_k, "),
+    (b"[]", 400, None, 'the request body should be a JSON object, e.g. {"model": .., "prompt": ..}'),
+    (b'{"model"', 400, None, "the request body is not JSON: JSONDecodeError: Expecting ':' delimiter: line 1 column 9"),
+    (b"[" * 100_000, 400, None, "the request body is not JSON: RecursionError: "),
+    (b"\xff\xff", 400, None, "the request body is not JSON: UnicodeDecodeError: "),
     (b"x" * (app.MAX_REQUEST_BYTES + 1), 413, None, "the request body is larger than 1,048,576 bytes"),
 ]  # fmt: skip
 CHATS = [
@@ -64,7 +64,7 @@ CHATS = [
     ({"messages": [{"role": "robot", "content": "a"}]}, 400, "messages",
      'messages[0]: should be {"role": .., "content": ..}, with a role of system, developer, user, assistant'),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages",
-     'messages[0]: content should be a text, or a list of {"type": "text", "text": ..}'),
+     'messages[0]: content should be a string, or a list of {"type": "text", "text": ..}'),
     ({"tools": [{}]}, 400, "tools", "tools is not supported; describe them in the prompt, and read the text"),
     ({"echo": True}, 400, "echo", "echo is not supported; use /v1/completions with the chat's text as the prompt"),
     ({"top_logprobs": 3}, 400, "top_logprobs", "top_logprobs needs logprobs=true"),
@@ -180,10 +180,10 @@ def test_a_disconnect_frees_the_slots(serve, gate, engine, stream):
 def test_a_request_ends_at_its_timeout(serve, gate):
     """Catches a client that waits forever, a stream that ends as if it were complete, and slots that are not freed."""
     with serve(timeout_s=0.3) as server:
-        with pytest.raises(openai.APIStatusError, match=r"not done within 0\.3 s") as error:
+        with pytest.raises(openai.APIStatusError, match=r"timeout after 0\.3 s") as error:
             completion(server)
         assert error.value.status_code == 504
-        with pytest.raises(openai.APIError, match=r"not done within 0\.3 s"):
+        with pytest.raises(openai.APIError, match=r"timeout after 0\.3 s"):
             [*completion(server, stream=True)]
         assert not server.worker.streams
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as slow:

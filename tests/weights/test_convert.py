@@ -291,9 +291,7 @@ def test_a_missing_row_is_named(name, monkeypatch):
                 continue  # a tensor that this model lacks
             rest = tuple(r for r in getattr(family, part) if r is not gone)
             monkeypatch.setitem(FAMILIES, kind, dataclasses.replace(family, **{part: rest}))
-            with pytest.raises(
-                UserError, match=rf"the table of '{kind}' has no rows for (\S+\.)?{gone.parameters[0]}; "
-            ):
+            with pytest.raises(UserError, match=rf"the '{kind}' table has no rows for (\S+\.)?{gone.parameters[0]}; "):
                 families.pieces(c)
             found += 1
     assert found >= 9
@@ -411,8 +409,8 @@ def test_a_model_without_a_class_in_transformers_is_refused(family, tmp_path, ca
     flags = ["--family", family] if family else []
     status, _, said = command("to-hf", tmp_path / "run", "--out", tmp_path / "hf", *flags, capsys=capsys)
     wanted = {"": "error: transformers' DeepseekV3ForCausalLM (deepseek_v3) cannot express "
-                  "model.no_rope_every=3 (it has only 0), model.moe_every=2 (it has only 1); ",
-              "llama": "LlamaForCausalLM (llama) cannot express model.no_rope_every=3 (it has only 0), "}  # fmt: skip
+                  "model.no_rope_every=3 (only 0 is supported), model.moe_every=2 (only 1 is supported); ",
+              "llama": "LlamaForCausalLM (llama) cannot express model.no_rope_every=3 (only 0 is "}  # fmt: skip
     assert status == 2 and wanted[family] in said and "; train with other settings, or share the run's weights" in said
     assert said.count("\n") == 1 and not (tmp_path / "hf").exists()
 
@@ -538,7 +536,7 @@ def test_the_command_line_end_to_end(tmp_path):
         "model.safetensors",
     ]
     done = run("from-hf", "runs/x", "--out", "y")
-    assert done.returncode == 2 and done.stderr.startswith("error: config.json: model_type=None")
+    assert done.returncode == 2 and done.stderr.startswith("error: config.json: model_type=None is unknown")
 
 
 @every_family
@@ -571,7 +569,7 @@ def test_a_run_has_the_precision_of_its_files(family, dtype, tmp_path, capsys):
     status, said, _ = command("from-hf", folder, "--out", tmp_path / "run", capsys=capsys)
     assert status == 0
     assert convert.read_config(tmp_path / "run").precision == precision
-    assert said.endswith(f"precision  {precision} parameters, as the files hold them, {precision} compute\n")
+    assert said.endswith(f"precision  {precision} parameters, as stored in the files, {precision} compute\n")
 
 
 def test_a_float32_bias_does_not_change_the_compute_dtype(tmp_path):

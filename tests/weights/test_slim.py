@@ -130,7 +130,7 @@ def measured(run, tmp_path):
     return measured
 
 
-NO_STEP_7 = "has no checkpoint of step 7; it has 3, 12, best, 15\n"
+NO_STEP_7 = "has no checkpoint of step 7; use one of 3, 12, best, 15\n"
 
 
 def test_a_step_is_selected_by_number_or_as_the_best(measured, tmp_path, capsys):
@@ -249,13 +249,13 @@ def test_config_json_is_written_last(words, run, bucket, monkeypatch):
 
 
 MISTAKES = {
-    "a far checkpoint": (["slim", "memory://bucket/run", "OUT"], "memory://bucket/run has no weights as "),
+    "a far checkpoint": (["slim", "memory://bucket/run", "OUT"], "memory://bucket/run has no weights "),
     "no weights": (["slim", "EMPTY", "OUT"], "error: no checkpoint in "),
     "no folder": (["slim", "nowhere", "OUT"], "nowhere: no config.json; pass a run directory"),
     "theirs": (["slim", LLAMA, "OUT"], "is not the config of a run (convert a Hugging Face folder with from-hf)"),
     "another dtype": (["slim", "RUN", "OUT", "--dtype", "int8"], "--dtype int8 is not supported; known: float32"),
     "near": (["slim", "RUN", "OUT", "--dtype", "bfloat"], "did you mean 'bfloat16'?"),
-    "no step": (["slim", "RUN", "OUT", "--step", "7"], "has no checkpoint of step 7; it has 3, 12"),
+    "no step": (["slim", "RUN", "OUT", "--step", "7"], "has no checkpoint of step 7; use one of 3, 12"),
     "there": (["slim", "RUN", "RUN"], "exists; choose another folder, or delete it"),
     "there, far": (["slim", "RUN", "memory://bucket"], "memory://bucket exists; choose another folder, or delete it"),
     "no scores": (["slim", "RUN", "OUT", "--scores", "nowhere.json"], "--scores nowhere.json: No such file or di"),

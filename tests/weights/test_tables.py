@@ -64,18 +64,18 @@ def test_your_own_table_round_trips(fork, run, tmp_path, capsys):
     del families.FAMILIES["fork"]
     capsys.readouterr()
     assert status_of("to-hf", tmp_path / "run", "--out", tmp_path / "third") == 2
-    assert "config.json: unknown table 'fork'; known: " in capsys.readouterr().err
+    assert "config.json: unknown family 'fork'; known: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text, message", [
     (FORK.replace('"fork"', '"llama"'), "a table for model_type='llama' exists; choose another name; known: llama"),
-    (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE[:1], "), "the table of 'fork' has no rows for norm_D"),
-    (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE, "), "the table of 'fork' has 2 rows for unembedding_DV"),
-    (FORK.replace("decoder.{layer}.", "decoder."), "names 3 tensors 'decoder.input_layernorm.weight'; add {layer} or "),
-    (FORK.replace('"V D"', '"D D"'), "has layout 'D D' for 'unembed.weight', but unembedding_DV has letters 'DV'"),
-    (FORK.replace('"V D"', '"V[D|K]"'), "has layout 'V[D|K]' for 'unembed.weight', but unembedding_DV has letters "),
-    (FORK.replace('"unembedding_DV"', '"unembedding_DV", "bias_V"'), "has bias_V, which the model lacks"),
-    ("x = 1", "adds no table; it must call weights.families.register(kind, family)"),
+    (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE[:1], "), "the 'fork' table has no rows for norm_D"),
+    (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE, "), "the 'fork' table has 2 rows for unembedding_DV"),
+    (FORK.replace("decoder.{layer}.", "decoder."), "gives 3 tensors the name 'decoder.input_layernorm.weight'; "),
+    (FORK.replace('"V D"', '"D D"'), "has layout 'D D' for 'unembed.weight', but unembedding_DV has dims 'DV'"),
+    (FORK.replace('"V D"', '"V[D|K]"'), "has layout 'V[D|K]' for 'unembed.weight', but unembedding_DV has dims "),
+    (FORK.replace('"unembedding_DV"', '"unembedding_DV", "bias_V"'), "has bias_V, but our model has no such"),
+    ("x = 1", "the file registers no mapping; call weights.families.register(model_type, family) in it"),
     ("x = 1 / 0", "ZeroDivisionError: division by zero"),
 ])  # fmt: skip
 def test_an_invalid_table_is_refused(text, message, fork, run, tmp_path, capsys):
