@@ -25,7 +25,7 @@ CHUNK_TOKENS = 2**22  # tokens per read
 class Arguments:
     """Read all shards of a directory or bucket, compare them with the manifest, and print a summary."""
 
-    path: Annotated[str, tyro.conf.Positional]  # written by python -m data.prepare
+    path: Annotated[str, tyro.conf.Positional]  # directory of tokens, written by python -m data.prepare
     documents: int = 3  # show the first line of this many documents per split
     seq_len: int = 0  # count the rows of this many tokens in an epoch, for each value of --data.packing; 0: don't
     plot: str = ""  # plot the document lengths to this PNG or SVG file; empty: no plot

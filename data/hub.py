@@ -1,4 +1,4 @@
-"""List the files of a data set on the Hugging Face hub, at one commit, as its card assigns them to configurations."""
+"""List the files of a data set on the Hugging Face hub at one commit, for a configuration that its card defines."""
 
 import fnmatch
 import json

@@ -13,9 +13,9 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The pieces of the token stream in each row of an epoch. A document that fits into a row is one piece."""
+    """For each row of an epoch, its pieces of the token stream. A document that fits into a row is one piece."""
 
-    edges: np.ndarray  # start of each piece in the stream, and the end of the last one
+    edges: np.ndarray  # stream position of each piece's start, and of the last piece's end
     by_row: np.ndarray  # indices of pieces, in the order of rows
     row_starts: np.ndarray  # index in by_row of each row's first piece, and finally the number of pieces
 
@@ -31,7 +31,7 @@ class Packed:
 def pack(edges: np.ndarray, seq_len: int) -> Packed:
     """Pack documents into rows of `seq_len` tokens. A longer document is first cut into full rows and a remainder.
 
-    edges   start of each document in the stream, and the end of the last one
+    edges   stream position of each document's start, and of the last document's end
     """
     parts = -(-np.diff(edges) // seq_len)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document

@@ -41,7 +41,7 @@ class Arguments:
 
     A document is a text file, or a row of jsonl or parquet. A hash of its name decides whether it is held out.
 
-    If this leaves train or val without text, as with a single file, the tail of every document is held out instead.
+    If this leaves train or val empty, as with a single file, the tail of every document is held out instead.
 
     Running the same command again changes nothing; if the first run was interrupted, it finishes the work.
     """
@@ -54,7 +54,7 @@ class Arguments:
     shard_tokens: int = 2**25  # maximum tokens per shard; two shards must fit in memory
     overwrite: bool = False  # replace the tokens in --out
     workers: int = 1  # processes that tokenize; 0: one per core; the tokens don't depend on this number
-    engine: Literal["processes", "ray"] = "processes"  # ray: a Ray cluster; all its hosts need access to both paths
+    engine: Literal["processes", "ray"] = "processes"  # ray: a Ray cluster whose hosts can access --source and --out
     ray_address: str = "auto"  # address of the cluster; auto: the cluster of this machine
 
     def __post_init__(self):
@@ -189,7 +189,7 @@ def _check_existing(args: Arguments) -> dict:
 
 
 def _split_file_once(work: Folder, kind: str, file: files.File, unit_bytes: int) -> list[Part]:
-    """Split a large file into parts, which reads all of it, and store the positions for the next run."""
+    """Split a large file into parts, and store the positions, because finding them reads the whole file."""
     name = "parts-" + hashlib.sha256(json.dumps([kind, file, unit_bytes]).encode()).hexdigest()[:20]
     if work.size(name) is None:
         split = lambda: sources.split_file(kind, file, unit_bytes)
@@ -270,7 +270,7 @@ def _assemble(args: Arguments, job: Job, cut: list[Unit], unit_files: list[UnitF
     every = [shard for one in cuts.values() for shard in one.shards]
     done = {shard.file: finished for shard in every if (finished := units.read_finished_shard(job, shard))}
     todo = [shard for shard in every if shard.file not in done]
-    # Starting a process takes as long as writing a few shards.
+    # Starting a process takes as long as writing a few shards, so start one per 4 shards.
     results = _run_tasks(args, units.assemble, job, todo, len(todo) // 4)
     with progress.show_progress("shards", len(every), len(done)) as advance:
         for one in results:
@@ -313,7 +313,7 @@ def entropies(tokens: np.ndarray, vocabulary: int) -> dict:
 
 
 def _entropy_nats(values: np.ndarray) -> float:
-    few = values.max() < len(values)  # then counting in a table is faster than sorting
+    few = values.max() < len(values)  # if so, counting with bincount is faster than sorting
     counts = np.bincount(values) if few else np.unique(values, return_counts=True)[1]
     shares = counts[counts > 0] / len(values)
     return float(-np.sum(shares * np.log(shares)))
@@ -449,7 +449,7 @@ def _hold_out(documents: list[np.ndarray], share: float) -> tuple[list[np.ndarra
     total = sum(map(len, documents))
     left = total - max(1, round(total * share))
     if left < 1:
-        raise UserError(f"train_ids has {total} tokens, and val_share={share} leaves {left} of them to train on; "
+        raise UserError(f"train_ids has {total} tokens, and val_share={share} leaves {left} of these for training; "
                         "pass more tokens, or validation_ids")  # fmt: skip
     train = []
     for number, document in enumerate(documents):

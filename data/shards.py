@@ -46,7 +46,7 @@ class Folder:
             self.files.makedirs(self.root, exist_ok=True)
 
     def file_names(self) -> list[str]:
-        """List the files in it, without subfolders."""
+        """List the names of the files in this folder, without subfolders."""
         self.files.invalidate_cache()
         try:
             found = self._call(lambda: self.files.ls(self.root, detail=True))
@@ -55,7 +55,7 @@ class Folder:
         return sorted(os.path.basename(one["name"]) for one in found if one["type"] == "file")
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a file, or None if it does not exist."""
+        """Return the size of a file in bytes, or None if it does not exist."""
         try:
             return self._call(lambda: self.files.info(self._path_of(name)))["size"]
         except FileNotFoundError:
@@ -128,7 +128,7 @@ class UnitHead(NamedTuple):
     tokens: dict[str, int]
     text_bytes: dict[str, int]
     odd: int  # documents that are not UTF-8
-    first_odd: str  # name of the first of them
+    first_odd: str  # name of the first such document
 
 
 def write_unit(folder: Folder, name: str, dtype: np.dtype, tokens: dict[str, list[np.ndarray]], head: UnitHead) -> None:
@@ -165,7 +165,7 @@ class UnitFile:
 
     @property
     def size(self) -> int:
-        """Bytes of a complete file."""
+        """Size in bytes that the file has when it is complete."""
         return self._token_offset("val") + self.head.tokens["val"] * self.dtype.itemsize
 
     def lengths(self, split: str) -> np.ndarray:
@@ -216,7 +216,7 @@ class Shard(NamedTuple):
 
 @dataclass
 class ShardPlanner:
-    """Assigns the documents of one split to shards. A document that does not fit into the shard starts a new shard.
+    """Assigns the documents of one split to shards. A document that does not fit into the shard starts the next one.
 
     A document longer than a shard is split over several shards, and counts in the first of them.
     """

@@ -218,7 +218,7 @@ def _read_texts(part: Part, _field: str) -> Iterator[Document]:
 
 
 def _strip_line_breaks(text: bytearray, after: bool, last: bool = False) -> bytes:
-    """Remove the line breaks that belong to the SEPARATORs before and after a text."""
+    """Remove the line break that follows the SEPARATOR before a text, and the one that precedes the next SEPARATOR."""
     start, stop = 0, len(text)
     if after:
         start = 2 if text.startswith(b"\r\n") else int(text.startswith(b"\n"))

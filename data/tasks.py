@@ -110,9 +110,9 @@ def examples(task: Task, split: str) -> Iterator[Example]:
 
 
 def rows(task: Task, split: str, seq_len: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yield one row of T = seq_len positions per example: arrays [T] named as in `dataset.batch`; longer ones are cut.
+    """Yield one row of T = seq_len positions per example: arrays [T], named as in `dataset.batch`.
 
-    You can stack rows into a batch for training; only the targets of the task count.
+    Longer examples are truncated. You can stack rows into a batch for training; only the targets of the task count.
     """
     eot = tokenizers.load(task.tokenizer).eot_token
     for tokens, weights in examples(task, split):

@@ -1,9 +1,9 @@
 """Evaluate a model: benchmark tasks of lm-evaluation-harness, and the loss on any directory of tokens.
 
 Open `scoring.py` first: it computes the log-probability of each token of a text, on any mesh. `answering.py` tokenizes
-requests and answers each once. `answers.py` stores the answers in a file, so that an interrupted evaluation resumes.
-`harness.py` is the adaptor to EleutherAI's harness, and the only file that needs it. `perplexity.py` computes the loss
-on a validation split as training does. `show.py` prints progress and tables. The command is `python -m evaluate`.
+requests and answers each once. `answers.py` caches the answers in a file, for resuming. `harness.py`
+is the adaptor to EleutherAI's harness, and the only file that imports it. `perplexity.py` computes the loss on a
+validation split as training does. `show.py` prints progress and tables. The command is `python -m evaluate`.
 
 From outside: `scoring.Scorer`, `answering.Answerer`.
 """

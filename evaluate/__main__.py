@@ -24,9 +24,7 @@ from train.processes import end_together, join
 class Arguments:
     """Evaluate a run on tasks of lm-evaluation-harness, or compute its loss on the validation split of any tokens."""
 
-    run: Annotated[
-        tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")
-    ]  # directory of a run, or of weights from from-hf
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # run directory, or output of from-hf
     step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the latest
     tasks: str = ""  # comma-separated names of tasks, in the harness or in include_path
     perplexity: str = ""  # directory of tokens, written by python -m data.prepare

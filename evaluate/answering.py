@@ -35,7 +35,7 @@ class Answerer:
     # Tokens -----------------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize a text as model input. Special tokens written in the text are plain text."""
+        """Tokenize a text as model input. Special tokens that appear in the text are treated as plain text."""
         return self.bos + self.encode_plain(text)
 
     def encode_plain(self, text: str) -> list[int]:
@@ -84,7 +84,7 @@ class Answerer:
         """Continue each context.
 
         requests  (context, settings of generate.Request: tokens, temperature, stop, ..)
-        With a temperature above 0, a repeated request is sampled again with another seed.
+        With a temperature above 0, each repetition of a request is sampled with a different seed.
         """
         times, keys, asked = Counter(), [], []
         for context, settings in requests:

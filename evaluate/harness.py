@@ -41,7 +41,7 @@ class Adaptor(LM):
         return self.answerer.loglikelihood([request.args for request in requests])
 
     def loglikelihood_rolling(self, requests):
-        """Score whole texts in disjoint windows. Each window but the first has one token of context."""
+        """Score whole texts in disjoint windows. Each window except the first has one token of context."""
         answerer, windows = self.answerer, []
         for (text,) in (request.args for request in requests):
             cut = get_rolling_token_windows(answerer.encode(text), answerer.prefix, answerer.max_tokens, context_len=1)
@@ -57,7 +57,7 @@ class Adaptor(LM):
 
 
 def generation_settings(asked: dict) -> dict:
-    """Convert the generation settings of a task, whose names vary, to those of `generate.Request`."""
+    """Convert a task's generation settings, whose names vary, to the settings of `generate.Request`."""
     how = normalize_gen_kwargs(asked, DEFAULT_MAX_TOKENS)
     temperature = float(how.get("temperature", 1.0)) if how["do_sample"] else 0.0
     stop = tuple(filter(None, handle_stop_sequences(how["until"], eos=None)))

@@ -31,7 +31,7 @@ class Arguments(Settings):
     length_penalty: float = 1.0  # a beam's score is log-probability / length**length_penalty; above 0 favors long texts
     draft: str = ""  # directory of a small run with the same tokenizer that proposes tokens (speculative decoding)
     draft_tokens: Size = 4  # tokens that the draft proposes per step of the model
-    weights: Literal["compute", "int8"] = "compute"  # dtype of matrices; compute: as in training; int8: with scales
+    weights: Literal["compute", "int8"] = "compute"  # weight dtype; compute: as in training; int8: with scales
     cache: Literal["compute", "bfloat16", "int8"] = "compute"  # dtype of the KV cache
     samples: Size = 1  # samples per prompt; sample n, counted from 0 over all prompts, uses seed + n
     json: bool = False  # print one JSON object per text

@@ -140,7 +140,7 @@ class Engine:
         return not self.waiting and not self.running
 
     def step(self) -> list[Job]:
-        """Decode one token for every text in progress, then prefill. Returns the jobs that got a token, or ended."""
+        """Decode one token for every text in progress, then prefill. Returns the jobs that got a token or ended."""
         self.admit_jobs()
         decoding = [job is not None and job.tokens_read == len(job.prompt) for job in self.slots]
         drawn = self.run_decode(decoding) if any(decoding) else []
@@ -153,7 +153,7 @@ class Engine:
         return drawn
 
     def prefill_single(self, job: Job) -> Job:
-        """Prefill a prompt in row 0 of an idle engine and draw one token; the caller continues from this cache."""
+        """Prefill a prompt in row 0 of an idle engine and sample one token; the caller continues from this cache."""
         assert self.idle, "the engine has requests in progress"
         self.submit(job)
         while not (job.tokens or job.ended):
@@ -201,7 +201,7 @@ class Engine:
             self.cache = self.copy(self.cache, from_n, to_n)
 
     def run_prefill(self, reading: list[Job | None]) -> list[Job]:
-        """Prefill one chunk of each prompt. After its last chunk, draw the first token."""
+        """Prefill one chunk of each prompt. After its last chunk, sample the first token."""
         self.copy_shared_prefixes(reading)
         n, per_group = len(reading), len(self.slots) // self.groups
         tokens_ns = np.zeros((n, self.piece), np.int32)
@@ -238,7 +238,7 @@ class Engine:
                 job.prompt_tokens.append(Token.from_row(chosen, i * m + j, job.settings.logprobs))
 
     def run_decode(self, decoding: list[bool]) -> list[Job]:
-        """Draw the next token of each text in progress."""
+        """Sample the next token of each text in progress."""
         jobs = [job if on else None for job, on in zip(self.slots, decoding, strict=True)]
         last = lambda job: (job.tokens[-1].id, len(job.prompt) + len(job.tokens) - 1)
         tokens_b, positions_b = zip(*((0, NOWHERE) if job is None else last(job) for job in jobs), strict=True)
@@ -248,7 +248,7 @@ class Engine:
         return self.draw_tokens(logits_bV, jobs, range(len(jobs)))
 
     def draw_tokens(self, logits_nV, jobs: list[Job | None], rows) -> list[Job]:
-        """Draw a token for each job from its logits. rows: the slot of each job"""
+        """Sample a token for each job from its logits. rows: the slot of each job"""
         asked = BatchSettings.from_rows([job and (job.settings, len(job.tokens)) for job in jobs], self.vocabulary)
         rows_n = np.int32([len(self.slots) if job is None else row for job, row in zip(jobs, rows, strict=True)])
         chosen, self.seen_bV = self.draw(logits_nV, asked, self.seen_bV, rows_n, self.drawable_V)

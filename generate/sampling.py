@@ -23,7 +23,7 @@ class Settings:
     temperature: NotNegative = 0.8  # divides the logits; 0: always the most likely token
     top_k: Count = 50  # keep the k most likely tokens; 0: all
     top_p: float = 0.95  # keep the most likely tokens whose probabilities add up to this; 1: all
-    min_p: ShareBelow1 = 0.0  # keep tokens with this fraction of the highest probability (arXiv:2407.01082); 0: all
+    min_p: ShareBelow1 = 0.0  # least probability to keep, relative to the most likely token (arXiv:2407.01082); 0: all
     repetition_penalty: Positive = 1.0  # above 1: tokens of the prompt and the text so far become less likely
     stop: tuple[str, ...] = ()  # strings that end the text; they are not included
     seed: int = 0  # the same seed gives the same text; sample n, counted from 0 over all prompts, uses seed + n
@@ -168,7 +168,7 @@ def score_tokens(logits_nV, token_n, drawable_V) -> DrawnTokens:
 
 @jax.jit
 def choose(logits_bV, asked: BatchSettings, seen_bV, drawable_V) -> DrawnTokens:
-    """Draw one token per row.
+    """Sample one token per row.
 
     seen_bV     mask of the tokens that repetition_penalty applies to
     drawable_V  mask of the ids that may be sampled; the model's vocabulary may be larger

@@ -1,8 +1,8 @@
 """Speculative decoding: a small draft model proposes k tokens, and the model checks them all in one step.
 
 A decode step reads every weight for one token, and costs about as much for a few tokens. The acceptance rule keeps the
-text distributed exactly as the model alone would sample it, so a bad draft only costs time. Both distributions are
-those after temperature, top_k, top_p, min_p and penalty.
+text distributed exactly as if the model alone sampled it, so a bad draft only costs time. The distributions of both
+models include temperature, top_k, top_p, min_p and penalty.
 
 Source: Leviathan et al., arXiv:2211.17192, algorithm 1.
 """
@@ -38,7 +38,7 @@ def random_key(asked: BatchSettings, purpose: int):
 
 
 def probabilities(logits_bV, asked: BatchSettings, seen_bV):
-    """Return the distribution that `sampling.choose` draws from."""
+    """Return the distribution that `sampling.choose` samples from."""
     less_bV = penalize(logits_bV, asked.repetition_penalty, seen_bV)
     likeliest_bV = jax.nn.one_hot(jnp.argmax(less_bV, axis=-1), less_bV.shape[-1])
     return jnp.where(asked.temperature[:, None] > 0, jax.nn.softmax(filter_logits(less_bV, asked)), likeliest_bV)
@@ -50,7 +50,7 @@ def draw_token(key, probability_V):
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def propose(logits_bV, asked: BatchSettings, seen_1V, drawable_V, *, mesh: Mesh):
-    """Draw a token from the draft's logits. Returns it in every row, its distribution, and the updated seen_1V."""
+    """Sample a token from the draft's logits. Returns it (for every row), its distribution, and the updated seen_1V."""
     everywhere = NamedSharding(mesh, P())
     logits_1V = mask_unused(jax.lax.with_sharding_constraint(logits_bV, everywhere)[:1], drawable_V)
     q_V = probabilities(logits_1V, asked, seen_1V)[0]
@@ -61,7 +61,7 @@ def propose(logits_bV, asked: BatchSettings, seen_1V, drawable_V, *, mesh: Mesh)
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def verify(logits_bmV, proposed_k, q_kV, asked: BatchSettings, seen_1V, drawable_V, *, mesh: Mesh):
-    """Accept or reject the k proposed tokens, and draw one more after the accepted ones.
+    """Accept or reject the k proposed tokens, and sample one more after the accepted tokens.
 
     logits_bmV  the model's logits before each proposed token and after the last: m = k + 1
     Returns: the number n of new tokens, 1 to m; an array of m tokens, of which the first n count; and seen_1V.

@@ -28,7 +28,7 @@ class Server:
 
     api_key    key required for /v1 and /metrics; empty: none
     timeout_s  maximum duration of a request in seconds, including its wait for a slot
-    draining   true while the server only finishes requests that it has accepted
+    draining   true after a shutdown signal, while the server only finishes requests that it has accepted
     """
 
     def __init__(

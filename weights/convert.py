@@ -1,4 +1,4 @@
-"""Convert weights to and from Hugging Face with the tables of `families.py`.
+"""Convert weights to and from Hugging Face with the tables of `families.py`, which map tensor names and layouts.
 
 Both directions keep one Hugging Face tensor in memory at a time, plus a few blocks (`BLOCK_BYTES`) of a checkpoint.
 """
@@ -156,7 +156,7 @@ def has_weights_only(run: str | Path) -> bool:
 def open_weights(run: str | Path) -> dict:
     """Open the weights that `from_hf` or `slim` wrote: arrays by name, which are read when indexed.
 
-    Earlier versions of `from_hf` wrote .npy files.
+    This also reads the .npy files that earlier versions of `from_hf` wrote.
     """
     folder = Folder(run)
     if any(map(folder.has, FILES)):

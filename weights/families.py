@@ -31,8 +31,8 @@ from model import declare
 
 class Row(NamedTuple):
     hf_name: str  # name of the tensor on disk
-    layout: str  # its layout, in our letters; {rope_dims} is our setting
-    parameters: tuple[str, ...]  # our parameters in it
+    layout: str  # layout on disk, in our dim letters; {rope_dims} is replaced by our setting
+    parameters: tuple[str, ...]  # names of our parameters that the tensor contains
     needs: Callable[[Any], Any] | None = None  # function of our config; if it returns false, there is no such tensor
 
 

@@ -108,7 +108,7 @@ WRONG = {  # case -> (arguments, message)
     "nothing": (dict(train_ids=[], vocab_size=3), "train_ids contains no tokens"),
     "empty documents": (dict(train_ids=[[], [2]], vocab_size=3, eot=2), "train_ids contains no tokens"),
     "no validation": (dict(train_ids=[1], vocab_size=3, validation_ids=np.array([])), "validation_ids contains no"),
-    "one token": (dict(train_ids=[1], vocab_size=3), r"train_ids has 1 tokens, and val_share=0\.05 leaves 0 of them"),
+    "one token": (dict(train_ids=[1], vocab_size=3), r"train_ids has 1 tokens, and val_share=0\.05 leaves 0 of these"),
     "share": (dict(train_ids=[1, 2], vocab_size=3, val_share=1.0), r"val_share=1\.0: must be between 0 and 1"),
     "no vocabulary": (dict(train_ids=[1, 2]), r"tokenizer='' and vocab_size=0; pass exactly one of them: a "),
     "two": (dict(train_ids=[1, 2], tokenizer="bytes", vocab_size=3), r"tokenizer='bytes' and vocab_size=3; pass "),
