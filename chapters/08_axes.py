@@ -1,16 +1,16 @@
 # %% [markdown]
 # # 08 · n-D parallelism: combining axes
 #
-# **Question.** You know each parallelism by itself: FSDP, tensor, pipeline, context and expert parallelism.
-# What changes when several shard the same arrays?
+# **Question.** You know FSDP, tensor, pipeline, context and expert parallelism separately. What changes
+# when several of them shard the same arrays?
 #
 # **Why it hurts not to know.** A program can be right on each axis alone and wrong on two: if an all-reduce
-# misses one axis, its result has the right shape, and the loss still falls. And a legal mesh can take three
-# times as long as its neighbor, because an axis with much communication is placed on a slow network.
+# misses one axis, its result has the right shape, and the loss still falls. And one valid mesh can be three
+# times as slow as another, because an axis that communicates a lot is placed on a slow network.
 #
-# *Before this:* 02 (gradients), 03, 04, 05; also 06 and 07 for `context` and `expert`.
+# *Before this:* chapters 02 to 05; also 06 and 07 for `context` and `expert`.
 # *Mesh:* `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 35 s on 2 cores. Reading takes about 40 minutes,
-# the exercises as long again.
+# and the exercises another 40.
 
 # %%
 from devices import simulate_devices
@@ -28,9 +28,9 @@ from plan import hardware, planner
 # %% [markdown]
 # ## Three coordinates per device
 #
-# A *mesh* arranges the devices in a box with one side per axis. In a box of 2 x 2 x 2, each of the eight
-# devices has three coordinates, one for each of `stage`, `fsdp` and `tensor`. A device communicates *along
-# an axis* with the devices that share its other two coordinates.
+# A *mesh* arranges the devices in a grid with one dimension per axis. In a 2 x 2 x 2 grid, each of the
+# eight devices has three coordinates: one each for `stage` (pipeline), `fsdp` and `tensor`. A device
+# communicates *along an axis* with the devices that have the same other two coordinates.
 
 # %%
 box = np.arange(8).reshape(2, 2, 2)  # device numbers, by [stage, fsdp, tensor]
@@ -43,15 +43,16 @@ for side, axis in enumerate(("stage", "fsdp", "tensor")):
 #
 # ## Sharded or replicated
 #
-# For each array and each axis there are two cases. Either the axis *shards* the array, or the array is
-# *replicated* along it. If several axes shard an array, the number of shards is the product of their sizes.
+# Along each axis, an array is either *sharded* or *replicated*. If several axes shard it, the number of
+# shards is the product of their sizes.
 #
-# Take four layers (L) of a feed-forward block with a norm in front. The norm has one gain per channel,
-# D = 64 channels are the model width, and the hidden width is F = 256. Everything is float32. In the code,
-# `P` (a `PartitionSpec`) names the mesh axis that shards each dim of an array.
+# Take L = 4 layers, each an MLP with a norm in front. The model dim is D = 64, the hidden dim of the MLP is
+# F = 256, and the norm has one gain per channel. Everything is float32. An array's name ends with its dims:
+# `up_LDF` is [L, D, F]. A `PartitionSpec`, `P` in the code, names the mesh axis that shards each dim.
 #
 # > **Predict.** The four layers have 4 x (64 + 64 x 256 + 256 x 64) x 4 = 525,312 bytes of weights. How
-# > many bytes does a device of `stage=2,fsdp=2,tensor=2` store, if they are sharded as in the next cell?
+# > many bytes does each device of `stage=2,fsdp=2,tensor=2` store, if the weights are sharded as in the
+# > next cell?
 
 # %%
 import jax
@@ -76,9 +77,9 @@ assert stored == (2 * 4 * 64 * 256 // 8 + 4 * 64 // 2) * 4, "the sharding has ch
 
 # %% [markdown]
 # The two matrices have eight shards each. The gain has two: only `stage` shards it, so it is replicated
-# along `fsdp` and `tensor`. The activations x, which flow between the layers, are B sequences of T
-# positions. They are sharded differently: `fsdp` shards the sequences (b = B/2), `tensor` shards the
-# positions (t = T/2, the sequence parallelism of 04), and `stage` shards neither.
+# along `fsdp` and `tensor`. The activations x between the layers are B sequences of T positions. `fsdp`
+# shards the sequences, `tensor` shards the positions (the sequence parallelism of chapter 04), and `stage`
+# shards neither. A lower-case letter is the size of a shard: b = B/2, t = T/2.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Three arrays: a matrix with eight shards, x with four shards on two devices each, the gain with two shards on four devices each."}}
 figure, panels = plt.subplots(3, figsize=(5, 4.6), height_ratios=(2, 2, 1.3))
@@ -92,26 +93,25 @@ for ax, (spec, dims, title, colour_by) in zip(panels, drawn, strict=True):
 panels[0].set(xlabel="D over fsdp and F over tensor")
 
 # %% [markdown]
-# Which gradients need a sum over devices? For each weight, look at each axis:
+# Which gradients must be summed over devices? For each weight, look at each axis:
 #
-# | along this axis, the weight is | and its inputs are | so its gradient |
+# | along this axis, the weight is | and the layer's inputs are | so the weight's gradient |
 # |---|---|---|
-# | sharded, and used as a shard (`tensor`, `stage`) | anything | is complete: each device computes the gradient of its shard |
+# | sharded, and used as a shard (`tensor`, `stage`) | anything | is complete: each device computes the whole gradient of its shard |
 # | sharded, and gathered before use (`fsdp`) | different tokens | is summed by the reduce-scatter, which is the backward pass of the all-gather |
 # | replicated | different tokens | **must be summed along the axis** |
-# | replicated | the same tokens | is complete on each device, if the gradient of the output is; a sum would make it n times too large |
+# | replicated | the same tokens | is complete on each device, if the output's gradient is complete there; a sum over the n devices would make it n times too large |
 #
-# The third row is the one that people forget, because nothing in the forward pass hints at it. The gain is
-# replicated along `fsdp`, where other devices have other sequences, *and* along `tensor`, where they have
-# other positions. Its gradient must be summed over both. On a mesh with only one of these axes, one of the
-# two sums would be enough.
+# People forget the third row: nothing in the forward pass hints at it. The gain is replicated along `fsdp`,
+# where each device has different sequences, *and* along `tensor`, where each has different positions. So
+# its gradient must be summed over both axes. On a mesh with only one of these axes, one of the two sums
+# would be enough.
 #
 # ## The program by hand
 #
-# The next four code cells are a complete program with three axes. You can paste them into an empty file.
-# `layer` is what one device computes in one layer. It all-gathers its weight shards along `fsdp` (03).
-# Along `tensor` it all-gathers the positions, computes on its shard of F, and reduce-scatters the sums
-# (04).
+# The next four code cells are a complete program that you can paste into an empty file. `layer` runs one
+# layer on one device. Along `fsdp` it all-gathers the weights (03). Along `tensor` it all-gathers the
+# positions, computes with its shard of F, and reduce-scatters the partial sums (04).
 
 # %% tags=["by-hand"]
 import os
@@ -143,12 +143,11 @@ def layer(x_btD, w):
 
 
 # %% [markdown]
-# Around the layers comes the GPipe loop of 05, with Z + n - 1 ticks for n stages and Z microbatches. In
-# each tick, a device runs the layers of its stage (the inner `scan`), sends the result to its counterpart
-# in the next stage, and receives the next microbatch. It sends only x_btD, which the other two axes already
-# shard: device 1 sends its quarter to device 5. A stage without a microbatch computes on values that nobody
-# uses. (`pcast`: the carry of a `scan` must start out varying along every axis along which it will vary,
-# see 05.)
+# The outer loop is GPipe (05): n stages process Z microbatches in Z + n - 1 time steps, called *ticks*. In
+# each tick, a device runs the layers of its stage (the inner `scan`), sends its shard of the result to its
+# counterpart in the next stage (device 1 sends to device 5), and receives another microbatch. A stage
+# without a microbatch computes values that are never used. (`pcast` marks the initial value of the loop as
+# different on each stage, as `scan` requires; see 05.)
 
 
 # %% tags=["by-hand"]
@@ -168,9 +167,9 @@ def device(w, *batch):
 
 
 # %% [markdown]
-# The loss is the global sum divided by the global count. The sum is added over all three axes, because all
-# stages but the last contribute 0. The count is added over `fsdp` and `tensor` only, because both stages
-# count the same tokens.
+# The loss is the global sum of the squared errors divided by the global count of unmasked positions. The
+# errors are summed over all three axes; stages before the last add 0. The count is summed over `fsdp` and
+# `tensor` only, because both stages count the same tokens.
 
 
 # %% tags=["by-hand"]
@@ -193,25 +192,26 @@ def loss_alone(w, x, target, real):
 run = lambda loss: jax.jit(jax.value_and_grad(loss))(w, *batch)
 (got, gots), (want, wants) = run(loss_on(2, 2, 2)), run(loss_alone)
 off = {k: float(abs(gots[k] - wants[k]).max() / abs(wants[k]).max()) for k in w}
-print(f"8 devices {got:.6f}, alone {want:.6f}; gradients are off by", off)
-assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "not one device's"
+print(f"8 devices {got:.6f}, one device {want:.6f}; gradient errors", off)
+assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "unlike one device"
 
 # %% [markdown]
-# Each gradient agrees to within a millionth of its largest entry. Yet no line of the program sums the
-# gradient of the gain. JAX does it. The check of `shard_map` (`check_vma`, on by default) tracks along
-# which axes each value can vary. When the gain meets x_btD, which also varies along `fsdp` and `tensor`, it
-# is cast to a value that can vary there. The backward pass of this cast is a sum over both axes (02).
-# Megatron-LM adds it by hand ([#443](https://github.com/NVIDIA/Megatron-LM/issues/443)).
+# Each gradient matches the one-device gradient to within a millionth of its largest entry. Yet no line of
+# the program sums the gain's gradient over devices. JAX adds that sum. With `check_vma` (the default),
+# `shard_map` tracks along which axes each value can differ. The gain is the same along `fsdp` and `tensor`,
+# but x_btD is not. So JAX casts the gain before it multiplies the two, and the backward pass of this cast
+# is a sum over both axes (02). Megatron-LM has an explicit all-reduce
+# ([#443](https://github.com/NVIDIA/Megatron-LM/issues/443)).
 #
 # ## How much each axis communicates
 #
-# Now count the communication of one step. A stage has L/n = 2 layers, and there are Z + n - 1 = 5 ticks.
+# Now count the communication of one step, with L/n = 2 layers per stage and Z + n - 1 = 5 ticks.
 #
-# > **Predict.** How many messages does a device send along `stage` in a step, forward and backward?
+# > **Predict.** How many times does a device send activations or their gradients along `stage` in one step?
 #
-# > **Predict.** Along `tensor`, each layer all-gathers positions and reduce-scatters sums, and the backward
-# > pass does both again. How many times the bytes of `stage` are that? (A message along `stage` is one
-# > x_btD. To all-gather x_bTD, a device sends (n - 1)/n of it.)
+# > **Predict.** Along `tensor`, each layer all-gathers positions and reduce-scatters partial sums, and the
+# > backward pass does both again. How many times as many bytes as along `stage` does a device send? (Each
+# > send along `stage` is one x_btD. To all-gather x_bTD, a device sends (n - 1)/n of it.)
 
 # %%
 my_prediction, my_ratio = None, None  # messages; bytes of tensor / bytes of stage
@@ -229,21 +229,22 @@ assert (sent["stage"].count, ratio) == (2 * 5, 4), "sizes were changed"
 assert sent["fsdp"].count == 4 + 4 * 5, "gathers before the loop, a scatter per tick"
 
 # %% [markdown]
-# Along `tensor`, each of the 2 layers needs 4 collectives per tick, and each sends half of x_bTD, which is
-# as much as one message along `stage`. So `tensor` sends 4 x 2 in each tick, and `stage` sends 2. **In
-# general, the ratio is 2 (n - 1) times the number of matmul pairs in a stage.** A transformer layer has two
-# pairs, attention and feed-forward, so with 16 layers per stage the ratio is 64.
+# Along `tensor`, each of the 2 layers needs 4 collectives per tick. Each sends half of x_bTD, as much as
+# one send along `stage`. So per tick, `tensor` sends 4 x 2 = 8 of these halves, and `stage` sends 2. **In
+# general, the ratio is 2 (n - 1) times the number of matmul pairs in a stage**, with n devices along
+# `tensor`. A transformer layer has two pairs, one in attention and one in the MLP, so with 16 layers per
+# stage and n = 2 the ratio is 64.
 #
-# The bytes along `fsdp` do not depend on the tokens. `layer` asks for two all-gathers in each tick. In the
-# gradient program, JAX moves them out of the loop: each of the stage's 4 matrices is gathered once and
-# stays gathered, and its gradient is reduce-scattered in each tick. The gradient of the gain is summed over
+# The bytes along `fsdp` do not depend on the number of tokens. `layer` calls two all-gathers in each tick.
+# When JAX differentiates the loop, it moves them out: each of the stage's 4 matrices is gathered once and
+# stays gathered, and its gradient is reduce-scattered in each tick. The gain's gradient is summed over
 # `fsdp` and `tensor` together, once per layer and tick.
 #
 # ## Which axis crosses the slow network
 #
-# Suppose there are two hosts of four devices, with fast links inside a host and a slow network between
-# them. Any order of the axes is legal, but the order decides which axis crosses the network. Neighbors
-# along the last axis are closest.
+# Take two hosts of four devices, with fast links inside a host and a slow network between them. Any order
+# of the axes is valid, but it determines which axis crosses the network. The last axis has consecutive
+# device numbers, so it stays inside a host.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Two hosts of four devices, drawn twice: on the left the orange stage lines cross between the hosts, on the right the red tensor lines do."}}
 figure, panels = plt.subplots(1, 2, figsize=(6, 3.3))
@@ -268,13 +269,13 @@ labels = [line(axis) for axis in AXES]
 legend = figure.legend(handles=labels, loc="outside lower center", ncols=3)
 
 # %% [markdown]
-# On the left the order is `stage, fsdp, tensor`, and on the right it is reversed. The program and its
-# results are the same, but on the right four times as many bytes cross between the hosts.
+# On the left the order is `stage, fsdp, tensor`, and on the right it is reversed. The results are the same,
+# but on the right four times as many bytes cross between the hosts.
 #
 # Compute the time for Llama 3 8B in bfloat16. D is 4,096. A layer has 218 million parameters (8.03e9, minus
-# two vocabulary tables of 128,256 x D, over 32 layers), and a stage has 16 layers. Each axis has n = 2
-# devices, and a microbatch has 8,192 tokens. The bandwidths are those of `plan/hardware.py`, the project's
-# table of chips:
+# the embedding and the LM head of 128,256 x D each, divided by 32 layers), and a stage has 16 layers. Each
+# axis has n = 2 devices, and a microbatch has 8,192 tokens. The bandwidths are from `plan/hardware.py`, the
+# project's table of chips:
 
 # %%
 D_8B, tokens, layers_of_stage = 4096, 8192, 16
@@ -286,24 +287,25 @@ for key in ("v5p", "h100"):
     print(f"{chip.name}: compute {compute:.0f} ms per microbatch")
     speeds = {"inside": chip.link_bytes_per_s, "between": chip.dcn_bytes_per_s}
     for wire, speed in speeds.items():
-        # attention and feed-forward: two matmul pairs, 8 collectives per layer
+        # attention and MLP: two matmul pairs, 8 collectives per layer
         ms = {"tensor": 8 * layers_of_stage * bTD / 2, "stage": 2 * bTD / 2}
         ms = {axis: f"{size / speed * 1e3:.1f} ms" for axis, size in ms.items()}
         print(f"  {wire:7} ({speed / 1e9:.4g} GB/s)", ms)
 
 # %% [markdown]
-# Inside a slice or a node, `tensor` takes less time than its matmuls. Between slices of v5p it takes nearly
-# four times as long, and between nodes of H100s about as long. `stage` is the axis that can cross the slow
-# network: it needs 11 ms on v5p and 1 ms on H100. (A hop takes at least a microsecond, in which a v5p link
-# carries 90 kB and NVLink 450 kB.) Hence the order of the axes in this project, from the slowest network to
-# the fastest: `data, stage, fsdp, expert, context, tensor`.
+# Inside a TPU slice (chips joined by their own fast links) or a GPU node, the communication of `tensor`
+# takes less time than the matmuls. Between v5p slices it takes nearly four times as long as the matmuls,
+# and between H100 nodes about as long. `stage` can cross the slow network: it needs 11 ms on v5p and 1 ms
+# on H100. (A hop takes at least 1 us, in which a v5p link carries 90 kB and NVLink 450 kB.) Hence the order
+# of axes in this project, from the slowest network to the fastest: `data, stage, fsdp, expert, context,
+# tensor`.
 #
 # ## Two axes on one dim: `context` x `tensor`
 #
 # `context` and `tensor` both shard positions: with `context=2,tensor=2`, a device has T/4 of them between
-# the layers. The spec names both axes for one dim, and their order matters: the first axis splits the dim
-# into large chunks, and the second splits each chunk. Which axis must be gathered first? Try both orders on
-# eight positions:
+# the layers. The `PartitionSpec` names both axes for one dim. Their order matters: the first axis splits
+# the dim into large chunks, and the second splits each chunk. Along which axis must you gather first? Try
+# both orders on eight positions:
 
 # %%
 auto = jax.sharding.AxisType.Auto
@@ -323,17 +325,16 @@ print("tensor, then context:", gather_in_order("tensor", "context"))
 print("context, then tensor:", gather_in_order("context", "tensor"))
 
 # %% [markdown]
-# **The axis that was split last is gathered first.** In the other order, the shape is right, but the
-# positions are scrambled. There is a second reason. After the all-gather along `tensor`, a device computes
-# keys only for its own h = H/n heads, so it sends only these along `context`. If you gathered along
-# `context` first, every device would receive the whole width of all positions.
+# **Gather first along the axis that splits last.** In the other order, the shape is right, but the
+# positions are scrambled. This order also sends less: after the all-gather along `tensor`, a device
+# computes keys for only its own h = H/n heads, and sends only these along `context`. If you gathered along
+# `context` first, every device would receive all D channels of all positions.
 #
 # ## One layer, three axes
 #
 # Now take a layer with attention and experts, sharded over `fsdp`, `expert` and `tensor`. It has E experts
-# of hidden width F, H heads of width K, and A rows of tokens at their experts. Lower-case letters are
-# shards. Red is communication along `tensor`, purple is along `expert`, and blue weights are gathered from
-# shards.
+# with hidden dim F, and H heads with head dim K. An expert receives A token vectors. Red is communication
+# along `tensor`, purple is along `expert`, and blue weights are all-gathered.
 
 # %% tags=["hide-input"]
 red, purple, blue = (lesson.COLORS[axis] for axis in ("tensor", "expert", "fsdp"))
@@ -367,18 +368,18 @@ ax.spines[:].set_visible(False)
 
 # %% [markdown]
 # Devices along `expert` have different sequences, as along `fsdp`. So outside the experts, the two act as
-# one long axis, and dense weights are sharded over both. For the weights of the experts, `expert` decides
-# *which* experts a device stores, and `fsdp` shards each of them. After `down_efD`, y is a partial sum over
-# f, and it is sent back from the experts as one. The sum along `tensor` comes last, so you pay for it only
-# once per token. (`model.py` declares the dims and axes of each weight, for example `param("DF", D=SLICED,
+# one long axis, and dense weights are sharded over both. For expert weights, `expert` determines *which*
+# experts a device stores, and `fsdp` shards each of them. After `down_efD`, y is a partial sum over f, and
+# is sent back as such. The sum along `tensor` comes last, so it is sent once per token, not once per
+# expert. (`model.py` declares the dims and axes of each weight, for example `param("DF", D=SLICED,
 # F=TENSOR)`.)
 #
 # ## Hybrid sharding (HSDP): `data` x `fsdp`
 #
 # If `fsdp` spans two TPU slices or two nodes, the weights of every layer cross the slow network. HSDP
 # (hybrid sharded data parallelism) shards the weights inside a slice and replicates them between slices,
-# such as `data=2,fsdp=4`. Then only the gradients have to cross, once per step. Is that what happens? Here
-# are one weight, Z = 4 microbatches, and one line that is on or off:
+# for example with `data=2,fsdp=4`. Then only the gradients have to cross, once per step. Does the compiled
+# program do this? Test one weight, Z = 4 microbatches, and a cast:
 
 
 # %%
@@ -405,9 +406,9 @@ def hsdp(early):
 
 
 # %% [markdown]
-# > **Predict.** Both versions give the same gradient. With `early` off, w is cast to a value that can vary
-# > along `data` only at the matmul: inside the loop, and after the all-gather. How many times as many bytes
-# > cross between the replicas as with it on? (The backward pass runs in reverse order.)
+# > **Predict.** Both versions give the same gradient. With `early` off, JAX casts w along `data` only at
+# > the matmul: inside the loop and after the all-gather. How many times as many bytes cross between the
+# > replicas as with `early` on? (The backward pass runs in reverse order.)
 
 # %%
 my_prediction = None  # times
@@ -421,23 +422,24 @@ for name, one in {"late": late, "early": early}.items():
 assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsdp"
 
 # %% [markdown]
-# Sixteen times. One factor is Z = 4, because the sum is inside the loop. The other is `fsdp` = 4, because
-# whole gradients are summed first and scattered afterwards. **Reduce-scatter over the fast axis first, then
-# all-reduce the shards over the slow one, once per step.** PyTorch has the same switch: unless you call
-# `set_requires_all_reduce(False)`, HSDP all-reduces between replicas in every microbatch.
+# Sixteen times as many. One factor is Z = 4, because the sum is inside the loop. The other is `fsdp` = 4,
+# because unsharded gradients are all-reduced first and reduce-scattered afterwards. **Reduce-scatter over
+# the fast axis first, then all-reduce the shards over the slow one, once per step.** PyTorch has the same
+# pitfall: unless you call `set_requires_all_reduce(False)`, HSDP all-reduces between replicas in every
+# microbatch.
 #
 # For 8.03 billion parameters with float32 gradients, a device of `data=2,fsdp=8` sends 4 x 8.03e9/8 = 4.0
-# GB between replicas. That takes 0.08 s on H100s (50 GB/s each), and 0.64 s between slices of v5p (6.25
-# GB/s per chip). `fsdp=16` over both would send as much. **Between two replicas, HSDP does not reduce the
-# volume. It avoids repetition and exposed communication**: it sends once per step instead of once per
-# microbatch, and no layer waits for it. The price is memory: the shards are twice as large.
+# GB between replicas. That takes 0.08 s on H100s (50 GB/s each), and 0.64 s between v5p slices (6.25 GB/s
+# per chip). `fsdp=16` over both would send as much. **Between two replicas, HSDP does not reduce the
+# volume. It avoids repeated and exposed communication**: it sends once per step instead of once per
+# microbatch, and no layer waits for it. The cost is memory: the shards are twice as large.
 #
-# ## Legal but slow
+# ## Valid but slow
 #
-# Take Llama 3 8B on 16 devices, with 8 sequences of 32,768 tokens per step. `fsdp=16` is illegal, because 8
-# sequences cannot be split over 16 devices. The four meshes below are legal. The planner (see 09) adds up
-# the seconds of compute, communication and bubbles. It does so for 16 chips of a v5p slice, for two H100
-# nodes with a 400 Gbit/s network card per GPU, and for the same nodes with one 100 Gbit/s card per node:
+# Take Llama 3 8B on 16 devices, with 8 sequences of 32,768 tokens per step. `fsdp=16` is invalid, because 8
+# sequences cannot be split over 16 devices. The four meshes below are valid. The planner (09) estimates
+# their step times on three machines: a v5p slice of 16 chips, two H100 nodes with a 400 Gbit/s network card
+# per GPU, and the same nodes with one 100 Gbit/s card per node:
 
 # %% tags=["hide-input"]
 import dataclasses
@@ -465,17 +467,17 @@ print("slowest / fastest:", {name: f"{x:.1f}" for name, x in spread.items()})
 assert spread["slow network"] > 2.9 and spread["v5p slice"] < 1.2, "a plan has changed"
 
 # %% [markdown]
-# On the v5p slice, where all links are equal, the choice makes a difference of a sixth. On the slow network
-# it is a factor of three. The last mesh sends the keys and values of every layer between the nodes, for
-# each sequence. The others send weights or gradients, whose size does not grow with the tokens. An axis
-# that shards sequences, `data` or `fsdp`, leaves fewer microbatches for a pipeline: with 8 sequences,
-# `fsdp=8` leaves one.
+# On the v5p slice, where all links are equal, the slowest mesh takes a sixth longer than the fastest; on
+# the slow network, three times as long. The last mesh sends the keys and values of every layer and every
+# sequence between the nodes. The others send weights or gradients, whose size does not grow with the number
+# of tokens. An axis that shards sequences, `data` or `fsdp`, leaves fewer microbatches for a pipeline: with
+# 8 sequences, `fsdp=8` leaves one.
 #
 # ## Rounding or bug?
 #
 # Floating-point sums depend on their order, which differs between eight devices and one. How far apart can
-# two correct programs be? Compare with a wrong one: in `mean_of_means`, each `tensor` device divides by the
-# count of its own positions, and the quotients are averaged. `shard_map` accepts it.
+# two correct results be? For contrast, here is a loss with a bug: along `tensor`, `mean_of_means` divides
+# by each device's own count, and then averages the quotients. `shard_map` accepts it.
 
 
 # %%
@@ -502,28 +504,29 @@ for name, one in {"right": mean, "mean of means": mean_of_means}.items():
 print("no target masked:     ", worst((2, 2, 2), mean_of_means, real=np.ones((B, T))))
 
 # %% [markdown]
-# Rounding errors are a few times the last bit (6e-8 in float32), and nearly vanish in float64. The error of
-# a bug stays the same. So **compare in float32 with a tolerance of about 1e-5, and if in doubt, in
-# float64.** And compare on uneven data: when all targets count, this bug is invisible.
+# Rounding errors are a few times the last bit (6e-8 in float32), and nearly vanish in float64. An error
+# caused by a bug is as large in float64 as in float32. So **compare in float32 with a tolerance of about
+# 1e-5, and if in doubt, in float64.** And mask some targets: if no target is masked, all devices have the
+# same count, and this bug is invisible.
 #
 # ## Parity as a debugging tool
 #
-# Which axis is to blame for the difference? Set axes to 1 and compare again. The program runs on every
-# mesh, because a collective over one device does nothing.
+# Which axis causes the difference? Set some axes to 1 and compare again. The program runs on every mesh,
+# because a collective over one device does nothing.
 
 # %%
 for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
     print(dict(zip(AXES, sizes, strict=True)), worst(sizes, mean_of_means))
 
 # %% [markdown]
-# Every mesh with `tensor=2` differs, and no other does. If a pair of axes differs but neither axis alone
-# does, the bug is in their combination. For the project's model, `python -m tests.parity tiny --mesh
-# fsdp=2,stage=2,tensor=2` runs the comparison and names the worst parameter.
+# The gradient is wrong on every mesh with `tensor=2`, and on no other. If only a pair of axes gives wrong
+# gradients, the bug is in their combination. For the project's model, `python -m tests.parity tiny --mesh
+# fsdp=2,stage=2,tensor=2` runs this comparison and prints the parameter with the largest error.
 #
 # ## Exercise 1: choose the sharding
 #
-# Shard a layer with experts over `stage`, `fsdp`, `expert` and `tensor`, as in the figure above. Which axis
-# shards each dim of each weight? Answer with a name, a tuple of names, or None.
+# Shard a layer with experts over `stage`, `fsdp`, `expert` and `tensor`, as in the figure "One layer, three
+# axes". Which axis shards each dim of each weight? Write a name, a tuple of names, or None.
 
 
 # %%
@@ -565,7 +568,7 @@ MIXED_UP = {
     "Which dim do up and down sum over?": twice(("stage", "expert", "tensor", "fsdp")),
     "Every device would store all experts.": twice(("stage", None, "fsdp", "tensor")),
     "You split each head. How would softmax work?": heads(DENSE, None, "tensor"),
-    "Legal, but every norm would wait for D numbers.": {"gain_LD": ("stage", "fsdp")},
+    "Valid, but every norm would gather its gain.": {"gain_LD": ("stage", "fsdp")},
     "Shard the layers, too.": {name: (None, *RIGHT[name][1:]) for name in [*RIGHT][1:]},
 }
 
@@ -601,9 +604,9 @@ print(check_layout(layout))
 #
 # `query_LDHK: ("stage", ("fsdp", "expert"), "tensor", None)`, `out_LHKD: ("stage", "tensor", None, ("fsdp",
 # "expert"))`, `up_LEDF: ("stage", "expert", "fsdp", "tensor")`, `down_LEFD: ("stage", "expert", "tensor",
-# "fsdp")`. `tensor` shards the dim over which the pair of matmuls sums (heads, F). `expert` shards E where
-# the weight has that dim. D remains for FSDP: it is sharded over all axes along which the tokens differ,
-# unless the axis already shards another dim of the weight.
+# "fsdp")`. In each pair of matmuls, `tensor` shards the inner dim, which the second matmul sums over (H in
+# attention, F in an expert). `expert` shards E if the weight has that dim. D is sharded over `fsdp`, and
+# also over `expert` if the weight has no dim E: along both axes, devices have different sequences.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -619,9 +622,9 @@ assert "one entry" in changed(up_LEDF=("expert",)) == changed(up_LEDF=7)
 # %% [markdown]
 # ## Exercise 2: find the group
 #
-# Devices are numbered along the last axis first, as in the box at the top. Which devices does a device
-# communicate with along some axes, including itself? `sizes` lists the axes in order, such as `{"stage": 2,
-# "fsdp": 2, "tensor": 2}`.
+# Device numbers increase along the last axis first, as in the grid at the top. Return the group of `device`
+# in a collective over `axes`, including the device itself. `sizes` lists the axes in order, such as
+# `{"stage": 2, "fsdp": 2, "tensor": 2}`.
 
 
 # %%
@@ -661,7 +664,7 @@ def check_group(answer):
     plain = lambda x: tuple(np.asarray(x).tolist()) if np.ndim(x) == 1 else x
     listed = lambda f: lambda *case: plain(f(*case))
     mistakes = [
-        (block, "These numbers are consecutive. Only the last axis is numbered so."),
+        (block, "Only along the last axis are device numbers consecutive."),
         (partial(lines, keep=True), "These have the same coordinates along the axes."),
         (partial(lines, turned=True), "You number devices along the first axis first."),
         (others, "The device itself is missing."),
@@ -697,10 +700,9 @@ assert check_group(group) == lesson.NOTHING and "Not yet" in check_group(lambda 
 # %% [markdown]
 # ## Exercise 3: a better mesh
 #
-# Back to the slow network: for 8 sequences of 32,768 tokens, a colleague chose `context=16`, "because they
-# are long", and pays 11.7 s per step. Find a mesh of 16 devices that needs at most 3.0 s. Which axis sends
-# the least between nodes, and how often does it have to cross? Which axes can then share the inside of a
-# node?
+# On the slow network above, a colleague chose `context=16` for the 8 sequences of 32,768 tokens, "because
+# they are long". A step takes 11.7 s. Find a mesh of 16 devices that needs at most 3.0 s. Which axis sends
+# the least between nodes, and how often does it cross? Which axes do you then use inside a node?
 
 
 # %%
@@ -714,8 +716,8 @@ SLOWER = {
     "fsdp": "Gathering the weights takes {:.1f} s. Do they have to cross the network?",
     "context": "Keys and values take {:.1f} s. Which axis sends once per stage?",
     "fsdp*context": "Weights are sharded over fsdp and context: gathers take {:.1f} s.",
-    "tensor": "Four collectives per layer take {:.1f} s. Is that axis too long?",
-    "stage": "The messages take {:.1f} s. How few stages are enough?",
+    "tensor": "Four collectives per layer take {:.1f} s. Is that axis too large?",
+    "stage": "Sends between stages take {:.1f} s. How few stages are enough?",
     "bubble": "The bubble takes {:.1f} s. What leaves a stage more microbatches?",
 }
 
@@ -738,7 +740,7 @@ def check_better(answer):
     try:
         one = planned(split)
     except UserError as error:
-        return f"The planner refuses: {str(error)[:150]}"
+        return f"The planner rejects this mesh: {str(error)[:150]}"
     said = f"{one.step_s:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
     if not one.fits:
         return said + "Too large for an H100. Which axes shard the weights?"
@@ -751,10 +753,10 @@ print(check_better(better))
 # <details><summary>Solution</summary>
 #
 # `stage=2,context=4,tensor=2` takes 2.83 s, and `stage=2,context=8` takes 2.88 s. Only x_btD crosses the
-# network, once, between the two stages. `context` and `tensor` shard each *sequence*, so all 8 sequences
-# remain as microbatches, and the bubble is small. `stage=2,fsdp=8` sends as little over the slow network,
-# but each of its 8 groups has one sequence, so Z = 1 and half of the time is bubble. An axis that shards
-# the batch takes microbatches away from the pipeline.
+# network, once, between the two stages. `context` and `tensor` shard each *sequence*, so there are still 8
+# microbatches, one per sequence, and the bubble is small. `stage=2,fsdp=8` sends as little over the slow
+# network, but each device along `fsdp` has one sequence, so Z = 1 and the bubble is half of the time. An
+# axis that shards the batch leaves fewer microbatches for the pipeline.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -768,16 +770,16 @@ assert "over fsdp and context" in said("fsdp=2,context=8")
 assert "bubble takes" in said("stage=2,fsdp=8")
 assert "How few stages" in said("stage=4,fsdp=2,tensor=2")
 assert "Too large" in said("data=8,context=2")
-assert "refuses" in said("fsdp=16") and "refuses" in said("stages=2")
+assert "rejects" in said("fsdp=16") and "rejects" in said("stages=2")
 assert "a string" in check_better(lambda: 16) and said(...) == lesson.NOTHING
 
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague adds gradient clipping to the program above: if the norm of all gradients together exceeds
-# LIMIT, all gradients are scaled down by the same factor. `clipped` runs on the shards of each device. The
-# loss and gradients of the first step are those of one device. After that, the loss on eight devices falls
-# faster, and the colleague is pleased.
+# A colleague adds gradient clipping to the program above: if the global norm of all gradients exceeds
+# LIMIT, all gradients are scaled down by the same factor. `clipped` runs on each device's shards. In the
+# first step, the loss and gradients match one device. After that, the loss falls faster on eight devices,
+# and the colleague is pleased. Fix `clipped`.
 
 # %%
 LIMIT = 40.0
@@ -844,10 +846,10 @@ def each_alone(grads):
 # %% tags=["hide-input"]
 TWO = ("fsdp", "tensor")
 WRONG_CLIPS = (
-    (norm_with(TWO), "Unchanged. On which meshes is it right? Set axes to 1."),
+    (norm_with(TWO), "Unchanged. Set axes to 1: on which meshes is it right?"),
     (norm_with(AXES, ()), "A new bug: you count one array several times."),
     (norm_with(TWO, ()), "The line with copies was right. Which array has copies?"),
-    (norm_with(AXES, tuple(w)), "The step is too long. Which weights have copies?"),
+    (norm_with(AXES, tuple(w)), "The update is too large. Which weights have copies?"),
     (each_alone, "You clip each array by its own norm, which changes the direction."),
     (lambda grads: grads, "Nothing is clipped now."),
 )
@@ -875,18 +877,18 @@ print(check_clipped(clipped))
 # <details><summary>Solution</summary>
 #
 # `lax.psum(squares, AXES)`. The norm is over *all* weights, and `stage` shards them, too. In the original
-# code, each stage clips by the norm of its own layers. So the update has a different direction, and it is
-# longer than LIMIT allows. The check of `shard_map` cannot detect this, because a number that differs
-# between stages may legally scale weights that differ between stages. Sum the squares over the axes that
-# *shard* a gradient, but not over those along which it is replicated. Dividing by the number of copies lets
-# one sum do both. Two runs find the axis: `losses((1, 2, 4))` equals one device, `losses((2, 1, 1))` does
-# not.
+# code, each stage clips by the norm of its own layers. So the update has a different direction, and its
+# norm exceeds LIMIT. The check in `shard_map` cannot detect this: a scale factor that differs between
+# stages is valid for weights that differ between stages. Sum the squares over the axes that *shard* a
+# gradient, but not over axes along which it is replicated. If you divide by the number of copies, one sum
+# over all axes works for every gradient. Two runs find the axis: `losses((1, 2, 4))` matches one device,
+# `losses((2, 1, 1))` does not.
 #
 # torchtitan had this bug ([#596](https://github.com/pytorch/torchtitan/issues/596), October 2024):
 # `clip_grad_norm_` saw only the modules of one stage, until
 # [#649](https://github.com/pytorch/torchtitan/pull/649) combined the norms of all stages. A related bug
-# concerns the gain under sequence parallelism. When gpt-neox first added sequence parallelism, nothing
-# summed the gradients of the gains along `tensor`; the loss fell more slowly and stayed near 8
+# concerns norm gains under sequence parallelism. In the first version in gpt-neox, the gradients of the
+# gains were not summed along `tensor`; the loss fell more slowly and stayed near 8
 # ([#1257](https://github.com/EleutherAI/gpt-neox/pull/1257)). In Megatron-LM, a user found that the
 # gradient of the last norm differed between devices
 # ([#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446)).
@@ -916,11 +918,11 @@ assert lesson.same(mended, curves["one device"], 1e-3)
 #
 # | | `data` | `stage` | `fsdp` | `expert` | `context` | `tensor` |
 # |---|---|---|---|---|---|---|
-# | shards | B | L | B; D of weights | B; E of experts, D of other weights | T; D of weights | T between the blocks, F and H inside |
-# | replicated along it | all weights | x | gains | gains | gains | gains |
-# | sent in the forward pass | nothing | x_btD, once per stage | weights, every layer | tokens to experts and back; other weights | keys and values, every layer | x, twice per pair of matmuls |
+# | dims it shards | B | L | B; D of weights | B; E of experts, D of other weights | T; D of weights | T between attention and MLP, H and F inside |
+# | what it replicates | all weights | x | gains | gains | gains | gains |
+# | sent in the forward pass | nothing | x_btD, once per stage | weights, every layer | tokens to experts and back; other weights | keys and values, every layer | x, 2 collectives per pair of matmuls |
 # | sent in the backward pass | gradients, once per step | gradient of x_btD | weights again, gradients | gradients of what was sent | gradients of keys and values | gradients of x |
-# | bytes per device | 2 (n - 1)/n of its gradients | 2 x_btD | (n - 1)/n of weights, 2 or 3 times | 4 (n - 1)/n of k copies of its tokens | (n - 1)/n of the keys and values of its heads | 4 (n - 1)/n of x_bTD |
+# | sent per device, times the bytes of the array | 2 (n - 1)/n of its gradients | 2 x_btD | (n - 1)/n of weights, 2 or 3 times | 4 (n - 1)/n of k copies of its tokens (k experts per token) | (n - 1)/n of the keys and values of its heads | 4 (n - 1)/n of x_bTD |
 # | what waits for it | the optimizer | the next stage | the layer, unless prefetched | the experts | the attention scores | the next matmul |
 #
 # | here | JAX | PyTorch | Megatron-LM |
@@ -933,19 +935,21 @@ assert lesson.same(mended, curves["one device"], 1e-3)
 #
 # | devices | which axis goes where |
 # |---|---|
-# | any slow network | across it `data` if the batch is large, `stage` if it is small (05 has the threshold): both send once where the other axes send in every layer |
-# | TPU slices | `data` between slices (6.25 GB/s per v5p chip, against 90 per link); inside a slice all links are equal, and a bad order costs hops |
+# | any slow network | across it `data` if the batch is large, `stage` if it is small (05 has the threshold): `data` sends once per step and `stage` once per stage, but the other axes in every layer |
+# | TPU slices | `data` between slices (6.25 GB/s per v5p chip, against 90 per link); inside a slice all links are equal, and a bad order only adds hops |
 # | one node of 8 H100 | any order: all GPUs share NVLink at 450 GB/s |
 # | two nodes of 8 H100 | `tensor` and `context` inside, `stage` or `data` across; also `fsdp` if each GPU has its own 400 Gbit/s network card |
 #
 # ## Three lines to keep
 #
-# 1. For each weight and each axis, ask: sharded or replicated? Where it is replicated and the tokens
-#    differ, sum its gradient along the axis. Sum the squares of a gradient norm over the axes that shard.
-# 2. The order of the axes decides which one crosses the slow network. Choose one that sends once per step
-#    or once per stage, and reduce-scatter over the fast axis before you all-reduce over the slow one.
-# 3. Two correct sums differ by a few 1e-7 in float32 and by 1e-15 in float64; a bug differs by the same
-#    amount in both. Set axes to 1 until the difference disappears, and you know the axis.
+# 1. For each weight and each axis, ask: sharded or replicated? If the weight is replicated and the tokens
+#    differ, sum its gradient along the axis. For the gradient norm, sum the squares over the axes that
+#    shard the gradient.
+# 2. The order of the axes determines which axis crosses the slow network. Choose an axis that sends once
+#    per step or once per stage, and reduce-scatter over the fast axis before you all-reduce over the slow
+#    one.
+# 3. Two correct sums differ by a few 1e-7 in float32 and by 1e-15 in float64; a bug causes the same error
+#    in both. To find its axis, set axes to 1 until the difference disappears.
 #
 # **Sources.** HSDP and `set_requires_all_reduce`: [PyTorch on
 # `fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html); sequence
