@@ -4,11 +4,11 @@
 # **Question.** You have a model, a batch size and a number of chips. Which mesh is the fastest?
 #
 # **Why it hurts not to know.** Two meshes on the same chips give the same losses, but one can take ten
-# times as long as the other. Nothing fails. You only notice when the bill arrives.
+# times as long as the other. Nothing fails. You notice only when the bill arrives.
 #
-# *Before this:* 00 (rooflines), 03 (`fsdp`), 04 (`tensor`), 05 (stages). *Mesh:* none; this page plans
-# meshes of up to 16,384 devices. *Runs in* 15 s on 2 cores. Reading takes half an hour, the exercises as
-# long again.
+# *Before this:* chapters 00 (rooflines), 03 (FSDP), 04 (tensor), 05 (stages). *Mesh:* none; this page plans
+# meshes of up to 16,384 devices. *Runs in* 15 s on 2 cores. Reading takes 30 minutes, and the exercises
+# another 30.
 
 # %%
 from devices import simulate_devices
@@ -29,19 +29,20 @@ from plan import hardware, planner
 # %% [markdown]
 # ## More devices, the same batch
 #
-# The optimizer sets the batch size in tokens. More devices do not change it. Take Llama 3 405B: P = 405
-# billion parameters and 16.8 million tokens per step, trained on up to 16,384 H100s
-# ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), table 4). The naive way is `fsdp` alone, for any
-# number of devices n. You need two facts from chapter 03:
+# You choose the batch size in tokens for convergence, so more devices do not change it. Take Llama 3 405B:
+# P = 405 billion parameters and 16.8 million tokens per step, in sequences of 8,192, trained on up to
+# 16,384 H100s ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), table 4). The naive mesh is `fsdp`
+# alone. Two facts from chapter 03:
 #
 # - Compute costs 6 FLOPs per parameter and token: 2 in the forward pass and 4 in the backward pass. The
-#   devices share the tokens.
+#   tokens are split over the devices.
 # - `fsdp` sends 6 bytes per parameter and step: every weight is all-gathered in the forward and in the
 #   backward pass, and its gradient is reduce-scattered, all in bfloat16. **This volume stays the same for
 #   any number of devices.**
 #
-# An H100 has a peak of 989 TFLOP/s. Between nodes of 8, each of a node's eight network cards has a
-# bandwidth of 50 GB/s, together 400 GB/s ([scaling book](https://jax-ml.github.io/scaling-book/gpus)).
+# An H100 has a peak of 989 TFLOP/s. A node of 8 has eight network cards of 50 GB/s. All of them share an
+# all-gather, because each weight enters a node only once: 400 GB/s ([scaling
+# book](https://jax-ml.github.io/scaling-book/gpus)).
 
 # %%
 P, TOKENS, T = 405e9, 2**24, 8192  # parameters, tokens per step, tokens per sequence
@@ -70,14 +71,12 @@ axes.set_title("More devices share the compute, but not the communication")
 axes.legend(loc="lower left")
 
 # %% [markdown]
-# There are two limits. At 2,048 devices, each has one sequence, so `fsdp` cannot split the batch further.
-# At 6,787 devices, each has 2,472 tokens, and compute takes as long as communication. Beyond that, more
-# devices do not make the step faster. Llama 3 had 1,024 tokens per device, far beyond both limits. So you
-# need other axes, and each has a price.
+# At 2,048 devices, each has one sequence, so `fsdp` cannot split the batch further. At 6,787 devices, each
+# has 2,472 tokens, and compute takes as long as communication. Beyond that, more devices do not make the
+# step faster. Llama 3 had 1,024 tokens per device, far beyond both limits, so you need other axes.
 #
-# > **Predict.** A B200 has a peak of 2,250 TFLOP/s, and its network card has the same 50 GB/s as that of an
-# > H100. In a group over several nodes, how many tokens per device does it need for compute to take as long
-# > as the communication of `fsdp`?
+# > **Predict.** A B200 has a peak of 2,250 TFLOP/s, and a network card of 50 GB/s like an H100. With `fsdp`
+# > over several nodes of 8, how many tokens per B200 make compute take as long as communication?
 
 # %%
 my_prediction = None  # tokens
@@ -90,36 +89,36 @@ lesson.predicted("a B200 needs", my_prediction, int(edge), "tokens")
 assert edge == 5625, "the chips of plan/hardware.py have changed"
 
 # %% [markdown]
-# The parameters cancel: 6 P N FLOPs for N tokens, against 6 P bytes. What remains is a ratio of the
-# hardware, **peak FLOP/s divided by bandwidth in bytes/s**. So "about a thousand tokens per device" holds
-# on some chips only. In a sparse model, a token uses only some of the P parameters, but all of them are
-# gathered, so you need P/active times as many tokens.
+# P cancels: N tokens need 6 P N FLOPs, and `fsdp` sends 6 P bytes. What remains is **peak FLOP/s divided by
+# bandwidth in bytes/s**. So "about a thousand tokens per device" holds only on some chips. In a sparse
+# model, a token uses only some of the P parameters (the *active* ones), but all P are gathered, so you need
+# P/active times as many tokens.
 #
 # ## What each axis costs
 #
-# A model has L layers of width D. There are n devices, and N is the tokens of a step divided by n. The axes
-# have n_s (`stage`), n_f (`fsdp`) and n_t (`tensor`) devices, with n_s n_f n_t = n. Per device and step:
+# A model has L layers and model dim D. There are n = n_s n_f n_t devices: n_s along `stage`, n_f along
+# `fsdp` and n_t along `tensor`. N is the tokens of a step divided by n. Per device and step:
 #
 # | item | amount | why |
 # |---|---|---|
 # | memory, always | 16 P/n bytes | weight, gradient and Adam's two moments in float32; all axes shard them (03) |
 # | compute | 8 P N FLOPs | 6, plus 2 if layers are recomputed in the backward pass (activation checkpointing, or remat) |
-# | attention scores | as much as all other compute at T = P/(L H K) positions | 57,000 for Llama 3 8B (10); proportionally less for shorter T |
-# | `fsdp` | 6 P/(n_s n_t) bytes per pass | two all-gathers and a reduce-scatter, 2 bytes per number; a stage has P/n_s parameters, and `tensor` leaves 1/n_t of each (03) |
+# | attention scores | as much as all other compute at T = P/(L H K) positions, with H heads of dim K | 57,000 positions for Llama 3 8B (10); proportionally less for shorter T |
+# | `fsdp` | 6 P/(n_s n_t) bytes per pass | two all-gathers and a reduce-scatter, 2 bytes per number; a stage has P/n_s parameters, and `tensor` shards each weight n_t ways (03) |
 # | `tensor` | 22 N D (n_t - 1) L bytes | 11 collectives per layer, 2 bytes per number: 4 forward, 4 backward, 3 recomputed (04) |
-# | `stage` | 4 N D L bytes, if n_s > 1 | forward and backward, 2 bytes per number, if a stage sends after every layer (05) |
-# | bubble | (n_s - 1)/(Z L/n_s) of the work | Z microbatches, interleaved with the L/n_s layers of a stage one by one (05) |
+# | `stage` | 4 N D L bytes, if n_s > 1 | forward and backward, 2 bytes per number, if a send follows every layer (05) |
+# | bubble | (n_s - 1)/(Z L/n_s) of the time without the bubble | Z microbatches, and interleaving with one layer per chunk: L/n_s chunks per stage (05) |
 #
-# The `fsdp` row hides a choice: you can keep gathered weights for the whole step. Then Z microbatches need
-# only one gather, but 6 P/(n_s n_t) more bytes of memory: weights in bfloat16, gradients in float32. Stages
-# make this affordable.
+# "Per pass" in the `fsdp` row hides a choice: you can keep gathered weights for the whole step. Then Z
+# microbatches need only one gather, but 6 P/(n_s n_t) more bytes of memory: weights in bfloat16, gradients
+# in float32. Stages make this affordable.
 #
-# (Two axes come later: `context` shards a sequence, and `expert` sends tokens instead of weights.)
+# (Later: `context` shards a sequence, and `expert` sends tokens instead of weights.)
 #
 # ## The program by hand: twelve lines of arithmetic
 #
-# The program tries every mesh of stages and `tensor`, and compares the fastest with what Meta chose and
-# measured. You can paste the cells into an empty file.
+# The program tries every pair of sizes for `stage` and `tensor`, and compares the fastest mesh with Meta's
+# choice and measurement. You can paste the cells into an empty file.
 
 # %% tags=["by-hand"]
 # Llama 3 405B on H100s: https://arxiv.org/abs/2407.21783, tables 3 and 4
@@ -173,9 +172,9 @@ assert 0.5 < total[chosen] / measured < 1, "the bound should be below, but close
 # The program chooses the same mesh as Meta, and its time is 18% below the measured one. The next cell shows
 # why:
 #
-# - **Stages**, because nothing else reduces the seconds of `fsdp` here. With `tensor=8`, each `fsdp` group
-#   has one network card per node: an eighth of the weights goes over an eighth of the cards. A stage,
-#   however, has a sixteenth of the layers.
+# - **Stages**, because nothing else reduces the time of `fsdp` here. With `tensor=8`, each `fsdp` group
+#   uses only one network card per node: an eighth of the weights goes over an eighth of the cards. A stage,
+#   however, has only a sixteenth of the layers.
 # - **`tensor`**, because stages need microbatches. Z = TOKENS/T / n_f grows as n_f shrinks, and Z must be
 #   at least n_s. `tensor=4` is as fast, but has only 8 microbatches for 16 stages. `tensor=16` does not fit
 #   into a node.
@@ -191,22 +190,23 @@ for mesh in ((16, 8), (16, 4), (1, 8), (4, 2)):
 # %% [markdown]
 # ## The planner
 #
-# `planner.plan` computes the same, but counts everything:
+# `planner.plan` does the same arithmetic in more detail:
 #
-# 1. It reads the shapes that `model.py` declares, without a device.
-# 2. Matmuls, attention and logits take the larger of two times: FLOPs at the peak of the chip, or bytes at
-#    its memory bandwidth.
+# 1. It reads the weight shapes declared in `model.py`, without a device.
+# 2. Matmuls, attention and logits take the larger of two times: FLOPs at the chip's peak, or bytes at its
+#    memory bandwidth.
 # 3. Each collective sends its bytes at the bandwidth of its mesh axis. The total is `step_s`.
 # 4. It chooses the settings that you leave open: what to recompute, whether to keep gathered weights, how
 #    many sequences to run at once.
-# 5. For TPUs it also models what the compiler overlaps, and what compiled steps lose (the page "Seconds").
-#    The result is `likely_s`. For GPUs it models neither, so all communication counts as exposed.
+# 5. For TPUs it also models what the compiler overlaps, and other losses of compiled steps (the page
+#    "Seconds"). The result is `likely_s`. For GPUs it models neither, so all communication counts as
+#    exposed.
 #
 # MFU (model FLOPs utilization) is model FLOP/s divided by peak FLOP/s. Recomputed FLOPs do not count.
 #
 # > **Predict.** Every layer is recomputed in the backward pass (remat), and no other time is lost. What is
-# > the highest possible MFU, in percent? (No gradient needs the result of the last matmul of a branch, so
-# > that matmul is not recomputed.)
+# > the highest possible MFU, in percent? (No gradient needs the output of the last matmul in attention or
+# > MLP, so that matmul is not recomputed.)
 
 # %% tags=["hide-input"]
 SHAPE = {"model.d_model": 16384, "model.n_layers": 128, "model.n_heads": 128,
@@ -250,10 +250,10 @@ lesson.predicted("the highest possible MFU", my_prediction, ceiling, "%", within
 assert 79 < counted < 81
 
 # %% [markdown]
-# If everything were recomputed, six FLOPs out of eight would count: 75%. Leaving out the last matmuls adds
-# five points. So a run with remat at 40% has half of what is possible.
+# If everything were recomputed, 6 FLOPs out of 8 would count: 75%. Not recomputing the last matmuls adds
+# five points. So a run with remat at 40% MFU reaches half of what is possible.
 #
-# Now compare meshes, all with remat. The planner needs equal stages, so it gets 128 layers instead of 126.
+# Now compare meshes, all with remat. The planner needs equal stages, so plan 128 layers instead of 126.
 
 # %%
 meshes = [(1, 8), (4, 8), (8, 8), (16, 4), (16, 8), (32, 8)]
@@ -290,25 +290,25 @@ kept = llama("stage=8,fsdp=256,tensor=8", **{"work.gather": "step"})
 print(kept.refusal().split("; try")[0])
 
 # %% [markdown]
-# **Would the planner choose Meta's mesh?** Yes. But its 46% MFU is close to the paper's 41% partly by luck.
-# The plan recomputes layers and overlaps nothing, and the paper did the opposite ("without activation
-# checkpointing", 3.3.2). On the other hand, the plan does not include slow matmuls, stragglers or a shared
-# network. *Trust the ranking of the plans more than their seconds.*
+# **Does the planner choose Meta's mesh?** Yes. But its 46% MFU is close to the paper's 41% partly by luck.
+# The plan recomputes layers and overlaps nothing; Meta did the opposite ("without activation
+# checkpointing", 3.3.2). On the other hand, the plan ignores slow matmuls, stragglers and a shared network.
+# *Trust the ranking of the plans more than their seconds.*
 #
-# At `stage=8`, the twelve lines are far below the bar, because they keep the gathered weights. Off TPUs,
-# the planner counts full gradients twice, once accumulated and once in communication. That is 51 GiB and
-# does not fit, so every microbatch gathers again. Which is right depends on the program, not on the mesh.
+# At `stage=8`, the twelve lines are far below the bar, because they keep the gathered weights. On GPUs, the
+# planner counts unsharded gradients twice, once accumulated and once in communication. These 51 GiB do not
+# fit, so every microbatch gathers again. Which is right depends on the program, not on the mesh.
 #
 # ## `tensor` against `fsdp`: find the minimum
 #
-# On a torus, there is no node boundary. Instead, weigh two costs: as `tensor` grows, the bytes of `fsdp`
-# shrink, and those of `tensor` grow. Take a layer of W parameters with n_s = 1. A device sends 6 W/n_t
+# A TPU torus has no node boundaries. Instead, weigh two costs: as `tensor` grows, the bytes of `fsdp`
+# shrink, and the bytes of `tensor` grow. Take a layer of W parameters with n_s = 1. A device sends 6 W/n_t
 # bytes along `fsdp`, and 22 N D (n_t - 1) along `tensor`.
 #
 # ## Exercise 1: the best size of `tensor`
 #
-# Return the n_t that minimizes the seconds of both together, with bandwidths of `fsdp_speed` and
-# `tensor_speed` bytes/s. n_t can be a fraction.
+# Return the n_t that minimizes the sum of both times, with bandwidths of `fsdp_speed` and `tensor_speed`
+# bytes/s. n_t need not be an integer.
 
 # %% tags=["hide-input"]
 VALLEYS = [(3e9, 16384, 1024, 180e9, 90e9), (1e9, 8192, 2048, 90e9, 180e9),
@@ -322,9 +322,9 @@ VALLEY_HINTS = [
     (lambda W, D, N, f, t: (3 * W / (11 * N * D)) ** 0.5,
      "That minimizes bytes. Minimize seconds: the bandwidths differ."),
     (lambda W, D, N, f, t: 1 / bottom(W, D, N, f, t),
-     "Inverted: a model with more weights would get a smaller tensor."),
+     "Inverted: a model with more weights would get a smaller tensor axis."),
     (lambda W, D, N, f, t: (1 + (1 + 4 * bottom(W, D, N, f, t) ** 2) ** 0.5) / 2,
-     "There both take equally long. Is the sum smallest there?"),
+     "There both times are equal. Is their sum smallest there?"),
     (lambda W, D, N, f, t: (6 * W * t / (11 * N * D * f)) ** 0.5,
      "Count the bytes of an activation: 11 collectives of 2 bytes."),
 ]  # fmt: skip
@@ -345,10 +345,10 @@ print(check_valley(best_tensor))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The derivative of the sum is -6 W/(n_t² fsdp_speed) + 22 N D/tensor_speed. It is 0 at
-# `(3 * W * tensor_speed / (11 * N * D * fsdp_speed)) ** 0.5`. The [scaling
+# The derivative of the sum is -6 W/(n_t² fsdp_speed) + 22 N D/tensor_speed. It is 0 at `(3 * W *
+# tensor_speed / (11 * N * D * fsdp_speed)) ** 0.5`. The [scaling
 # book](https://jax-ml.github.io/scaling-book/training) has the same formula, called X_opt, for the best
-# size of `fsdp`, with feed-forward layers and other counts of collectives.
+# size of `fsdp`. It counts MLPs only, and different numbers of collectives.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -364,9 +364,9 @@ assert "Not yet" in check_valley(lambda *_: 8)
 # PaLM, with 540B parameters in 118 layers of width 18,432, was trained on two pods of 3,072 TPU v4 chips.
 # It used `data=2` between the pods, and `fsdp=256,tensor=12` inside a pod
 # ([arXiv:2204.02311](https://arxiv.org/abs/2204.02311), 4). The batch of a pod was 1,024 sequences of 2,048
-# tokens. That is 683 tokens per chip, below the threshold of v4, which is 1,019. Take a slice of 12x16x16
-# chips, with `tensor` along the axis of 12 (two links of 45 GB/s) and `fsdp` along the other two (four
-# links):
+# tokens. That is 683 tokens per chip, below the `fsdp` threshold of v4, which is 1,019. Take a slice of
+# 12x16x16 chips, with `tensor` along the axis of 12 (two links of 45 GB/s per chip) and `fsdp` along the
+# other two (four links):
 
 # %%
 W, D_, N = 540e9 / 118, 18_432, 1024 * 2048 / 3072
@@ -381,10 +381,10 @@ print(f"minimum at tensor={lowest:.1f}: {both.min():.1f} s; at 12: {at_12:.1f} s
 print(f"with half the collectives: tensor={lowest * 2**0.5:.0f}")
 
 # %% [markdown]
-# The minimum is at **n_t = (3 W/(11 N D) · tensor_speed/fsdp_speed)^½**, and it is flat: going from 7 to 12
-# costs a sixth. (PaLM computes attention and feed-forward in parallel, which halves the collectives of
+# The minimum is at **n_t = (3 W/(11 N D) · tensor_speed/fsdp_speed)^½**, and it is flat: 12 instead of 7
+# costs a sixth more time. (PaLM computes attention and MLP in parallel, which halves the collectives of
 # `tensor`, and moves the minimum to 10.) What does the planner predict? It supports neither PaLM's single
-# key head nor 2,048 positions on 12 devices, so it gets 12 or 48 key heads and 2,064 positions.
+# key head nor 2,048 positions on 12 devices, so plan 12 or 48 key heads and 2,064 positions.
 
 # %% tags=["hide-input"]
 PALM = {"model.d_model": 18432, "model.n_layers": 118, "model.n_heads": 48,
@@ -428,25 +428,27 @@ axes.set_title("Splitting a torus axis costs more than missing the minimum")
 axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=3, fontsize=9)
 
 # %% [markdown]
-# At 12, rule and planner agree. At 6, `tensor` uses half of a torus axis, and neighbors along `fsdp` are
-# six links apart: 30 GB/s instead of 180. **Compute the minimum, then take the nearest whole torus axis**,
-# or on GPUs, the node. Of the five sizes, the planner also chooses PaLM's. It predicts 59% MFU, and 46.2%
-# were measured: it does not include the second pod, latency, or slow matmuls.
+# At 12, the rule and the planner agree. At 6, `tensor` uses half of a torus axis, and neighbors along
+# `fsdp` are six links apart: 30 GB/s instead of 180. **Compute the minimum, then take the nearest whole
+# torus axis**, or on GPUs, the node. Of the five sizes, the planner also chooses PaLM's 12. It predicts 59%
+# MFU; PaLM measured 46.2%. The plan ignores the second pod, latency, and slow matmuls.
 #
 # ## Sparse models: send tokens or weights
 #
-# DeepSeek-V3 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3) has P = 671B parameters, of which
-# 37B are active per token. Nearly all are in E = 256 experts per layer, with hidden width M = 2,048, and a
-# token uses top_k = 8 of them. It was trained on 2,048 H800s: 16 stages, experts over 64 devices (8 nodes),
-# no `tensor`, and ZeRO-1 data parallelism. With `fsdp` alone, a device would need 2,472 · 671/37 = 45,000
-# tokens per pass. So the experts stay in place, and the tokens are sent. Per layer and pass, the bytes are:
+# DeepSeek-V3 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3) has P = 671B parameters, and 37B of
+# them are active per token. Nearly all parameters are in E = 256 experts per layer, with hidden dim M =
+# 2,048, and a token uses top_k = 8 experts. The model was trained on 2,048 H800s: 16 stages, experts
+# sharded over 64 devices (8 nodes), no `tensor`, and ZeRO-1 data parallelism. With `fsdp` alone, a device
+# would need 2,472 · 671/37 = 45,000 tokens per pass. So send the tokens to the experts, instead of
+# gathering the weights. Bytes per layer and pass:
 #
 # - weights: 6 · 3 D M E, for any number of tokens
-# - tokens: 4 exchanges (dispatch and combine, forward and backward) of top_k vectors of 2 D bytes per token
+# - tokens: 4 all-to-alls (dispatch and combine, forward and backward) of top_k vectors of 2 D bytes per
+#   token
 #
 # Sending tokens needs fewer bytes while N < 18 D M E/(8 D top_k) = **2.25 E M/top_k**. Between GPU nodes,
-# divide this by eight to compare seconds: an all-to-all uses one network card per GPU, while an all-gather
-# of the same group uses all eight of the node.
+# divide this by eight to compare times: an all-to-all uses one network card per GPU, while an all-gather in
+# the same group uses all eight of the node.
 
 # %%
 for name in ("deepseek_v3", "mixtral_8x7b"):
@@ -455,10 +457,10 @@ for name in ("deepseek_v3", "mixtral_8x7b"):
     print(f"{name}: {most:,.0f} tokens per pass; between nodes {most / 8:,.0f}")
 
 # %% [markdown]
-# A pass of one sequence has 4,096 tokens, so you send tokens. Now ask the planner, with the paper's 160
-# GB/s of NVLink and 50 GB/s of InfiniBand, 15,360 sequences of 4,096 tokens, and 64 sparse layers instead
-# of 58, so that 16 stages are equal. (`capacity_factor=1`: an expert accepts its mean share of tokens.) The
-# paper reports 180,000 GPU-hours per trillion tokens:
+# A pass of one sequence has 4,096 tokens, so send tokens. Now plan meshes with the paper's 160 GB/s of
+# NVLink and 50 GB/s of InfiniBand, 15,360 sequences of 4,096 tokens, and 64 sparse layers instead of 58, so
+# that 16 stages are equal. (With `capacity_factor=1`, an expert accepts at most the mean number of tokens.)
+# The paper reports 180,000 GPU-hours per trillion tokens:
 
 # %% tags=["hide-input"]
 chip = dataclasses.replace(hardware.CHIPS["h100"], name="H800", link_bytes_per_s=160e9)
@@ -489,14 +491,15 @@ assert 3 < min(took.values()) / was < 3.5, "the text says three times"
 assert 1.1 < took["data=2,stage=16,expert=64"] / took["data=4,stage=8,expert=64"] < 1.25
 
 # %% [markdown]
-# **Would the planner choose DeepSeek's mesh?** Half of it. It sends tokens, over as few nodes as memory
-# allows: `expert=8` would be faster, but does not fit. However, it prefers half as many stages, by 15%, and
-# its best mesh takes over three times the measured time. The reasons:
+# **Does the planner choose DeepSeek's mesh?** In part. It sends tokens, over as few nodes as memory allows:
+# `expert=8` would be faster, but does not fit. However, half as many stages are 15% faster in its estimate,
+# and its best mesh takes over three times the measured time. The reasons:
 #
-# - Here a token is sent to its 8 experts in bfloat16, on any node, and again when a layer is recomputed.
-#   DeepSeek-V3 sends it in FP8 to at most 4 nodes, overlapped with another microbatch (DualPipe).
-# - Here every stage also computes the three dense layers, because all devices run one program. This favors
-#   fewer stages.
+# - The planner's program sends a token to its 8 experts in bfloat16, on any node, and again when it
+#   recomputes a layer. DeepSeek-V3 sends it in FP8 to at most 4 nodes, overlapped with another microbatch
+#   (DualPipe).
+# - In that program every stage also computes the three dense layers, because all devices run the same
+#   program. This favors fewer stages.
 # - The bubble of 1F1B is larger than that of DualPipe.
 #
 # DeepSeek-V3's matmuls also run in FP8, at twice this peak.
@@ -519,15 +522,15 @@ lesson.predicted("stages are idle", my_prediction, 100 * long.bubble, "%", withi
 assert long.sched.microbatches == 1
 
 # %% [markdown]
-# There are 128 sequences for 128 `fsdp` groups, so there is one microbatch. While one of the 16 stages
-# works on it, 15 wait. The number of tokens is fixed: *sequences that are sixteen times longer are sixteen
-# times fewer*. `context` shards each sequence, so it takes over from `fsdp`.
+# There are 128 sequences for `fsdp=128`, so there is one microbatch. While one of the 16 stages computes
+# it, 15 wait. The number of tokens is fixed: *if sequences are sixteen times longer, there are sixteen
+# times fewer*. `context` shards each sequence, so use it instead of `fsdp`.
 #
 # What does `context` cost? In a group of n_c, every device all-gathers the keys and values of the whole
-# sequence, forward and backward, and reduce-scatters their gradients. In a layer with G key heads of K
-# numbers (here 8 of 128), that is 12 G K T bytes, for 6 W T/n_c FLOPs (those of attention only help). The
-# times are equal at **n_c = W/(2 G K) · bytes/s / FLOP/s**, for any T. For 405B over one network card, this
-# gives:
+# sequence, forward and backward, and reduce-scatters their gradients. In a layer with G key heads of dim K
+# (here 8 of 128), that is 12 G K T bytes, during 6 W T/n_c FLOPs (plus those of attention, which only
+# help). The times are equal at **n_c = W/(2 G K) · bytes/s / FLOP/s**, for any T. For 405B over one network
+# card, this gives:
 
 # %%
 print(f"largest context: {405e9 / 126 / (2 * 8 * 128) * 50e9 / 989e12:.0f}")
@@ -536,17 +539,17 @@ for context in (4, 8, 16, 32):
 seen(llama("fsdp=128,context=16,tensor=8", T=131_072))
 
 # %% [markdown]
-# Meta used `context=16` (table 4), and measured 38% MFU, against 41% with short sequences. **Would the
+# Meta used `context=16` (table 4), and measured 38% MFU, against 41% with short sequences. **Does the
 # planner choose it?** Yes, narrowly. 16 and 32 are equally fast, because each doubling halves the bubble
 # and doubles the bytes of `context`. With 8, there are too few microbatches to interleave, so the bubble
 # takes most of the step.
 #
 # ## The rule, with its thresholds
 #
-# Three ratios of FLOP/s to bandwidth decide. The next cell computes them for a layer of a 70B model
-# (W = 856M, D = 8,192, 8 key heads of 128). The limit for `tensor` is n_t = 1 + (8/11) (W/2D)
-# bytes/s / FLOP/s (04). The limit for `context` uses the links that `tensor` leaves. (For an 8B model, W
-# and the limit of `context` are four times smaller.)
+# The choice depends on three ratios of FLOP/s to bandwidth. Here they are for a layer of a 70B model (W =
+# 856M, D = 8,192, 8 key heads of 128). The limit for `tensor` is n_t = 1 + (8/11) (W/2D) bytes/s / FLOP/s
+# (04). The limit for `context` uses the links that `tensor` does not use. (For an 8B model, W and the limit
+# of `context` are four times smaller.)
 
 # %%
 W, D_, GK = 855.6e6, 8192, 1024
@@ -569,30 +572,31 @@ for topology, whole, split in (
     print(f"{topology:9} {needs}; {tensor:4.0f}; {context:4.0f}")
 
 # %% [markdown]
-# (A node of 8 limits `tensor` before this limit does.) So decide in this order:
+# (On GPUs, the node limits `tensor` first.) So decide in this order:
 #
-# 1. **Does the state fit?** You need 16 P/n bytes, plus activations and one layer at work. Otherwise no
-#    mesh helps: use more devices, or smaller numbers.
-# 2. **`fsdp` alone**, if each device has a sequence, and the tokens of one *pass* (as many as fit at once)
-#    exceed the first column of the table (P/active times as many if sparse). Each pass gathers again. This
+# 1. **Does the state fit?** You need 16 P/n bytes, plus activations and the temporary arrays of one layer.
+#    Otherwise no mesh helps: use more devices or lower precision.
+# 2. **`fsdp` alone**, if each device has a sequence, and one *pass* (as many tokens as fit in memory at
+#    once; each pass gathers again) exceeds the first column above (P/active times as many if sparse). This
 #    assumes that the gathers overlap with compute; if not, also try stages.
-# 3. **`tensor`** otherwise: on TPUs the whole torus axis nearest to the minimum, on GPUs up to the node.
-# 4. **Stages**, on several GPU nodes with N below the threshold. Use at least n_s microbatches if
+# 3. **`tensor`** otherwise: on TPUs the whole torus axis nearest to the minimum, on GPUs at most the node.
+# 4. **Stages**, on several GPU nodes with N below the first column. Use at least n_s microbatches if
 #    interleaved, 4 n_s otherwise.
 # 5. **`expert`** for a sparse model, instead of `tensor`, while N per pass is below 2.25 E M/top_k. Use as
-#    few nodes as memory allows. Give the planner `--model.capacity_factor 1`: the presets drop nothing, so
-#    they reserve memory for the worst case, in which all tokens choose one device's experts (07).
-# 6. **`context`**, if one sequence and a layer at work do not fit, or if there are too few long sequences
-#    for the groups or stages. The last column is its limit.
+#    few nodes as memory allows. Pass `--model.capacity_factor 1` to the planner: the presets drop no
+#    tokens, so they reserve memory for the worst case, in which all tokens choose one device's experts
+#    (07).
+# 6. **`context`**, if the activations of one sequence do not fit, or if `fsdp` or the stages need more
+#    sequences. The last column is its limit.
 # 7. **`data`** over the slowest network, between pods or buildings: it sends once per step (03).
 #
-# Then let the planner try similar meshes. Latency is not included. It is about 1 µs per hop, and it
-# dominates below about 50 kB per hop.
+# Then let the planner try similar meshes. All of this ignores latency: about 1 µs per hop, which dominates
+# below about 50 kB per hop.
 #
 # ## Exercise 2: a dense model on a torus
 #
-# Choose a mesh, such as `"data=4,fsdp=16"`, for a 70B model, 32 sequences of 4,096 tokens, and 64 chips
-# `v5p:4x4x4`. An answer within 5% of the fastest is right.
+# Choose a mesh, such as `"data=4,fsdp=16"`, for a 70B model and 32 sequences of 4,096 tokens on a 4x4x4
+# slice of TPU v5p. An answer within 5% of the fastest mesh is right.
 
 # %% tags=["hide-input"]
 DENSE = {"model.d_model": 8192, "model.n_layers": 80, "model.n_heads": 64,
@@ -615,11 +619,11 @@ STATE = "state. Which axes shard it, and which replicate it?"
 BYTES = {"parameters": STATE, "optimizer": STATE, "gradients": "unsharded gradients.",
          "weights": "gathered weights.",
          "saved": "saved activations. How many tokens are in flight?",
-         "at work": "one layer at work. How many tokens does it have?"}  # fmt: skip
+         "at work": "temporary arrays of a layer. How many tokens?"}  # fmt: skip
 WAITS = {"fsdp": "fsdp. It sends P/(n_s n_t) per pass: which axes make that smaller?",
          "tensor": "tensor. Its bytes grow with its size.", "bubble": "the bubble.",
          "data": "data: the gradients of every replica.", "context": "gathered keys.",
-         "stage": "the messages between stages.",
+         "stage": "sends between stages.",
          "expert": "expert, which acts like fsdp in a dense model.",
          "products": "compute: narrow matmuls, or recomputation.",
          "compute": "compute: narrow matmuls, or recomputation."}  # fmt: skip
@@ -669,9 +673,9 @@ print(check_mesh(mesh_on_v5p, "v5p:4x4x4"))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# N = 2,048 is above 850, but 32 sequences are enough for only 32 `fsdp` groups. So `tensor` is at least 2.
-# The minimum is at (3 · 856e6 · 180 / (11 · 2048 · 8192 · 360))^0.5 = 2.6, and the nearest whole torus axis
-# is 4: `fsdp=16,tensor=4`. `tensor=2` would use half an axis, and `fsdp` would lose links.
+# N = 2,048 is above 850, but 32 sequences are enough for only `fsdp=32`. So `tensor` is at least 2. The
+# minimum is at (3 · 856e6 · 180 / (11 · 2048 · 8192 · 360))^0.5 = 2.6, and the nearest whole torus axis is
+# 4: `fsdp=16,tensor=4`. `tensor=2` would use half an axis, and `fsdp` would lose links.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -689,7 +693,7 @@ assert torus(mesh_on_v5p) == torus(None) == lesson.NOTHING
 # %% [markdown]
 # ## Exercise 3: the same on eight nodes
 #
-# Now 64 H100s, eight nodes of 8. Is it the same mesh?
+# Now use 64 H100s, in eight nodes. Is the same mesh still fastest?
 
 # %%
 mesh_on_h100 = ...
@@ -698,11 +702,11 @@ print(check_mesh(mesh_on_h100, "h100:64"))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# N = 2,048 is below 2,472. `tensor=8` fills the node, which leaves `fsdp` over eight nodes with one network
-# card per GPU. So put stages over the nodes: `stage=8,tensor=8`. Then all 32 sequences are microbatches, 4
-# n_s of them, and no weights are sent. The planner finds a mesh that is 6% better,
+# N = 2,048 is below 2,472. `tensor=8` fills the node, so `fsdp` would span eight nodes with one network
+# card per GPU. Use stages between the nodes instead: `stage=8,tensor=8`. Then all 32 sequences are
+# microbatches (4 n_s), and no weights are sent. The planner finds a mesh that is 6% faster,
 # `stage=8,context=2,tensor=4`, because the keys of 8 heads are fewer bytes than the activations that
-# `tensor` sends. The best mesh of v5p takes 29% longer than `stage=8,tensor=8`.
+# `tensor` sends. The best mesh for v5p takes 29% longer than `stage=8,tensor=8`.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -720,10 +724,10 @@ assert 1.28 < of_v5p / fastest("h100:64").likely_s < 1.3, "the text says 29%"
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague's function computes how many H100s are worth renting: as many as keep compute longer than the
-# communication of `fsdp`. For Mixtral, 64 sequences of 32,768 tokens and `context=16`, it returns 1,024.
-# They are rented. The loss is right, but the step takes as long as on a quarter of them. (A GPU-hour costs
-# about two dollars.)
+# A colleague's function computes how many H100s are worth paying for: the largest number for which compute
+# takes longer than the communication of `fsdp`. For Mixtral, 64 sequences of 32,768 tokens and
+# `context=16`, it returns 1,024. On 1,024 GPUs the loss is right, but a step takes as long as on 256. (A
+# GPU-hour costs about two dollars.) Fix the function.
 
 
 # %%
@@ -802,10 +806,10 @@ print(check_renting(worth_renting))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `tokens = each * T / context`: the devices of a `context` group share the tokens of their sequences.
-# `fsdp` gathers over `context` too, so each of them sends the bytes of all weights for its sixteenth of a
-# sequence. The right answer is 128 devices: 91 dollars instead of 399. The other lines look as suspicious
-# but are right: communication grows with all parameters, compute with the active ones.
+# `tokens = each * T / context`: the devices of a `context` group split the tokens of their sequences.
+# Weights are sharded over `context` too, so each device gathers all weights for only a sixteenth of a
+# sequence. The right answer is 128 devices: 91 dollars instead of 399. The other suspicious lines are
+# right: communication grows with all parameters, compute with the active ones.
 #
 # There is no public report of this bug; people do not file issues about bills. It comes from the arithmetic
 # of the long-context phase above, where "16 sequences per group" hides that a device has only 1,024 tokens:
@@ -822,9 +826,9 @@ assert renting(mine)(*run) == 128 and worth_renting(*run) == 1024
 # %% [markdown]
 # ## In one table
 #
-# N is the tokens per device, L the layers of width D, P the parameters. Bytes are per device and step.
-# *peak* is the FLOP/s of a device, *bandwidth* its bytes/s. The limits of `tensor` and `context` are those
-# of the 70B model.
+# N is the tokens per device, L the number of layers, D the model dim, P the parameters. Bytes are per
+# device and step. *peak* is the FLOP/s of a device, *bandwidth* its bytes/s. The limits of `tensor` and
+# `context` are for the 70B model.
 #
 # | axis | JAX, PyTorch | Megatron-LM | a device stores | forward | backward | bytes | exposed? | when |
 # |---|---|---|---|---|---|---|---|---|
@@ -837,12 +841,12 @@ assert renting(mine)(*run) == 128 and worth_renting(*run) == 1024
 #
 # ## Three lines to keep
 #
-# 1. The tokens of a step are fixed: with more devices each has fewer tokens, and longer sequences are
+# 1. The number of tokens per step is fixed: more devices get fewer tokens each, and longer sequences are
 #    fewer.
-# 2. The bytes of weights do not shrink with the tokens per device, those of activations do. So below
-#    peak/bandwidth tokens (P/active times that, if sparse), `fsdp` needs another axis.
-# 3. On a torus that axis is `tensor`; on nodes it is `tensor`, then stages. Trust a plan's ranking more
-#    than its seconds.
+# 2. With fewer tokens per device, a device sends fewer bytes of activations, but not of weights. So below
+#    peak/bandwidth tokens (P/active times as many if sparse), `fsdp` alone is not enough.
+# 3. On a torus, add `tensor`; on GPU nodes, add `tensor`, then stages. Trust a plan's ranking more than its
+#    seconds.
 #
 # **Sources.** The [scaling book on training](https://jax-ml.github.io/scaling-book/training) and [on
 # GPUs](https://jax-ml.github.io/scaling-book/gpus); Llama 3,
