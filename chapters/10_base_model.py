@@ -1,15 +1,15 @@
 # %% [markdown]
 # # 10 · The decoder-only transformer
 #
-# **Question.** Which model do the other chapters shard? Which of its dims can be sharded over which axis,
-# where do its FLOPs and bytes come from, and how do you check that it is right before you shard it?
+# **Question.** Which model do the other chapters shard? Which axis can shard which of its dims, where do
+# its FLOPs and bytes come from, and how do you check the model before you shard it?
 #
-# **Why it hurts not to know.** You test a mesh by comparing it with one device. If the model on one device
-# is wrong, every mesh agrees with it. The loss does not tell you: of the three models trained below, the
-# one with the lowest loss is broken.
+# **Why it hurts not to know.** You test a mesh by comparing it with one device. If the model has a bug on
+# one device, every mesh agrees with it. The loss does not reveal the bug: of the three models trained
+# below, the one with the lowest loss is broken.
 #
-# *Before this:* 00 to 02 (cost of a matmul, collectives, gradients), and 03 to 09, which shard this model.
-# If you do not know transformers, read this page first. *Mesh:* `data=8`, at the end
+# *Before this:* chapters 00 to 02 (cost of a matmul, collectives, gradients), and 03 to 09, which shard
+# this model. If you do not know transformers, read this page first. *Mesh:* `data=8`, at the end
 # `data=2,fsdp=2,tensor=2`, simulated. *Runs in* 40 s on 2 cores; reading takes 35 minutes, the exercises an
 # hour.
 
@@ -39,16 +39,16 @@ os.environ.setdefault("XLA_FLAGS", quick)  # compile quickly: the programs are s
 # ## A complete decoder
 #
 # The model fits into 45 lines that you can paste into an empty file. The name of an array ends with one
-# letter per dim, so the name gives its shape, and `draw` below reads the shape from the name. The letters
-# are those of the whole guide:
+# letter per dim, so the name gives its shape, and `draw` below reads the shape from the name. The whole
+# guide uses these letters:
 #
-# - B rows (sequences) of T tokens. V is the vocabulary, here the 256 bytes. D is the width of the *residual
-#   stream* `x_bTD`. Each of the L layers reads it and adds to it. Lower-case b is the number of rows on one
-#   device.
-# - H query heads of K numbers each, and G key-value heads. H/G query heads share one key-value head
-#   (*grouped-query attention*; with G = H it is standard multi-head attention). S counts the positions that
-#   are attended to.
-# - F is the width of the feed-forward layer.
+# - A batch has B rows (sequences) of T tokens, and b rows are on one device. V is the vocabulary size, here
+#   256 (bytes). D is the model dim, the width of the *residual stream* `x_bTD`. Each of the L layers reads
+#   the residual stream and adds to it.
+# - There are H query heads of dim K, and G key-value heads. H/G query heads share one key-value head
+#   (*grouped-query attention*; with G = H it is standard multi-head attention). S is the number of
+#   positions of keys and values.
+# - F is the hidden dim of the feed-forward layer (MLP).
 
 # %% tags=["by-hand"]
 import os
@@ -69,14 +69,14 @@ layers = [{name: draw(name, n) for name, n in fan_in.items()} for _ in range(L)]
 w = {"table_VD": draw("table_VD", 1), "layers": layers, "head_DV": draw("head_DV", D)}
 
 # %% [markdown]
-# Each token is *normalized* before attention and before the feed-forward layer: it is divided by its root
-# mean square, so the scale of the residual stream does not matter. (Real models also multiply by a learned
-# gain.)
+# Each token's vector is *normalized* before attention and before the feed-forward layer: it is divided by
+# its root mean square, so the scale of the residual stream does not matter. (Real models also multiply by a
+# learned gain.)
 #
-# *Rotary position embeddings* (RoPE) tell attention where a token is. Coordinates i and i + K/2 of a query
-# or key are treated as one complex number and rotated by an angle proportional to the position. An
-# attention score multiplies one such number with the conjugate of another, so the angles are subtracted.
-# The score therefore depends only on the distance between the two positions.
+# *Rotary position embeddings* (RoPE) give attention the positions of tokens. Entries i and i + K/2 of a
+# query or key form one complex number, which is rotated by an angle proportional to the position. An
+# attention score multiplies a query's complex number by the conjugate of a key's, so their angles are
+# subtracted. The score therefore depends only on the distance between the two positions.
 
 
 # %% tags=["by-hand"]
@@ -100,10 +100,10 @@ def attention(w, x_bTD, turn, sees_TS):
 
 
 # %% [markdown]
-# The feed-forward layer is a *SwiGLU*: two matmuls compute F numbers each, one of them goes through silu(x)
-# = x · sigmoid(x), and their elementwise product is projected back to D. The loss is the cross-entropy in
-# nats. It is summed over this device's tokens and divided by the token count of all devices, so the losses
-# of the devices add up to the mean (02).
+# The feed-forward layer is a *SwiGLU*: two matmuls compute F numbers each, silu(x) = x · sigmoid(x) is
+# applied to one of the results, and their elementwise product is projected back to D. The loss is the
+# cross-entropy in nats. Each device sums it over its own tokens and divides by the token count of all
+# devices, so the sum of the devices' losses is the mean (02).
 
 
 # %% tags=["by-hand"]
@@ -136,12 +136,12 @@ print("data=8: loss and gradients agree with one device")
 # %% [markdown]
 # ## Initialization
 #
-# Each weight is drawn with variance 1/fan-in, where fan-in is the number of terms in the sum that uses the
-# weight. If the inputs have variance 1, the outputs then have variance 1 too. Weights that add to the
-# residual stream are also divided by √(2L), because 2L branches add to it.
+# Each weight is initialized with variance 1/fan-in; fan-in is the number of terms that the matmul sums for
+# each output. If the inputs have variance 1, so do the outputs. Output projections are also divided by
+# √(2L), because attention and MLP of L layers add 2L terms to the residual stream.
 #
-# Random tokens cannot be predicted. The best possible model for them is the uniform one, with a loss of ln
-# V = 5.55 nats.
+# Random tokens cannot be predicted. The best possible model for them gives every token the same
+# probability, and has a loss of ln V = 5.55 nats.
 #
 # > **Predict.** What is the loss of this model on random tokens before its first step, in nats?
 
@@ -156,20 +156,21 @@ lesson.predicted(said, my_prediction, untrained, "nats", within=0.02)
 assert abs(untrained - np.log(V) - 0.5) < 0.1, "not 1/2 above ln V any more"
 
 # %% [markdown]
-# Half a nat worse than the uniform model. After the last norm, the logits are random numbers of variance 1,
-# and the mean of their exponentials is e^(1/2). So a healthy initial loss is ln V + 1/2. A much higher loss
-# means that some weight was drawn too large. On a mesh, the usual cause is a fan-in taken from the *shard*:
-# `down_FD` sums over all F numbers, even if a device stores only f = F/n of them.
+# The loss is half a nat worse than that of the uniform model. After the last norm, the logits are random
+# numbers of variance 1, and the mean of their exponentials is e^(1/2). So a healthy initial loss is ln V +
+# 1/2. A much higher loss means that some weight is initialized too large. On a mesh, the usual cause is a
+# fan-in computed from the *shard*: the matmul with `down_FD` sums over all F, even if a device stores only
+# f = F/n rows.
 #
 # ## Three models, one of them right
 #
 # Now train the model on the Python standard library of your machine (so your numbers differ a little),
 # together with two broken versions:
 #
-# - `leaky` lets each position attend to the next one as well. That token is its target.
-# - `mixed` combines the RoPE code of two libraries. It pairs coordinate i with i + K/2, but lists the
-#   angles for pairs of adjacent coordinates: 0 0 1 1 2 2. So the two coordinates of a pair are rotated by
-#   different angles, which is not a rotation.
+# - `leaky` lets each position also attend to the next position, whose token is the target.
+# - `mixed` combines the RoPE code of two libraries. It pairs entry i with i + K/2, but repeats the angles
+#   for pairs of adjacent entries: 0 0 1 1 2 2. So the two entries of a pair get different angles, and the
+#   result is not a rotation.
 
 # %%
 from pathlib import Path
@@ -238,10 +239,10 @@ axes.set(xlabel="step", ylabel="loss, nats per byte", ylim=(0, 6.4))
 legend = axes.legend(loc="center right", bbox_to_anchor=(1, 0.62))
 
 # %% [markdown]
-# The loss is one number, and it rewards whatever makes it small. So check the logits in two ways:
+# The loss alone does not show these bugs. So check the logits in two ways:
 #
-# - **Future.** Change all tokens from some position on. No logit before that position may change.
-# - **Shift.** Count positions from 500 instead of 0. Nothing may change, because scores depend only on
+# - **Future.** Change all tokens from some position on. Logits before that position must not change.
+# - **Shift.** Number positions from 500 instead of 0. No logit may change, because scores depend only on
 #   distances.
 
 # %%
@@ -261,9 +262,9 @@ for name, swap in swaps.items():
     assert found == (name == "leaky", name == "mixed"), "a check misses a bug"
 
 # %% [markdown]
-# The checks find both bugs and tell them apart. (The shift of the right model is rounding.) `mixed` learns
-# nearly as well. But it has memorized positions 0 to 71, each with its own wrong angles, and gives other
-# outputs if a text starts at another position.
+# The checks find both bugs and tell them apart. (The small shift of the right model is rounding.) `mixed`
+# learns nearly as well as the right model. But it has memorized positions 0 to 71, each with its own wrong
+# angles, and its outputs change if a text starts at a different position.
 #
 # Both bugs are common. Four model classes of `transformers` leak the future from v5.9 on ([issue
 # 48745](https://github.com/huggingface/transformers/issues/48745)). `mixed` was in a course on building GPT
@@ -271,10 +272,11 @@ for name, swap in swaps.items():
 #
 # ## Exercise 1: positions of a shard
 #
-# Along the axis `context`, each of n devices stores t = T/n consecutive positions of every row, and RoPE
-# and the mask need to know which. Return the t positions of this device. (`jax.lax.axis_index("context")`
-# is the index of the device, and `jax.lax.axis_size("context")` is n.) The checker all-gathers keys and
-# values, lets each device attend with its own queries, and compares with one device.
+# Along the axis `context`, each of n devices stores t = T/n consecutive positions of every row. RoPE and
+# the mask need the indices of these positions. Return the t indices of this device.
+# (`jax.lax.axis_index("context")` is the index of the device, and `jax.lax.axis_size("context")` is n.) The
+# checker all-gathers keys and values, computes attention for each device's own queries, and compares the
+# result with one device.
 
 # %% tags=["hide-input"]
 from functools import cache
@@ -324,7 +326,7 @@ PLACES = [
     (lambda t: away(jnp.arange(t)),
      "Each device starts at 0, so it treats other devices' keys as its own past."),
     (lambda t: here() + jnp.arange(t),
-     "Neighbors share all positions but one. How many does a device store?"),
+     "Devices overlap in all positions but one. How many does each store?"),
     (lambda t: here() * how_many() + jnp.arange(t),
      "You advance by n per device. How many positions does a device store?"),
     (lambda t: here() + how_many() * jnp.arange(t),
@@ -355,8 +357,8 @@ print(check_positions(positions))
 # <details><summary>Solution</summary>
 #
 # `return jax.lax.axis_index("context") * t + jnp.arange(t)`. If you add 1 to all positions, the checker
-# still accepts it, and it is right: scores and mask depend only on differences. An offset that all devices
-# share changes nothing, but one that differs between devices does.
+# rightly accepts the answer: scores and mask depend only on differences. An offset that is the same on all
+# devices changes nothing, but one that differs between devices does.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -375,9 +377,9 @@ for nothing in (positions, ..., None):
 # %% [markdown]
 # ## Which dims can be sharded
 #
-# You can shard a dim for free if no sum runs over it. If a matmul sums over the dim, each device has a
+# You can shard a dim without communication if no matmul sums over it. If a matmul does, each device has a
 # *partial sum* as large as the result, and the devices must all-reduce it (01). So the letters of the
-# matmuls already tell you the price. For Llama 3 8B, per token:
+# matmuls tell you how much a sharded dim communicates. For Llama 3 8B, per token:
 
 # %%
 llama = dict(V=128_256, D=4096, L=32, H=32, G=8, K=128, F=14_336, T=8192, S=8192)
@@ -405,20 +407,20 @@ assert partial_sums("T")[0] == 0 and partial_sums("H") == (4096, ["out"])
 assert partial_sums("F")[0] == llama["D"] and partial_sums("D")[0] == 8.5 * llama["D"]
 
 # %% [markdown]
-# Row by row:
+# The rows mean:
 #
-# - **H and F** are created by one matmul and summed over by a later one. Everything in between stays on its
-#   device, so attention and feed-forward each need one sum of D numbers. This is tensor parallelism (04). G
-#   is sharded with H; with G = 8, more than 8 devices would need copies of the keys.
-# - **D** is summed over in most matmuls, so sharding it would cost 8.5 times as many numbers as H. It is
-#   sharded only for storage: `fsdp` stores a shard of D of each *weight*, and all-gathers the weight before
-#   it is used (03).
+# - **H and F** are output dims of one matmul, and a later matmul sums over them. Everything in between
+#   stays on its device, so attention and the MLP each need one all-reduce of D numbers. This is tensor
+#   parallelism (04). G is sharded with H; with G = 8, more than 8 devices would need copies of the keys.
+# - **D** is summed over in most matmuls, so sharding it would send 8.5 times as many numbers as sharding H.
+#   It is sharded only for storage: `fsdp` shards D of each *weight*, and all-gathers the weight before use
+#   (03).
 # - **K** is summed over for each pair of positions, and nobody shards it.
-# - **T** is never summed over. As the position of keys and values, it is called S, and that one is summed
-#   over. So `context` (06) shards T and sends keys and values, 2GK = 2,048 numbers per token.
+# - **T**, the positions of queries, is never summed over. **S**, the positions of keys and values, is. So
+#   `context` (06) shards T and sends keys and values, 2GK = 2,048 numbers per token.
 #
-# B never meets a sum before the loss (`data`, `fsdp`), and the L layers run one after the other (`stage`,
-# 05).
+# No matmul of the forward pass sums over B, so `data` and `fsdp` shard it. The L layers run one after the
+# other, so `stage` can shard L (05).
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "The arrays of one token in a layer of Llama 3 8B as bars: the residual stream of width 4,096 in gray; between its appearances, in red, queries, keys and values, attention output, gate and up, each split into eight shards along heads or hidden width."}}
 stream = ("residual stream", "D")
@@ -443,8 +445,8 @@ axes.set_yticks(range(7), [name for name, _ in bars])
 axes.invert_yaxis()
 
 # %% [markdown]
-# In seconds: for 8,192 tokens, each layer sums two arrays of 8,192 · 4,096 bfloat16 numbers in the forward
-# pass. To all-reduce one of them over tensor=8, a device sends 2 · 7/8 of its bytes:
+# How long does this take? For 8,192 tokens, each layer all-reduces two arrays of 8,192 · 4,096 bfloat16
+# numbers in the forward pass. To all-reduce one of them over tensor=8, a device sends 2 · 7/8 of its bytes:
 
 # %%
 payload = 8192 * llama["D"] * 2  # bytes
@@ -459,20 +461,20 @@ for chip, bandwidth in ((h100, nvlink), (v5p, ring)):
           f"feed-forward matmuls: {compute * 1e3:.2f} ms at peak")  # fmt: skip
 
 # %% [markdown]
-# On both chips, the all-reduce takes nearly as long as the matmuls before it. That is why `tensor` gets the
-# fastest links. (These times are computed from published peak numbers; simulated devices show no time.
-# Latency, about 1 µs per hop, matters below about 50 kB: here with at most 6 tokens, as in decoding.)
+# On both chips, the all-reduce takes nearly as long as the matmuls before it. That is why `tensor` uses the
+# fastest links. (These times are computed from published peak numbers; simulated devices cannot measure
+# time. Latency, about 1 µs per hop, matters below about 50 kB: here with at most 6 tokens, as in decoding.)
 #
-# ## FLOPs, part by part
+# ## Where the FLOPs are
 #
 # In the forward pass, each entry of a weight matrix costs one multiplication and one addition per token.
 # The backward pass needs two matmuls of the same size, for the gradients of inputs and weights. So P
-# parameters in matrices cost 6P FLOPs per token (papers write 6N). Attention scores and the weighted sums
-# of values are matmuls too, but without weights. In Llama 3 8B:
+# parameters in matrices cost 6P FLOPs per token (papers write 6N). Attention has two more matmuls, without
+# weights: the scores and the weighted sums of values. In Llama 3 8B:
 #
-# > **Predict.** From which T on do these two matmuls of attention cost more than all weight matrices
-# > together? For each token, count only the positions that it can see, on average half of T. (P is 7.5
-# > billion, without the embedding table.)
+# > **Predict.** From which T on do these two matmuls cost more FLOPs than all weight matrices together? For
+# > each token, count only the positions that it can see, on average half of T. (P is 7.5 billion, without
+# > the embedding table.)
 
 # %%
 my_prediction = None  # tokens in a row
@@ -498,17 +500,18 @@ for chip in (h100, v5p):
 
 # %% [markdown]
 # A pair of positions costs 2K FLOPs in the score and 2K in the weighted sum, for each of H heads and L
-# layers, and three times that with the backward pass: 12LHK · T/2 per token. That equals 6P at T = P/(LHK).
+# layers, and three times as many with the backward pass: 12LHK · T/2 per token. This equals 6P at T =
+# P/(LHK).
 #
-# This matters for parallelism. The FLOPs of weights are the same for each token, but those of attention are
-# not. If 6P dominates, equal numbers of tokens are equal work. If attention dominates, a late token costs
-# more than an early one, and devices with equal parts of a row have unequal work (06).
+# This matters for load-balancing. Each token costs the same FLOPs in weight matrices, but not in attention.
+# If 6P dominates, equal numbers of tokens are equal work. If attention dominates, a late token costs more
+# than an early one, and devices with equal chunks of a row have unequal work (06).
 #
 # ## Exercise 2: count the FLOPs
 #
-# What does one training step of the program above cost per token? Return the FLOPs of its matmuls, forward
-# and backward. The program masks after the matmul, so it computes *all* T pairs of a token. `table_VD` is
-# only a lookup. The checker compiles the program at two sizes and counts.
+# Return the matmul FLOPs per token of one training step of the program above, forward and backward. The
+# program masks after the matmul, so each token computes scores with *all* T positions. `table_VD` is only a
+# lookup. The checker compiles the program at two sizes and counts the FLOPs.
 
 # %% tags=["hide-input"]
 SIZES = [dict(V=256, D=64, L=2, H=12, G=4, K=8, F=160, T=72),
@@ -599,12 +602,12 @@ for nothing in (flops_a_token, ..., lambda **c: None):
 # %% [markdown]
 # ## Chunked cross-entropy
 #
-# The last matmul computes V logits per token. For 8,192 tokens of Llama 3 8B on one device, that is
-# 8,192 · 128,256 · 4 bytes = 4.2 GB in float32, and the backward pass needs more arrays of that size. Yet
-# the loss needs only two numbers per token: the logit of the target, and the log-sum-exp of all logits.
-# Both can be computed for u vocabulary entries at a time, because the log-sum-exp of all entries is that of
-# the chunks' log-sum-exps. With `jax.checkpoint`, the logits of a chunk are not saved, but recomputed in
-# the backward pass.
+# The last matmul computes V logits per token. For 8,192 tokens of Llama 3 8B on one device, that is 8,192 ·
+# 128,256 · 4 bytes = 4.2 GB in float32, and the backward pass needs more arrays of that size. Yet the loss
+# needs only two numbers per token: the logit of the target, and the log-sum-exp of all logits. You can
+# compute both in chunks of u vocabulary entries, because the log-sum-exp of all logits is the log-sum-exp
+# of the chunks' log-sum-exps. With `jax.checkpoint`, a chunk's logits are not saved, but recomputed in the
+# backward pass.
 
 
 # %%
@@ -628,7 +631,7 @@ def in_chunks(w_DV, x_ND, target_N, chunks=16):
 
 
 # %% [markdown]
-# > **Predict.** By what factor do the FLOPs of loss and gradients grow with chunks?
+# > **Predict.** By what factor do chunks increase the FLOPs of the loss and its gradients?
 
 # %%
 my_prediction = None  # times
@@ -649,16 +652,16 @@ for name, way in zip(("at once", "in 16 chunks"), ways, strict=True):
     print(f"{name:12} {memory / 1e6:4.0f} MB of temporary arrays: {times}")
 
 # %% [markdown]
-# The logits are computed twice: four matmuls instead of three. The memory that is left holds the split
-# table and the gradients of its chunks (other compilers do this differently).
+# The logits are computed twice: four matmuls instead of three. The remaining memory stores the split weight
+# `w_DV` and the gradients of its chunks (other compilers do this differently).
 #
-# Why chunks of the vocabulary, and not of the tokens? A chunk of tokens touches the whole vocabulary, so
-# its gradient is as large as the table, and it is final only after the last chunk. A chunk of the
-# vocabulary has seen all tokens, so its gradient is final at once. With `fsdp`, this gradient can be
-# reduce-scattered while the next chunk is computed. Tensor parallelism can shard V in the same way (04).
+# Why chunks of the vocabulary, and not of the tokens? Each chunk of tokens adds to the gradient of the
+# whole `w_DV`, which is complete only after the last chunk. A chunk of the vocabulary sees all tokens, so
+# the gradient of its part of `w_DV` is complete at once. With `fsdp`, this gradient can be reduce-scattered
+# while the next chunk is computed. Tensor parallelism can shard V in the same way (04).
 #
-# Do not chunk if the logits fit into memory. For those 8,192 tokens, the fourth matmul takes 9 ms at peak
-# out of a step of 430 ms on an H100, and 19 ms out of 920 on a TPU v5p.
+# Do not chunk if the logits fit into memory. For 8,192 tokens of Llama 3 8B, the fourth matmul takes 9 ms
+# at peak out of a step of 430 ms on an H100, and 19 ms out of 920 ms on a TPU v5p.
 
 # %% tags=["remove-cell"]
 for chip, product_ms, step_ms in ((h100, 9, 430), (v5p, 19, 920)):
@@ -670,13 +673,14 @@ for chip, product_ms, step_ms in ((h100, 9, 430), (v5p, 19, 920)):
 # %% [markdown]
 # ## Latent attention and experts
 #
-# **Multi-head latent attention** (MLA) computes the keys and values of all heads from one narrow *latent*
-# of C numbers per token. A second small key of R numbers, with RoPE, is shared by all heads. During
-# generation, a model stores what attention needs of each earlier token: the *KV cache*. Llama 3 8B stores a
-# key and a value for G = 8 heads in 32 layers, 2 · 8 · 128 · 32 bfloat16 numbers or 131,072 bytes.
+# **Multi-head latent attention** (MLA) computes the keys and values of all heads from one small *latent*
+# vector of C numbers per token. All heads also share one small key of R numbers, with RoPE. During
+# generation, a model stores the keys and values of all earlier tokens in the *KV cache*; with MLA, the
+# latent and the shared key. Llama 3 8B stores a key and a value for G = 8 heads in 32 layers: 2 · 8 · 128 ·
+# 32 bfloat16 numbers, or 131,072 bytes per token.
 #
 # > **Predict.** DeepSeek-V3 has 84 times as many parameters, and 61 layers with H = 128 heads, C = 512 and
-# > R = 64. How many bytes does it store per token, in bfloat16?
+# > R = 64. How many bytes does its cache store per token, in bfloat16?
 
 # %%
 my_prediction = None  # bytes
@@ -701,24 +705,26 @@ for n in (1, 8):
 assert counted_bytes == 61 * (512 + 64) * 2
 
 # %% [markdown]
-# It stores C + R numbers per layer, for any number of heads: about half as much as a model of 8 billion
-# parameters. But a latent belongs to no head, so `tensor` cannot shard it. Each of 8 devices stores all of
-# it, while Llama's eight key heads are spread over eight devices.
+# It stores C + R numbers per token and layer, for any number of heads: about half as much as Llama 3 8B in
+# total. But all heads use the same latent, so `tensor` cannot shard it. Each of 8 devices stores all of it,
+# while Llama's eight key heads are sharded over eight devices.
 #
-# The two also differ in arithmetic intensity. Each new token reads the whole cache once. A key of Llama is
-# used by the queries of H/G = 4 heads. A latent of DeepSeek is used by all 128 heads, first as a key and
-# then as a value. So decoding with MLA can be compute-bound, while decoding with grouped queries is
-# memory-bound.
+# The two caches also differ in arithmetic intensity (FLOPs per byte read). Each new token reads the whole
+# cache once. In Llama, H/G = 4 query heads use each key. In DeepSeek, all 128 heads use each latent, first
+# as a key and then as a value. So decoding with MLA can be compute-bound, while decoding with grouped-query
+# attention is memory-bound.
 #
-# **Experts** (07) replace the feed-forward layer by E smaller ones, and each token uses only a few. All of
-# them need memory, but only the used ones cost FLOPs: DeepSeek-V3 has 671 billion parameters, and a token
-# uses 37 billion. The new dim E can be sharded over the axis `expert`, and the tokens are sent there.
+# **Experts** (07) replace the feed-forward layer by E smaller ones, and each token uses only a few. All
+# experts need memory, but a token costs only the FLOPs of the experts it uses: DeepSeek-V3 has 671 billion
+# parameters, and a token uses 37 billion. The axis `expert` can shard the new dim E; tokens are then sent
+# to the devices of their experts.
 #
 # ## In `model.py`
 #
-# The project's model is the same function written for the shards of one device, with a collective for each
-# partial sum. It shares no code with this page, so the two can check each other. The next cells run the
-# trained weights, sharded over `data=2,fsdp=2,tensor=2`, and compare with the program by hand.
+# The project's model is the same function, written for the shards of one device, with a collective for each
+# partial sum. It shares no code with this page, so the two can check each other. The next cells run it with
+# the trained weights, sharded over `data=2,fsdp=2,tensor=2`, and compare its logits with those of the
+# program by hand.
 
 # %% tags=["hide-input"]
 import model
@@ -758,11 +764,11 @@ assert moved(by_model, by_hand) < 1e-3, "the two models differ"
 # %% [markdown]
 # ## Exercise 3: write the test
 #
-# Design the test that finds a leak from the future. `logits_of(tokens_T)` returns `[T, V]`, and position t
-# may use only `tokens_T[: t + 1]`. Return whether a model uses more. Your test is tried on five models: the
-# right one; `leaky`; one whose logits include the next token; one that looks ahead at a single position, at
-# the boundary between two devices of `context`; and one that adds a thousandth of the mean over all
-# positions to its logits. (A model needs all T tokens. Change a copy of them.)
+# Write a test that finds a leak from the future. `logits_of(tokens_T)` returns `[T, V]`, and position t may
+# use only `tokens_T[: t + 1]`. Return True if a model uses more. The checker runs your test on five models:
+# the right one; `leaky`; one whose logits include the next token; one that attends to the next token at a
+# single position, at the boundary between two devices of `context`; and one that adds a thousandth of the
+# mean over all positions to its logits. (A model needs all T tokens. Change a copy of them.)
 
 # %% tags=["hide-input"]
 of_row = lambda w, tokens_T, sees_TS: logits(w, tokens_T[None], sees_TS=sees_TS)[0]
@@ -838,10 +844,10 @@ print(check_leaks(leaks))
 # return False
 # ```
 #
-# Test every position, all logits before it, and exact equality. Equality is not too strict: a masked score
-# has weight exp(−∞) = 0, and 0 times any finite number is 0. A mask of −1e4 is different. One model learned
-# scores below it, and copied from the future with a loss of nearly 0 ([minGPT
-# 75](https://github.com/karpathy/minGPT/issues/75)).
+# Change every position in turn, and test that all logits before it stay exactly equal. Equality is not too
+# strict: a masked score has weight exp(−∞) = 0, and 0 times any finite number is 0. A mask of −1e4 is
+# different: one model learned scores below −1e4, and copied from the future with a loss of nearly 0
+# ([minGPT 75](https://github.com/karpathy/minGPT/issues/75)).
 # </details>
 
 
@@ -888,9 +894,9 @@ for wrong, hint in (
 # %% [markdown]
 # ## A bug to find
 #
-# The model is too large to initialize on one device, so each device draws its own shards. `start` runs
-# without errors, `check_vma` is on, and the weights have the right shapes, variances and shardings. Seed
-# and data are the same on both meshes:
+# The model is too large to initialize on one device, so each device draws random numbers for its own
+# shards. `start` runs without errors, `check_vma` is on, and the weights have the right shapes, variances
+# and shardings. Seed and data are the same on both meshes, but the losses are not. Fix `start`.
 
 
 # %%
@@ -984,20 +990,20 @@ print(check_start(start))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# All devices draw with the same key, so all have the *same* shard. Shards that start equal get equal
-# gradients and stay equal. The model behaves like one of 3 heads and F = 40, at the price of 12 heads and F
-# = 160. One line is missing after `n = ..`:
+# All devices use the same random key, so all have the *same* shard. Shards that start equal get equal
+# gradients and stay equal. The model behaves like one with 3 heads and F = 40, but costs as much as one
+# with 12 heads and F = 160. One line is missing after `n = ..`:
 #
 # ```python
 # own_seed = jax.random.fold_in(jax.random.key(seed), jax.lax.axis_index("tensor"))
 # ```
 #
-# `keys` must be split from it. `check_vma` cannot detect the bug, because equal values are legal shards. It
-# is even better to draw each entry by its index in the unsharded array, as `parameters.init` does. Then the
-# weights are the same on every mesh, and you can compare the first losses. Here they differ by 0.1 nats,
-# which looks like another random draw.
+# Then split `keys` from `own_seed`. `check_vma` cannot detect the bug, because shards may have equal
+# values. It is even better to compute each random entry from its index in the unsharded array, as
+# `parameters.init` does. Then the weights are the same on every mesh, and you can compare the first losses.
+# Here they differ by 0.1 nats, as they would with a different seed.
 #
-# **Where it happened.** In trainers that give all tensor-parallel ranks the same seed, such as
+# **Where it happened.** Some trainers gave all tensor-parallel ranks the same seed, for example
 # [ms-swift](https://github.com/modelscope/ms-swift/pull/7944). With CPU offload, PyTorch's `fully_shard`
 # gave [every rank the same bits](https://github.com/pytorch/torchtitan/issues/3106). OLMo-core's first fix
 # [added the rank to the seed](https://github.com/allenai/OLMo-core/pull/307). With HSDP, the *replicas*
@@ -1056,14 +1062,14 @@ for answer, hint in (
 # %% [markdown]
 # ## In one table
 #
-# For Llama 3 8B in bfloat16. Amounts are per token and layer unless the table says otherwise. The partial
-# sum is `h_bTf @ w_fD -> x_bTD`, over f.
+# The table is for Llama 3 8B in bfloat16. Amounts are per token and layer unless the table says otherwise.
+# The MLP's partial sum is `h_bTf @ w_fD -> x_bTD`, over f.
 #
 # | letter | sharded over | PyTorch, Megatron-LM | a device stores | sent forward | sent backward | exposed? |
 # |---|---|---|---|---|---|---|
 # | B rows | `data`, `fsdp` | DDP, DP | its rows | nothing | gradients, once per step | no, overlaps with compute |
 # | D = 4,096, of weights | `fsdp` | `fully_shard`, Megatron-FSDP | 1/n of each weight | a layer's weights | weights again, their gradients | no, prefetched |
-# | H = 32, G = 8; F = 14,336 | `tensor` | `ColwiseParallel`, then `RowwiseParallel`; TP | its heads and hidden units | D numbers, twice: 16 kB | the same | yes |
+# | H = 32, G = 8; F = 14,336 | `tensor` | `ColwiseParallel`, then `RowwiseParallel`; TP | its heads and its slice of F | D numbers, twice: 16 kB | the same | yes |
 # | T = 8,192 | `context` | `context_parallel`, CP | its positions | 2GK numbers, 4 kB | again, and their gradients | no, in a ring |
 # | L = 32 | `stage` | pipeline schedule, PP | its layers | D numbers per stage, 8 kB | the same | for one tick |
 # | V = 128,256 | `tensor` | `loss_parallel`, vocabulary-parallel cross-entropy | its vocabulary entries | 3 numbers, once per step | D numbers, once per step | yes |
@@ -1071,17 +1077,19 @@ for answer, hint in (
 #
 # In JAX, each "sharded over" is a mesh axis in a `PartitionSpec`.
 #
-# **When.** Use `tensor` for up to G devices; beyond that, keys are replicated. On H100s that is one node: 8
-# GPUs at 370 GB/s. Between nodes a GPU has 50 GB/s, a seventh, so shard B and the D of weights there. On
-# TPU v5p, a ring of the torus has 180 GB/s. Shard T if rows do not fit, or if T exceeds P/(LHK).
+# **When.** Use `tensor` for up to G devices; beyond that, keys are replicated. With G = 8 on H100s, that is
+# one node: 8 GPUs at 370 GB/s. Between nodes a GPU has 50 GB/s, a seventh, so shard B and the D of weights
+# there. On TPU v5p, a ring of the torus has 180 GB/s. Shard T if a row does not fit, or if T exceeds
+# P/(LHK).
 #
 # ## Three lines to keep
 #
-# 1. A falling loss is no proof. Change the future, shift the positions, and write the model a second time.
-# 2. A dim is cheap to shard if one matmul creates it and a later one sums over it: H and F cost D numbers
-#    per token each, while D would cost 8.5 times as many.
-# 3. A token costs 6P FLOPs, plus 12LHK for each position that it sees. The logits never have to be in
-#    memory all at once.
+# 1. A falling loss does not prove that a model is right. Change future tokens, shift the positions, and
+#    compare with a second implementation.
+# 2. A dim is cheap to shard if it is the output of one matmul and a later one sums over it: H and F each
+#    send D numbers per token and layer, while D would send 8.5 times as many.
+# 3. A token costs 6P FLOPs, plus 12LHK for each position that it sees. You never need all logits in memory
+#    at once.
 #
 # **Sources.** [RMSNorm](https://arxiv.org/abs/1910.07467), [rotary](https://arxiv.org/abs/2104.09864)
 # (3.2), [SwiGLU](https://arxiv.org/abs/2002.05202), [grouped queries](https://arxiv.org/abs/2305.13245),
