@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 11 · Data loading: from tokens to batches
 #
-# **Question.** A training run stops and resumes on a different number of machines. Does it see the same
-# tokens as it would have without the stop, each of them once?
+# **Question.** A training run is interrupted, and resumes on a different number of machines. Does it read
+# the same tokens as an uninterrupted run, each of them once?
 #
 # **Why it hurts not to know.** A data loader that repeats or skips tokens raises no error, and the loss
-# falls. Below, it falls *faster* than that of the correct run.
+# falls. Below, it falls *faster* than in the correct run.
 #
-# *Before this:* 00 (what a step costs, what a mesh is). *Mesh:* `data=8`, then `data=4`, simulated.
-# *Runs in* 15 s on 2 cores; reading takes 30 minutes, trying it out an hour.
+# *Before this:* chapter 00 (what a step costs, what a mesh is). *Mesh:* `data=8`, then `data=4`, simulated.
+# *Runs in* 15 s on 2 cores; reading takes 30 minutes, the exercises an hour.
 
 # %%
 from devices import simulate_devices
@@ -26,14 +26,14 @@ from chapters import lesson
 from config import preset
 
 # %% [markdown]
-# ## Stopped three times
+# ## A run that is interrupted three times
 #
-# The text is a part of the Python standard library on your machine, so your numbers differ a little from
-# ours. For now, tokens are bytes. The token stream is split into windows of T = 256 tokens, and each step
-# reads a batch of B = 8 windows.
+# The text is part of the Python standard library on your machine, so your numbers differ a little from
+# ours. For now, tokens are bytes. The token stream is split into training sequences of T = 256 tokens,
+# called *windows*. Each step reads a batch of B = 8 windows, the *rows* of the batch.
 #
-# The loader is the one that everybody writes first: a seeded generator that shuffles the windows and yields
-# each of them once.
+# The loader is everybody's first version: a seeded generator that shuffles the windows and yields each of
+# them once.
 
 # %%
 library = Path(sysconfig.get_path("stdlib"))
@@ -62,9 +62,9 @@ def batches(stops):
 
 
 # %% [markdown]
-# The model is a table: how often has each byte followed each pair of bytes? It learns by counting. Like a
-# trainer, it reports the loss of a batch *before* it learns from it. The table survives the stops, as a
-# checkpoint does.
+# The model is a table that counts how often each byte followed each pair of bytes. As in a real trainer,
+# the loss of a batch is computed *before* the batch is counted. The table is kept across interruptions,
+# like a checkpoint.
 
 
 # %%
@@ -77,7 +77,7 @@ def learn(counts, text_BT):
 
 
 def train(stops):
-    """Loss of each step, final loss on other text, and number of windows seen."""
+    """Loss of each step, final loss on held-out text, and number of windows seen."""
     counts = np.full((128, 128, 128), 1 / 128)  # at first, all bytes are equally likely
     seen = list(batches(stops))
     losses = [learn(counts, as_windows(text)[rows]) for rows in seen]
@@ -98,26 +98,26 @@ axes.set_title("The broken run reports the lower training loss")
 axes.legend(loc="upper right")
 for name, (losses, other, seen) in runs.items():
     last = np.mean(losses[-10:])
-    print(f"{name}: last loss {last:.2f}, on other text {other:.2f}", end="")
+    print(f"{name}: last loss {last:.2f}, on held-out text {other:.2f}", end="")
     print(f"; {seen:,} different windows of {STEPS * B:,}")
 (whole, whole_other, _), (stopped, stopped_other, _) = runs.values()
 assert np.mean(stopped[-10:]) < np.mean(whole[-10:]) and stopped_other > whole_other
 
 # %% [markdown]
-# Each restart draws the same windows again, and the run memorizes them. The training loss rewards this. The
-# loss on other text, from files that neither run has read, shows the damage.
+# Each restart reads the same windows again, and the model memorizes them. The training loss rewards this.
+# The loss on held-out files shows the damage.
 #
 # This happens in real projects. In a translation toolkit, a run that was interrupted after its first epoch
 # resumed with the batches of that epoch, in the same order ([joeynmt
 # 125](https://github.com/joeynmt/joeynmt/issues/125)). In another trainer, a restart read the first files
-# again, and the perplexity rose from 239 to 782 when the next files came ([entrenar
+# again, and the perplexity rose from 239 to 782 on the next files ([entrenar
 # 295](https://github.com/paiml/entrenar/issues/295)).
 #
-# ## One endless order
+# ## One sample order for all epochs
 #
-# Which window is in which row of which step? Fix this before the run begins, in **one endless order** of
-# windows. Here are 29 windows, four steps of 8 rows, and a stop in the middle. After it, there are half as
-# many machines:
+# Before the run begins, fix which window goes into each row of each step: **one endless order** of windows,
+# in which each epoch is a new permutation. The figure shows 29 windows and four steps of 8 rows. The run is
+# interrupted in the middle, and resumes on half as many hosts:
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four rows of eight window numbers. Two rows are split over four hosts, two over two hosts."}}
 rng = np.random.default_rng(0)
@@ -138,17 +138,16 @@ axes.set_title("The number of hosts does not change the rows")
 axes.set_xlabel("row; each shade is a host: four before the stop, two after")
 
 # %% [markdown]
-# A step takes the next B windows of the order, a machine takes its part of those, and nothing else decides.
-# (Bold numbers are the second epoch. It has another permutation and starts inside a batch.) So the loader
-# has **no state** that a stop could lose: a batch is a function of the settings and the step number. The
-# rest of this chapter builds that function.
+# A step reads the next B windows of the order, and each host reads its rows of the batch. (Bold numbers are
+# the second epoch, which starts in the middle of a batch.) So the loader has **no state** to lose: a batch
+# depends only on the settings and the step number. This chapter builds that function.
 #
 # ## Tokenization: text to ids
 #
 # With one token per byte, sequences are long. *Byte-pair encoding* (BPE) shortens them: count all pairs of
 # adjacent tokens, give the most common pair a new id, and repeat. A regular expression first splits the
-# text into words, and no pair crosses a word boundary. So each distinct word is stored once, and a merge
-# recounts only the words with its pair.
+# text into words, and no pair crosses a word boundary. So store each distinct word once; after a merge,
+# recount only words that contain the merged pair.
 
 # %%
 from collections import Counter, defaultdict
@@ -202,12 +201,12 @@ print("first ids:", *list(ranks)[256:268])
 print("longest:  ", *sorted(ranks, key=len)[-3:])
 
 # %% [markdown]
-# White space is a word too, so the longest tokens are indents. A token is a string of bytes, and its rank
-# is the number of the merge that created it. To encode text, repeatedly merge the adjacent tokens whose
-# union has the lowest rank, until no union has a rank. The first k merges do not depend on later ones, so
-# one training gives you the tokenizers of all smaller sizes.
+# White space is a word too, so the longest tokens are indentation. A token is a string of bytes, and its
+# id, or *rank*, tells in which order the merges created it. To encode text, repeatedly merge the two
+# adjacent tokens whose concatenation has the lowest rank, until no concatenation has a rank. The first k
+# merges do not depend on later ones, so one training run gives you all smaller tokenizers too.
 #
-# > **Predict.** With 1,024 - 256 = 768 merges, how many bytes of *other* text does a token represent on
+# > **Predict.** With 1,024 - 256 = 768 merges, how many bytes of *held-out* text does a token represent on
 # > average? (With 256 ids, it is 1 byte.)
 
 
@@ -241,7 +240,7 @@ def rank_file(vocabulary):
 ours = encode({t: r for t, r in ranks.items() if r < 1024}, held_out.decode())
 theirs = tokenizers.encode(rank_file(1024), held_out)
 assert ours == theirs.tolist()
-print("other text: this encoder and tiktoken (OpenAI's encoder) give the same ids")
+print("held-out text: this encoder and tiktoken (OpenAI's encoder) give the same ids")
 
 # %%
 my_prediction = None  # bytes per token
@@ -255,8 +254,8 @@ assert 1.8 < counted < 3.5
 # ## Loss per token, bits per byte
 #
 # With fewer tokens for the same text, a run is shorter. But a longer token is harder to predict. The
-# *unigram* model, the smallest there is, knows only how often each id occurs. Count the ids in the training
-# text, and measure the loss on the other text, for tokenizers of eight sizes:
+# simplest model, the *unigram* model, knows only how often each id occurs. Count the ids in the training
+# text, and measure the loss on held-out text, for tokenizers of eight sizes:
 
 # %% tags=["hide-input"]
 sizes_V, table = (256, 320, 384, 512, 768, 1024, 1536, 2048), []
@@ -275,7 +274,7 @@ assert (np.diff(nats) > 0).all() and (np.diff(bits) < 0).all()
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Left: bytes per token grow more and more slowly with the vocabulary. Right: loss per token rises, bits per byte fall."}}
 figure, (left, right) = plt.subplots(1, 2, figsize=(6.6, 3.1))
 left.plot(sizes_V, own, "o-", color="black", ms=3, label="text of the merges")
-left.plot(sizes_V, bytes_a_token, "o--", color="black", ms=3, label="other text")
+left.plot(sizes_V, bytes_a_token, "o--", color="black", ms=3, label="held-out text")
 left.set(ylabel="bytes per token", title="Each doubling gains less", ylim=(0, None))
 right.plot(sizes_V, nats, "o-", color="black", ms=3, label="nats per token")
 right.plot(sizes_V, bits, "o--", color="black", ms=3, label="bits per byte")
@@ -287,19 +286,20 @@ for axes in (left, right):
     axes.legend(loc="lower right")
 
 # %% [markdown]
-# By loss per token, the byte tokenizer is the best one. By bits per byte, it is the worst. Only the second
-# number says something about the text. The probabilities of the tokens multiply to the probability of the
-# text, so their losses in nats *add up*. The sum divided by ln 2 is the length in bits of the text, encoded
-# with this model. (Nearly: a text has other tokenizations, too.) Divide it by the number of bytes, which
-# does not depend on the tokenizer:
+# By loss per token, the byte tokenizer is the best. By bits per byte, it is the worst. Only bits per byte
+# measure how well the model predicts the text. The probability of the text is the product of its tokens'
+# probabilities, so their losses in nats *add up*. The sum divided by ln 2 is the length in bits of the
+# text, compressed with this model. (Nearly: a text has other tokenizations, too.) Divide this by the number
+# of bytes, which does not depend on the tokenizer:
 #
 # bits per byte = nats per token / ln 2 / bytes per token
 #
-# You cannot compare the losses of two tokenizers, but you can compare bits per byte on the same text.
+# You cannot compare losses per token between tokenizers, but you can compare bits per byte on the same
+# text.
 #
-# Is a larger vocabulary always better? Each token also pays for its logits, a D x V matmul (D is the model
-# width). That is `6 D V` FLOPs per token in a training step, 2 forward and 4 backward. So count FLOPs per
-# *byte*. Here they are for models of three sizes, from the project's planner:
+# Is a larger vocabulary always better? Each token also needs logits, a D x V matmul (D is the model dim, V
+# the vocabulary size). In training, that is `6 D V` FLOPs per token, 2 forward and 4 backward. So count
+# FLOPs per *byte*, here for models of three sizes:
 
 # %% tags=["hide-input"]
 from plan import costs
@@ -315,17 +315,17 @@ for row, V in enumerate(sizes_V):
     print(f"{V:5}", *(f"{shares[row]:7.2f}" for shares in models.values()))
 
 # %% [markdown]
-# A larger vocabulary pays off as long as it lengthens the tokens by a larger factor than the FLOPs per
-# token. For the narrowest model, this ends near 1,000 ids. For the widest, whose layers cost much more than
-# its logits, it ends beyond the table. (Whether the model then learns as well per byte, only training can
-# tell.)
+# A larger vocabulary pays off as long as bytes per token grow by a larger factor than FLOPs per token. For
+# the narrowest model, this ends near 1,000 ids. For the widest, whose layers cost much more than its
+# logits, even the largest vocabulary in the table pays off. (Only training shows whether the model then
+# learns as well per byte.)
 #
 # ## Shards and a manifest
 #
-# `python -m data.prepare` writes token ids to disk; here it is called as a function. It puts an extra id,
-# the *end of text*, before each document (here, a file): 1,024 in a tokenizer of 1,024. All documents of a
-# split form one stream, which is stored in several files, also called *shards*. Whether a document is held
-# out depends only on a hash of its name, so adding documents moves none from one split to the other.
+# `python -m data.prepare` writes token ids to disk; here it is called as a function. Before each document
+# (here, a file) it puts an extra id, the *end of text*: id 1,024 if the tokenizer has ids 0 to 1,023. All
+# documents of a split form one stream, stored in several files called *shards*. Whether a document is held
+# out depends only on a hash of its name, so new documents do not move old ones to another split.
 
 
 # %% tags=["hide-input"]
@@ -348,25 +348,27 @@ print(f"nats per token: uniform {np.log(1025):.2f}", end="")
 print(f", unigram {m['unigram_nats']:.2f}, bigram {m['bigram_nats']:.2f}")
 
 # %% [markdown]
-# A `memmap` is a file that acts like an array. Opening it reads a header, and slicing it reads only the
+# A `memmap` is a file that you use like an array. Opening it reads a header, and slicing it reads only the
 # pages of the slice. So a corpus can be larger than memory, and all processes on a machine share the pages.
 #
-# `begins` lists where documents begin in a shard. The manifest contains the size and sha256 of each file. A
-# shard of the wrong size is rejected, and `dataset.verify` reads all shards and finds a single wrong byte.
+# `begins` lists where documents begin in a shard. The manifest contains the size and sha256 of each file.
+# Loading rejects a shard of the wrong size, and `dataset.verify` reads all shards and finds a single wrong
+# byte.
 #
-# The manifest also contains three losses to compare with. A new model starts near *uniform*, where all ids
-# are equally likely. Below *unigram*, it knows which ids are common. Below *bigram*, it uses more than the
-# previous token. (The bigram loss is measured on the text from which it was counted, so it is too low.)
+# The manifest also contains three baseline losses. A new model starts near *uniform*, where all ids are
+# equally likely. Below *unigram*, it has learned which ids are common. Below *bigram*, it uses more than
+# the previous token. (The bigram loss is measured on the text whose bigrams were counted, so it is too
+# low.)
 #
-# Now the windows. Window i has tokens `i*T .. i*T + T - 1` as inputs, and the next token of each as target.
-# The last target of a window is the first input of the next window, so every token but the first is a
-# target once. Windows ignore the boundaries of documents and shards.
+# Next, the stream is split into windows. Window i has tokens `i*T .. i*T + T - 1` as inputs, and the token
+# after each input as its target. The last target of a window is the first input of the next window, so
+# every token but the first is a target once. Windows ignore the boundaries of documents and shards.
 #
 # ## What is in a batch
 #
-# To see documents end inside windows, use short ones: the first lines of some docstrings, as bytes.
-# `prepare.from_ids` takes ids instead of text, and holds out the last documents. A `preset` is one of the
-# project's sets of settings; the dictionary overrides some of them.
+# To see documents end inside windows, use short documents: the first lines of some docstrings, as bytes.
+# `prepare.from_ids` takes ids instead of text, and holds out the last documents. A `preset` is a named
+# configuration; the dictionary overrides some settings.
 
 # %%
 functions = abs, all, any, bin, chr, id, len, max, min, ord, sum
@@ -398,18 +400,17 @@ for axes in panels:
 panels[1].set_xlabel("index in the window")
 
 # %% [markdown]
-# The colors are the numbers in `segments_BT`. `|` is the end of text, which starts a document. The height
-# of the gray bars is `positions_BT`. The model restricts attention to one segment (`data.mask_documents`),
-# so no document sees another one. White is padding after the end of the stream: segment 0, and weight 0 in
-# `weights_BT`. If you drop that window, you lose text. If you count the padding, you measure the wrong
-# loss.
+# The colors show `segments_BT`. `|` is the end of text, which starts a document. The height of the gray
+# bars is `positions_BT`. The model restricts attention to one segment (`data.mask_documents`), so documents
+# do not attend to each other. White is padding after the end of the stream: segment 0, and weight 0 in
+# `weights_BT`. If you drop the last window, you lose text. If you count the padding, the loss is wrong.
 #
-# A document that is split continues in another row. There it starts at position 0, without the text before
-# it. That is the price of windows. In nanochat every row begins with a document, and about 35% of the
-# tokens are cropped to fill the rows
+# If a window ends inside a document, the rest is in another row, where it starts at position 0 and cannot
+# attend to the text before it. In nanochat every row begins with a document, and about 35% of the tokens
+# are cropped to fill the rows
 # ([dataloader](https://github.com/karpathy/nanochat/blob/master/nanochat/dataloader.py)). Best-fit packing
-# (`--data.packing documents`) takes the longest documents first, puts each into the row with the least
-# space that still fits, and pads. Here are the same lines in rows of 128:
+# (`--data.packing documents`) takes the longest documents first, puts each into the fullest row that still
+# has space, and pads. Here are the same lines in rows of 128:
 
 # %% tags=["hide-input"]
 for packing in ("windows", "documents"):
@@ -417,8 +418,8 @@ for packing in ("windows", "documents"):
     print(dataset.describe_epoch(dataset.load(out).splits["train"], d))
 
 # %% [markdown]
-# Never forget that **targets are shifted by one**. Without the shift, each token is its own target. The
-# next cell computes the lowest possible loss of a model that sees one token, for the training text:
+# **Targets are shifted by one.** Without the shift, each token is its own target. The next cell computes
+# the lowest possible loss on the training text for a model that sees only one token:
 
 # %%
 ids = corpus.splits["train"].read(0, 10**9).astype(int)
@@ -429,13 +430,13 @@ for name, targets_N in {"shifted": ids[1:], "not shifted": ids[:-1]}.items():
     print(f"{name:11} {abs(least):.2f} nats per token")
 
 # %% [markdown]
-# If the loss is far below that of the bigram early in training, the model probably copies.
+# If the loss is far below the bigram loss early in training, the model probably copies its input.
 
 # %% [markdown]
 # ## Each token once
 #
 # To audit a loader, give it a stream in which **every token is its own serial number**. Then each batch
-# shows directly what was read, and `np.bincount` of the targets counts it.
+# shows what was read, and `np.bincount` counts each target.
 
 # %%
 N = 9000
@@ -458,14 +459,14 @@ print(f"{N:,} tokens: each is a target", *np.unique(times_N), "times in 47 steps
 assert (times_N == 8).all()
 
 # %% [markdown]
-# N = 9,000 targets are 141 windows of 64, the last of them shorter. So 47 steps of 24 windows are eight
-# epochs, and all but the last end inside a batch, without losing a token.
+# N = 9,000 targets are 141 windows of 64; the last is shorter. So 47 steps of 24 windows are eight epochs.
+# All epochs but the last end in the middle of a batch, without losing a token.
 #
 # Many trainers have no epochs, and start each sequence at a random position
 # ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py), `get_batch`). This takes one line
 # and no bookkeeping.
 #
-# > **Predict.** Such a loader draws as many windows as an epoch has. What share of the tokens is never a
+# > **Predict.** Such a loader reads as many windows as an epoch has. What fraction of the tokens is never a
 # > target?
 
 
@@ -481,7 +482,7 @@ def drawn(N, T, epochs):
 one, two, three = (drawn(2_000_000, 200, epochs) for epochs in (1, 2, 3))
 my_prediction = None  # between 0 and 1
 never = np.mean(one == 0)
-lesson.predicted("share never a target", my_prediction, never, within=0.05)
+lesson.predicted("fraction never a target", my_prediction, never, within=0.05)
 print(f"{np.mean(one > 1):.1%} of the tokens were a target more than once")
 print(f"never a target after 2 epochs: {np.mean(two == 0):.1%}", end="")
 print(f", after 3: {np.mean(three == 0):.1%}")
@@ -490,20 +491,20 @@ print(f", after 3: {np.mean(three == 0):.1%}")
 assert abs(never - np.exp(-1)) < 0.02
 
 # %% [markdown]
-# A draw misses a given token with probability `1 - T/N`, and there are N/T draws: `(1 - T/N)^(N/T)`, close
-# to 1/e. So more than a third of the corpus is never read, and about a quarter is read twice or more. You
-# can only do without epochs if you read a small part of the corpus: after 1% of the N/T draws, a token has
-# been read twice with probability 0.01^2 / 2.
+# One random window misses a given token with probability `1 - T/N`. All N/T windows miss it with
+# probability `(1 - T/N)^(N/T)`, close to 1/e. So more than a third of the corpus is never read, and about a
+# quarter is read twice or more. Random positions are fine only if you read a small part of the corpus:
+# after 1% of the N/T windows, a token has been read twice with probability 0.01^2 / 2.
 #
 # ## A function of the step
 #
-# `order(i)` is the window at place i of the endless order. How can you know it without a list of all
-# windows? A shuffle is a function that never maps two places to the same window, and such functions can be
-# computed. Split the bits of i into two halves. XOR one half with a hash of the other. Swap them, and
-# repeat. The same XOR undoes each round, so two places never collide. If the result is not a valid window,
-# apply the function again.
+# `order(i)` is the window at index i of the endless order. You can compute it without a list of all
+# windows. A shuffle is a function that never maps two indices to the same window. To get one, split the
+# bits of i into two halves, XOR one half with a hash of the other, swap the halves, and repeat. The same
+# XOR undoes each round, so two indices never collide. If the result is not a valid window, apply the
+# function again.
 #
-# With that, here is a loader and its audit, ready to paste into an empty file:
+# Here is the loader with its audit, ready to paste into an empty file:
 
 # %% tags=["by-hand"]
 import hashlib
@@ -552,8 +553,8 @@ print(f"place 7 of 10**12 windows: {shuffled(7, 10**12, key=0):,}")
 # %% [markdown]
 # [Grain](https://google-grain.readthedocs.io) does this with a cipher, which is invertible by design
 # ([index_shuffle](https://github.com/google/grain/tree/main/grain/_src/python/experimental/index_shuffle)),
-# and with a different key in each epoch. To resume, you call `dataset.batch` with the step of the
-# checkpoint. Every step costs the same:
+# and a different key in each epoch. To resume, call `dataset.batch` with the step of the checkpoint. Every
+# step costs the same:
 
 # %%
 from time import process_time
@@ -571,12 +572,12 @@ assert np.array_equal(first_steps[90], made_at[90])  # step 90 of a run that beg
 assert not np.array_equal(made_at[90], made_at[10**9])
 
 # %% [markdown]
-# **Hosts.** Chips are attached to machines, the *hosts*, and each host runs one process. The usual loader
-# gives host h of n its share of the windows, h, h + n, h + 2n and so on, and the host shuffles them. In one
-# epoch each window is read once, on any number of hosts.
+# **Hosts.** Chips are attached to machines, the *hosts*, and each host runs one process. In the usual
+# loader, host h of n gets windows h, h + n, h + 2n and so on, and shuffles them. In one epoch each window
+# is read once, on any number of hosts.
 #
-# > **Predict.** Eight hosts read the first half of an epoch, then four read the second half. What share of
-# > the windows is never read?
+# > **Predict.** Eight hosts read the first half of an epoch, then four read the second half. What fraction
+# > of the windows is never read?
 
 
 # %%
@@ -597,27 +598,27 @@ for second in (8, 4):
         print("30 steps on 8 hosts: each window is read once")
 my_prediction = None  # between 0 and 1
 never = np.mean(times == 0)
-lesson.predicted("8 hosts, then 4: share never read", my_prediction, never, within=0.1)
+lesson.predicted("8 hosts, then 4: never read", my_prediction, never, within=0.1)
 print(f"read twice: {np.mean(times == 2):.0%}")
 
 # %% tags=["remove-cell"]
 assert 0.15 < never < 0.35
 
 # %% [markdown]
-# Half of what the second run reads was read before, because its order is different: about a quarter of the
-# windows is read twice, and another quarter never. MaxText with Grain stores a state for each loading host,
-# and cannot change their number. A run that resumed with twice as many machines kept 64 loading hosts, and
-# the others loaded nothing ([maxtext 2537](https://github.com/AI-Hypercomputer/maxtext/pull/2537)).
-# Mosaic's Streaming calls the property that we want *elastic determinism*
-# ([docs](https://docs.mosaicml.com/projects/streaming)).
+# Half of the windows that the four hosts read were read before, because four hosts have a different order:
+# about a quarter of the windows is read twice, and another quarter never. MaxText with Grain stores a state
+# for each loading host, and cannot change their number. A run that resumed with twice as many hosts kept 64
+# loading hosts, and the others loaded nothing ([maxtext
+# 2537](https://github.com/AI-Hypercomputer/maxtext/pull/2537)). MosaicML Streaming calls the desired
+# property *elastic determinism* ([docs](https://docs.mosaicml.com/projects/streaming)).
 #
-# With the endless order, the rows of a batch do not depend on the hosts. A host asks which rows its devices
-# store (`sharding.own_rows`), and creates only those. `sharding.put` places them on its devices. Exercise 3
-# asks which rows they are.
+# With the endless order, the rows of a batch do not depend on the hosts. A host looks up which rows its
+# devices store (`sharding.own_rows`, exercise 3), and creates only those rows. `sharding.put` copies them
+# to its devices.
 
 # %% [markdown]
-# Audit the tokens where they end up. Eight simulated devices get the first 23 steps, and four get the other
-# 24:
+# Now audit the tokens on the devices. Eight simulated devices get the first 23 steps, and four get the
+# other 24:
 
 
 # %%
@@ -645,9 +646,9 @@ for second in (8, 4):
     assert np.array_equal(whole, targets(46))
 
 # %% [markdown]
-# **Mixtures.** Several corpora, each shuffled separately, also form one endless order, if the place of a
-# row decides which corpus it comes from. Here are two corpora, one with ids below 5,000 and one with ids
-# from 5,000 on, with 7 rows of the first for every 3 rows of the second:
+# **Mixtures.** Several corpora, each shuffled separately, also form one endless order, if the index of a
+# row determines its corpus. Here are two corpora, one with ids below 5,000 and one with ids from 5,000 on.
+# Every 7 rows of the first come with 3 rows of the second:
 
 # %%
 for name, low in {"code": 0, "prose": 5_000}.items():
@@ -662,12 +663,12 @@ for begin in (0, 999, 2_000):
     assert is_code[begin : begin + 1000].sum() == 700
 
 # %% [markdown]
-# The count is exactly 700, wherever you start. If each row were drawn at random, the count would typically
-# differ by (1,000 * 0.7 * 0.3)^½ = 14.
+# The count is exactly 700, wherever you start. If each row chose its corpus at random, the count would
+# typically be off by (1,000 * 0.7 * 0.3)^½ = 14.
 #
-# **Shards.** The shard size is chosen for disks and copying, so it must not affect the batches. If a loader
-# splits windows inside each shard, it drops the rest at the end of every shard, and its order depends on
-# the shard size. Above, one text was written twice:
+# **Shards.** You choose the shard size for disks and copying, so it must not affect the batches. If a
+# loader splits each shard into windows separately, it drops the remainder of every shard, and its order
+# depends on the shard size. Compare the two copies of the text above, with large and small shards:
 
 # %%
 SIZES = {"data.seq_len": 128, "model.vocab_size": 1025}
@@ -689,9 +690,9 @@ for one in both:
 # [distributed data loading](https://docs.jax.dev/en/latest/distributed_data_loading.html) warns about this
 # method: rows on the wrong devices raise no error. Hence the audit.)
 #
-# Is one core per host enough? The next cell measures processor time on this machine, for `moe1b`, the
-# project's main run, with 256 sequences of 1,024 tokens. The step time is planned, for 32 TPU v4 chips,
-# four per host.
+# Is one core per host enough? The next cell measures CPU time on this machine, for `moe1b`, the project's
+# main run, with 256 sequences of 1,024 tokens. The planner estimates the step time on 32 TPU v4 chips, four
+# per host.
 
 # %% tags=["hide-input"]
 from plan import planner
@@ -713,13 +714,13 @@ for chips in (32, 512, 4096):
 assert made > 4 * a_host and big.model.vocab_size > 2**16, "a core no longer keeps up"
 
 # %% [markdown]
-# If every host created the whole batch, the total read by all hosts would grow with the *square* of the
-# number of chips. `dataset.prefetch` creates batches in a thread while the chips compute, so below that
-# limit the chips never wait. (A network file system is not included: the pages were in memory.)
+# If every host created the whole batch, the total bytes read would grow with the *square* of the number of
+# chips. `dataset.prefetch` creates batches in a thread while the chips compute, so the chips never wait if
+# a core is faster than they are. (The pages were in memory; a network file system is slower.)
 #
 # ## Exercise 1: the last window
 #
-# How many targets does window number `window` of a stream of `tokens` tokens have? The first window is
+# A stream has `tokens` tokens. How many targets does window number `window` have? The first window is
 # number 0.
 
 # %% tags=["hide-input"]
@@ -776,8 +777,8 @@ print(check_window(targets_in))
 # <details><summary>Solution</summary>
 #
 # `return min(T, tokens - 1 - window * T)`. There are `tokens - 1` targets in total, and `window * T` of
-# them are in earlier windows. The loss is divided by the sum of the weights of the *whole* batch. A mean of
-# row means would give the targets of the short row more weight than others.
+# them are in earlier windows. Divide the loss by the sum of the weights of the *whole* batch. A mean of row
+# means would give the targets of the short row more weight than others.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -789,7 +790,7 @@ assert "Nothing there" in check_window(targets_in)
 # %% [markdown]
 # ## Exercise 2: a batch size that grows
 #
-# A run has batches of `before` sequences, and from step `change` on batches of `after`. At which place of
+# A run has batches of `before` sequences, and from step `change` on batches of `after`. At which index of
 # the endless order does the batch of `step` begin? No window may be repeated or skipped.
 
 # %% tags=["hide-input"]
@@ -797,7 +798,7 @@ GROWS = [(2, 4, 8, 24), (4, 4, 8, 24), (10, 4, 8, 24), (7, 3, 16, 4)]
 GROW_HINTS = [
     (
         lambda s, c, a, b: s * a if s < c else s * b,
-        "At the change the place jumps: if the batch grows, you skip windows.",
+        "At the change the index jumps: if the batch grows, you skip windows.",
     ),
     (lambda s, c, a, b: s * a, "Right up to the change, but not after it."),
     (lambda s, c, a, b: s * b, "Right for a run that always had the second size."),
@@ -847,9 +848,9 @@ print(check_place(place))
 #
 # `return min(step, change) * before + max(step - change, 0) * after`. So "a function of the step" really
 # means "a function of the number of sequences before it". `dataset.batch` multiplies the step by the
-# *current* batch size, which is correct only if the batch size never changes. This project therefore
-# refuses to resume with another `data.batch_size` (`train.directory.result_settings` lists what may change). OLMo
-# stores the number of sequences in the checkpoint for this reason ([OLMo
+# *current* batch size, which is correct only if the batch size never changes. Therefore this project does
+# not resume with a different `data.batch_size` (`train.directory.result_settings` lists what may change).
+# OLMo stores the number of sequences in the checkpoint for this reason ([OLMo
 # 182](https://github.com/allenai/OLMo/pull/182)).
 # </details>
 
@@ -864,9 +865,9 @@ assert "Nothing there" in check_place(place)
 # ## Exercise 3: design a loader for 32 hosts
 #
 # Return the windows that `host` of `hosts` has to read in a step. Concatenated over all hosts, the rows
-# must be identical to the batch of `dataset.batch`, with 1, 4 or 32 hosts. `order[i]` is the endless order.
-# Look up as few of its places as possible. (The checker's messages name a step and a number of hosts, and
-# are about the rows of all hosts.)
+# must be identical to the batch of `dataset.batch`, with 1, 4 or 32 hosts. `order[i]` is the window at
+# index i of the endless order. Look up as few indices as possible. (The checker's messages give a step and
+# a number of hosts, and are about the rows of all hosts.)
 
 # %% tags=["hide-input"]
 B_all = 64
@@ -930,7 +931,7 @@ own_places = lambda s, h, n, B: range(s * B + h * (B // n), s * B + (h + 1) * (B
 HOST_HINTS += [
     (
         lambda order, *case: [*own_places(*case)],
-        "These are places. Look up the windows in the order.",
+        "These are indices. Look up the windows in the order.",
     ),
     (
         lambda order, s, h, n, B: [order[i] for i in range(s * B, s * B + B)],
@@ -976,9 +977,9 @@ print(check_hosts(rows_of_host))
 # return [order[i] for i in range(first, first + B // hosts)]
 # ```
 #
-# The order belongs to the run, and the range of places to the host. Nothing is communicated: each host can
-# compute any place of the order. Learning does not need the rows in exactly these places, but bit-for-bit
-# equality does.
+# All hosts use the same order, but each has its own range of indices. Nothing is communicated: each host
+# can compute any entry of the order. Training would also work with the rows in other places, but not
+# reproduce the same bits.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -1002,9 +1003,9 @@ assert check_hosts(lazy).startswith("Right: the same")
 # %% [markdown]
 # ## A bug to find
 #
-# This loader stores its place in the checkpoint. Its test passes: stop, restore, and compare with a run
-# that was not stopped. On a cluster with three preemptions a day, the training loss is better than anyone
-# had hoped. Fix the class in place, then run the cells below.
+# This loader stores its position in the checkpoint. Its test passes: stop, restore, and compare with an
+# uninterrupted run. On a cluster with three preemptions a day, the training loss is better than anyone had
+# hoped. Fix the class in place, then run the cells below.
 
 
 # %%
@@ -1091,8 +1092,8 @@ print(check_loader(Loader))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `batches` counts since the *last* start, but `restore` treats it as a count since the first start. After
-# one stop, the two are equal. So `state` must add what was restored:
+# `batches` counts since the *last* start, but `restore` treats it as a count since the first start. At the
+# first stop, the two are equal. So `state` must add the restored count:
 #
 # ```python
 # def state(self):
@@ -1102,8 +1103,8 @@ print(check_loader(Loader))
 # This happened in a training library: 30 batches, stop, 10 more, stop, and the third run skipped 10 batches
 # instead of 40 ([KempnerForge 57](https://github.com/KempnerInstitute/KempnerForge/issues/57)). The fix
 # came with a test of three runs in a row, because with one stop you cannot tell "since the last start" from
-# "since the first". The best fix has no `state`: give `__iter__` the step, which is in the checkpoint
-# anyway.
+# "since the first". The best fix needs no `state`: pass the step, which is in the checkpoint anyway, to
+# `__iter__`.
 # </details>
 
 
@@ -1130,21 +1131,20 @@ assert "Nothing there" in check_loader(None)
 #
 # A batch is `tokens_BT`. A device of `data=n` stores `tokens_bT`, b = B/n of its rows.
 #
-# | what | who has it | what is read or sent | in JAX, PyTorch or Megatron-LM |
+# | what | where it is | what is read or sent | in JAX, PyTorch or Megatron-LM |
 # |---|---|---|---|
-# | the order | every host can compute any place of it | nothing | Grain's `index_shuffle`; PyTorch's `DistributedSampler`, whose order depends on the number of ranks; Megatron-LM stores shuffle indices in files |
+# | the order | every host can compute any entry | nothing | Grain's `index_shuffle`; PyTorch's `DistributedSampler`, whose order depends on the number of ranks; Megatron-LM stores shuffle indices in files |
 # | the rows of a host | that host | T + 1 ids per row, from its own disk or a bucket | `jax.make_array_from_process_local_data`; the `DataLoader` of a rank |
 # | positions, segments, weights | computed with the ids | nothing | `document_ids`, `ignore_index`; `--reset-position-ids`, `--reset-attention-mask` |
-# | the place | the step number, in the checkpoint | nothing | a Grain iterator's state; `StatefulDataLoader`; `consumed_train_samples` |
+# | the position in the data | the step number, in the checkpoint | nothing | a Grain iterator's state; `StatefulDataLoader`; `consumed_train_samples` |
 # | sum of weights | all devices | one number per step, an all-reduce | `psum`; `num_items_in_batch` |
 #
-# None of this is on the critical path while a core produces tokens faster than the chips of its host
+# Data loading is not on the critical path if a core produces tokens faster than the chips of its host
 # consume them.
 #
 # ## Three lines to keep
 #
-# 1. A batch is a function of the settings and the step, and of nothing else: not of a generator, a host or
-#    a file.
+# 1. A batch must depend only on the settings and the step, not on a generator, a host or a file.
 # 2. Audit a loader with tokens that are serial numbers, because the loss rewards a loader that repeats
 #    itself.
 # 3. The loss compares models with the same tokenizer; bits per byte compare all models.
