@@ -3,13 +3,14 @@
 #
 # **Question.** A training run of several weeks on a thousand hosts will be killed, will produce a NaN, and
 # will have a chip that silently computes wrong numbers. What must a checkpoint contain so that none of this
-# changes the result? How do you detect what the loss curve does not show? And how often should you save?
+# changes the result? How do you detect faults that the loss curve does not show? And how often should you
+# save?
 #
-# **Why it hurts not to know.** A run that resumes *almost* correctly prints a falling loss. Nobody looks,
+# **Why it hurts not to know.** A run that resumes *almost* correctly prints a falling loss. Nobody checks,
 # and weeks later nobody knows which results to trust.
 #
-# *Before this:* 03 (sharded parameters, gradients and optimizer state). *Mesh:* `fsdp=8`, `fsdp=4`,
-# `data=8`, simulated. *Runs in* 35 s on 2 cores; about an hour to read and try out.
+# *Before this:* chapter 03 (sharded parameters, gradients and optimizer state). *Mesh:* `fsdp=8`, `fsdp=4`,
+# `data=8`, simulated. *Runs in* 35 s on 2 cores; reading and exercises take about an hour.
 
 # %%
 from devices import simulate_devices
@@ -28,21 +29,20 @@ GREY, RED, BLUE = lesson.NEUTRAL, "#cf4446", "#3f74b5"
 # %% [markdown]
 # ## The program by hand: a loop that you can kill
 #
-# A resumed run is *exactly* the old one if the next step gets the same inputs, bit for bit. A training step
-# is a function of four inputs:
+# A resumed run continues *exactly* if its next step gets bitwise identical inputs. A training step is a
+# function of four inputs:
 #
 # - the **parameters**;
-# - the **optimizer state**: for Adam two moments per parameter, which are twice the bytes of the
-#   parameters;
+# - the **optimizer state**: for Adam two moments per parameter, twice the bytes of the parameters;
 # - the **step**, because the learning rate depends on it;
 # - the **batch**. A data loader that remembers its position has state too. But if the batch is a function
-#   of (seed, step), the step is all you need to store.
+#   of (seed, step), you only need to store the step.
 #
-# So the state is three arrays and a number, and the checkpoint stores the arrays unsharded and by name. It
-# contains nothing about a mesh, because the sharding is chosen when it is loaded. The program below uses
+# In the program below, the state is three arrays and a step number. The checkpoint stores the arrays
+# unsharded and by name, and nothing about the mesh; you choose a sharding when you load. The program uses
 # ZeRO-3 as in chapter 03: each of n devices stores d = D/n rows `w_dD` of the weights `w_DD`, and of their
-# moments m and v. There are B = 16 rows of data of width D = 32. (`pickle` keeps it short. Do not load
-# untrusted pickles, because they can run code. The project stores arrays.)
+# moments m and v. A batch has B = 16 rows of width D = 32. (`pickle` keeps the program short. Do not load
+# untrusted pickles, because they can run code. The project stores plain arrays.)
 
 # %% tags=["by-hand"]
 import hashlib
@@ -103,10 +103,9 @@ def run(path, n, stop):  # on n devices, resumes from the file if it exists
 
 
 # %% [markdown]
-# Start one run from beginning to end on 8 devices, and one on a single device to compare with. Two more
-# runs die after step 24. (To die means to return here, so everything in memory is lost. A real `kill -9`
-# follows below.) One of the two resumes on 8 devices. The other resumes on 4, because half of the machine
-# is gone.
+# One run trains from beginning to end on 8 devices, and one on a single device for comparison. Two more
+# runs die after step 24. (Here, `run` returns and everything in memory is lost. A real `kill -9` follows
+# below.) One of the two resumes on 8 devices. The other resumes on 4, because half of the machine is gone.
 
 # %% tags=["by-hand"]
 (straight, end), (alone, _) = run(at + "/straight", 8, 60), run(at + "/alone", 1, 60)
@@ -114,11 +113,11 @@ _ = run(at + "/same", 8, 24), run(at + "/moved", 8, 24)  # die; the files have s
 (same, end_same), (moved, _) = run(at + "/same", 8, 60), run(at + "/moved", 4, 60)
 assert pickle.dumps((same, end_same)) == pickle.dumps((straight[20:], end)), "bits"
 assert np.allclose([*straight, *moved], [*alone, *alone[20:]], 1e-5), "not one device"
-print("8, 8: equal bits; 8, 4: differ by", np.abs(moved / straight[20:] - 1).max())
+print("8, 8: identical; 8, 4: differ by", np.abs(moved / straight[20:] - 1).max())
 
 # %% [markdown]
-# With the same devices, the bits are the same, because the sums are taken in the same order. Four devices
-# sum in a different order, so the losses differ by rounding.
+# On the same number of devices, the results are bitwise identical, because sums use the same order. Four
+# devices sum in a different order, so the losses differ by rounding.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Left, a square split into eight strips, one for each of devices 0 to 7; middle, one unsplit square, the checkpoint; right, four strips for devices 0 to 3."}}
 figure, panels = plt.subplots(1, 3, figsize=(6.2, 2.4))
@@ -135,9 +134,9 @@ figure.suptitle(title, x=0.02, ha="left")
 # %% [markdown]
 # ## What if you forget something?
 #
-# Many first versions write one of two incomplete checkpoints. One contains only the parameters, and Adam
-# restarts with zero moments. The other contains parameters and moments, but the loader restarts with its
-# first batch.
+# Many first versions write one of two incomplete checkpoints. One contains only the parameters and the
+# step, so Adam restarts with zero moments. The other contains parameters and moments, but not the step, so
+# the loader restarts with its first batch.
 
 # %% mystnb={"image": {"alt": "Three loss curves from step 10 to 60 that separate at step 20: without moments the loss almost coincides with the uninterrupted run, with the data from the start it is clearly lower for twenty steps."}}
 _, s = run(at + "/cut", 8, 20)
@@ -160,17 +159,18 @@ print(f"moments forgotten: off by up to {off:.1%}; step forgotten: {lower:.0%} l
 assert off < 0.12 and lower > 0.1, "the text below no longer fits"
 
 # %% [markdown]
-# Without the moments, every point of the curve is wrong, and nobody would notice. With the old batches, the
-# loss is *lower*, because the model remembers these rows, until the old rows end. You can see neither
-# without a run to compare with. That is why the claim to test is not "it resumes" but "the bits are equal".
+# Without the moments, every point of the curve is slightly wrong, but nobody would notice. With the old
+# batches, the loss is *lower*, because the model has memorized these rows, until new rows begin. You can
+# see neither without a reference run. So do not test that a run resumes. Test that it is bitwise identical
+# to an uninterrupted run.
 #
 # ## Exercise 1: a save that survives a kill
 #
 # `save` above writes a temporary file next to the old one, then renames it. That survives a kill, but not a
-# power failure: `write` hands the bytes to the operating system, which may write them to disk only after
+# power failure: `write` passes the bytes to the operating system, which may write them to disk only after
 # the rename. Write a save that survives both. `disk` has `write(name, data)`, `sync(name)` (returns when
 # the bytes of the file are on disk), `rename(old, new)` and `remove(name)`. A valid file `"state"` exists.
-# The checker stops your code before each operation.
+# The checker runs your code many times, and stops it before each operation once.
 
 
 # %% tags=["hide-input"]
@@ -252,9 +252,9 @@ def doing(*words):
     return answer
 
 
-GAP = "If it is stopped between two of your lines, the file does not exist at all."
+GAP = "If stopped between two of your operations, there is no state file at all."
 LATE = "It survives a kill. After a power failure, the bytes may not be on disk."
-TORN = "If it is stopped during `write`, the only file is incomplete."
+TORN = "If stopped during `write`, the only state file is incomplete."
 SAVE_HINTS = [
     (doing("write state"), TORN), (doing("write state", "sync state"), TORN),
     (doing("remove state", "write state", "sync state"), TORN),
@@ -279,7 +279,7 @@ print(check_save(atomic_save))
 #
 # `disk.write("tmp", data); disk.sync("tmp"); disk.rename("tmp", "state")`. In Python: `file.flush()`,
 # `os.fsync(file.fileno())`, `os.replace`. With many hosts, the rename means "all hosts have written their
-# shards", so one process does it, after a barrier.
+# shards", so one process renames, after a barrier.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -294,10 +294,10 @@ assert check_save(doing("write state", "remove tmp")).startswith("It stops")
 # %% [markdown]
 # ## kill -9
 #
-# So far, the runs died politely. Now run the project's trainer, `main.py`, in separate processes: one
-# layer, and a checkpoint every 10 steps, written in the background. `kill -9` ends the first process some
-# time after step 55, and its folder is copied. One copy resumes on the same mesh, the other on a different
-# one.
+# So far, no run was really killed. Now run the project's trainer, `main.py`, in separate processes, with
+# one layer and a checkpoint every 10 steps, written in the background. The next cell kills the first
+# process with `kill -9` some time after step 55, and copies its run directory. One copy resumes on the same
+# mesh, the other on a different mesh.
 
 # %% tags=["hide-input"]
 import contextlib
@@ -356,23 +356,23 @@ assert all(again[t] == before[t] for t in twice), "the resumed losses differ"
 moved_off = max([abs(other[t] / before[t] - 1) for t in twice if t in other] or [0])
 assert moved_off < 1e-5, "another mesh should change nothing but rounding"
 print(f"killed at step {last}, resumed at step {begin}: {len(twice)} steps ran twice")
-print("fsdp=2 again: their losses have equal bits")
+print("fsdp=2 again: their losses are bitwise identical")
 print(f"data=2,fsdp=2: relative difference at most {moved_off:.0e}")
 
 # %% [markdown]
-# The only cost is that some steps run twice. An unfinished save does not count. The trainer keeps the old
-# losses of these steps and compares them with the new ones. This tests the whole machine for free, each
-# time a run resumes.
+# The only cost is that some steps run twice: the steps since the last complete checkpoint. The trainer
+# keeps the old losses of these steps and compares them with the new ones. So each resume also tests the
+# hardware for free.
 #
 # ## A NaN, and a loss spike
 #
 # One bad value is enough. If one row on one device gives NaN, the summed gradients are NaN on all devices,
-# and after Adam so is every weight. A bad but finite batch does less damage, but the damage lasts longer,
-# because it is in the moments.
+# and Adam makes every weight NaN. A bad but finite batch does less damage, but the damage lasts, because it
+# is stored in the moments.
 #
-# Both have the same cure. Before you keep a step, look at a number that is *summed over all devices*. If it
-# is bad, skip the update and keep the old state. Still count the step, or you would get the same batch
-# forever.
+# The same rule handles both. Before you apply an update, check a number that is *summed over all devices*.
+# If it is bad, skip the update and keep the old state. Still count the step, or you would get the same
+# batch forever.
 
 # %%
 mesh = jax.make_mesh((8,), ("fsdp",), (AxisType.Auto,))
@@ -391,8 +391,8 @@ plain = jax.jit(jax.shard_map(train_step, **specs))
 
 
 # %% [markdown]
-# What is too much? Here, three times the median of the last 20 losses. Row 5, on device 2, is bad at step
-# 60 (NaN), or at steps 60 to 62 (targets a hundred times too large).
+# Here, a loss is bad if it is NaN or at least three times the median of the last 20 good losses. Row 5, on
+# device 2, is bad at step 60 (NaN), or at steps 60 to 62 (targets a hundred times too large).
 
 
 # %%
@@ -433,21 +433,21 @@ assert over == [60, 61, 62] and np.abs(calm / healthy - 1)[63:].max() < 0.05
 assert times[64] < 1.1 and times[late] > 1.3, "the text describes another spike"
 
 # %% [markdown]
-# Both runs print the three bad losses, but only one learns from them. At step 64 all seems well. Then the
-# loss climbs, because Adam's first moment points in the wrong direction for about ten more steps. It takes
-# long to recover, because the second moment is too large and decays by only 1% per step, so each update is
-# too small.
+# Both runs print the three bad losses, but only one run learns from them. At step 64 its loss looks
+# healthy. Then it climbs, because Adam's first moment points in the wrong direction for about ten more
+# steps. The run recovers slowly, because the second moment is too large and decays by only 1% per step, so
+# each update is too small.
 #
-# Note that the last 20 losses decide which steps are skipped. So they are *state* and belong in the
-# checkpoint. Otherwise a resumed run skips other batches.
+# The last 20 losses determine which steps are skipped. So they are *state* and belong in the checkpoint.
+# Otherwise a resumed run skips different batches.
 #
-# If you discover a spike late, you need the rest of this page: go back to a checkpoint before it, and skip
-# the batches. The loss of PaLM spiked about 20 times, in spite of gradient clipping. Each time, training
-# went back about 100 steps and skipped 200 to 500 batches. The same batches did no harm when they were used
-# from another state ([arXiv:2204.02311](https://arxiv.org/abs/2204.02311), section 5.1).
+# If you discover a spike late, go back to a checkpoint before it, and skip the bad batches. The loss of
+# PaLM spiked about 20 times, in spite of gradient clipping. Each time, training restarted from a checkpoint
+# about 100 steps earlier and skipped 200 to 500 batches. The same batches did no harm when training from a
+# different checkpoint ([arXiv:2204.02311](https://arxiv.org/abs/2204.02311), section 5.1).
 #
-# The project's trainer skips steps that are not finite. Its `optimizer.train_step` decides by loss and
-# gradients. Here is what the user sees:
+# The project's trainer skips a step if its loss or gradients are not finite (`optimizer.train_step`). Here
+# is what the user sees:
 
 # %% tags=["hide-input"]
 import config
@@ -482,7 +482,8 @@ assert changed == {"step", "skipped_steps", "skipped_in_a_row"}
 #
 # The replicas of the weights along `data` are equal because they started equal and get equal updates.
 # Nothing ever compares them. Now flip one bit of one weight on replica 5, as a bad memory cell does. (The
-# optimizer is plain gradient descent. `grad` inside `shard_map` sums the eight shares, see chapter 01.)
+# optimizer is plain gradient descent. `grad` inside `shard_map` sums the eight devices' gradients, see
+# chapter 01.)
 
 # %%
 replicas = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
@@ -506,10 +507,10 @@ def flipped(bit, replica=5):
 
 
 # %% [markdown]
-# A float32 has 32 bits: 23 for the fraction, 8 for the exponent, and the sign.
+# A float32 has 32 bits: 23 for the fraction (bits 0 to 22), 8 for the exponent, and the sign.
 #
-# > **Predict.** Each of the 32 bits is flipped in a separate run of 100 steps. As always, the loss is the
-# > sum over all eight replicas. In how many of the 32 runs is the printed loss off by more than 1% in any
+# > **Predict.** Each of the 32 bits is flipped in a separate run of 100 steps. As always, the loss is
+# > summed over all eight devices. In how many of the 32 runs is the printed loss off by more than 1% in any
 # > step?
 
 # %%
@@ -539,11 +540,11 @@ lesson.predicted("runs with a visible change", my_prediction, len(seen))
 assert seen == [25, 30], "with another weight, other bits are visible"
 
 # %% [markdown]
-# Only two, both in the exponent (bits 25 and 30). There the weight becomes 16 times as large, or about 10
-# to the 37. The other 30 curves look healthy. And the damage does not go away:
+# Only in two runs, both with a flipped exponent bit: bit 25 makes the weight 16 times as large, and bit 30
+# about 1e37. The other 30 curves look healthy. And the damage does not go away:
 #
-# > **Predict.** Bit 22 is flipped, the highest bit of the fraction. After 100 steps, how many times as
-# > large as at first is the difference between replica 5 and the others?
+# > **Predict.** Bit 22, the highest bit of the fraction, is flipped. After 100 steps, how many times its
+# > initial size is the difference between replica 5 and the others?
 
 # %% mystnb={"image": {"alt": "Left, two loss curves that look identical; right, the difference between replica 5 and the others, a flat line for 100 steps."}}
 my_prediction = None  # times
@@ -563,19 +564,19 @@ lesson.predicted("after 100 steps", my_prediction, grown, "times", within=0.02)
 assert grown == 1, "the replicas get different updates"
 
 # %% [markdown]
-# The gradient is summed over all replicas, so all get the same update, and the same update leaves the
-# difference exactly as it is. The all-reduce does not repair the difference. It hides it. From now on, an
-# eighth of each gradient is computed with other weights, and which model is saved depends on which replica
-# writes. To detect it, compare bits:
+# The gradient is summed over all replicas, so all get the same update, and the difference stays exactly the
+# same. The all-reduce does not repair the difference. It hides it. From now on, an eighth of each gradient
+# is computed with the wrong weights, and the saved model depends on which replica writes it. To detect
+# this, compare bits:
 
 # %%
 digest = lambda one: hashlib.sha256(np.asarray(one.data)).hexdigest()[:6]
 print(*map(digest, w.addressable_shards))
 
 # %% [markdown]
-# Comparing on the hosts costs a copy of all weights. On the devices, it costs a sum over the bits, taken as
-# integers, and sending four bytes. A sum of *floats* does not work, because rounding hides a small
-# difference.
+# To compare on the hosts, you have to copy all weights there. On the devices, you only sum the bits as
+# integers, and send the four bytes of the sum. A sum of *floats* does not work, because rounding hides a
+# small difference.
 
 # %%
 few = bits[1][2].addressable_shards
@@ -588,15 +589,15 @@ for chip in (hardware.CHIPS["v5p"], hardware.CHIPS["h100"]):
     print(f"{chip.name}: read all weights {read * 1e3:.0f} ms; gather all {sent:.0f} s")
 
 # %% [markdown]
-# The second number is the cost of comparing whole weights over the network between slices or nodes, where
+# The second number is the time to send all weights over the network between TPU slices or GPU nodes, where
 # `data` is usually placed. Nobody does that. Sending four bytes only costs latency. (These times are
-# computed; simulated devices show no time.)
+# computed; simulated devices cannot measure time.)
 #
-# The method has two limits. The shards along `fsdp` have no replicas to compare with. And a chip with good
-# memory that *computes* wrongly adds its wrong gradient on every replica, so all replicas agree on a wrong
-# number. You can only find this by repeating a step on other chips, which again requires a state and a
-# batch that are known to the bit. Gemini's report mentions this "deterministic replay", and expects such an
-# event every week or two ([arXiv:2312.11805](https://arxiv.org/abs/2312.11805), section 3).
+# The method has two limits. Shards along `fsdp` have no replicas to compare with. And if a chip *computes*
+# wrongly, the all-reduce adds its wrong gradient on every replica, so all replicas agree on a wrong number.
+# You can find this only by repeating a step on other chips, which requires a bitwise identical state and
+# batch. Gemini's report calls this "deterministic replay", and expects silent data corruption every week or
+# two ([arXiv:2312.11805](https://arxiv.org/abs/2312.11805), section 3).
 #
 # ## Exercise 2: which replica?
 #
@@ -661,10 +662,10 @@ print(check_odd(odd_one))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The majority is right, and the median checksum belongs to the majority: `all_8 = jax.lax.all_gather(mine,
-# "data"); odd = all_8 != jnp.sort(all_8)[4]`, then `return jnp.where(odd.any(), jnp.argmax(odd), -1)`. Two
-# replicas can detect that they differ, but not which one is wrong; that takes three. To repair it, copy the
-# weights from a good replica or load the last checkpoint, and replace the chip.
+# At most one replica is wrong, so the median checksum is right: `all_8 = jax.lax.all_gather(mine, "data");
+# odd = all_8 != jnp.sort(all_8)[4]`, then `return jnp.where(odd.any(), jnp.argmax(odd), -1)`. With two
+# replicas, you can detect that they differ, but not which one is wrong; that takes three. To repair the
+# run, copy the weights from a good replica or load the last checkpoint, and replace the chip.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -677,8 +678,8 @@ assert check_odd(odd_one) == lesson.NOTHING == check_odd(...)
 # %% [markdown]
 # ## How often to save
 #
-# Saving costs time, and not saving costs steps. Llama 3 405B on 16,384 GPUs, 2,048 hosts of 8, had 419
-# unexpected interruptions in 54 days. Six were silent data corruption
+# Saving costs time, and not saving costs steps. Llama 3 405B ran on 16,384 GPUs, in 2,048 hosts of 8, and
+# had 419 unexpected interruptions in 54 days. Six of them were silent data corruption
 # ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4). If each was caused by one host, a
 # host fails once in:
 
@@ -691,10 +692,9 @@ print(f"{host_mtbf_s / DAY:.0f} days, and one of 2,048 in {of_2048_h:.1f} h")
 # %% [markdown]
 # Suppose that a save stops training for c = 60 s (840 GB, a 70-billion-parameter model with its two moments
 # in float32, to a disk that writes 14 GB/s). A restart takes r = 600 s. MTBF is the mean time between
-# failures of all hosts together. **Goodput** is the share of time spent on steps that are kept.
+# failures of all hosts together. **Goodput** is the fraction of time spent on steps that are not lost.
 #
-# > **Predict.** With 1,024 hosts, MTBF = 6.2 h. How many minutes of training would you run between two
-# > saves?
+# > **Predict.** With 1,024 hosts, MTBF = 6.2 h. How many minutes should you train between two saves?
 
 # %%
 my_prediction = None  # minutes
@@ -715,9 +715,9 @@ best = int(minutes[np.argmax(simulated)])
 lesson.predicted("best interval, simulated", my_prediction, best, "minutes", 0.2)
 
 # %% [markdown]
-# Let t be the training time between two saves. Saving takes a fraction c/t of the time. A failure can come
-# at any moment of t, so it loses t/2 on average, once per MTBF: a fraction t/(2 MTBF). The sum c/t + t/(2
-# MTBF) is smallest where the two terms are equal:
+# Let t be the training time between two saves. Saving takes a fraction c/t of the time. A failure can
+# happen at any moment of t, so it loses t/2 on average, once per MTBF: a fraction t/(2 MTBF). The sum c/t +
+# t/(2 MTBF) is smallest if the two terms are equal:
 #
 # $$
 # t = \sqrt{2\,c\,\text{MTBF}}, \qquad \text{goodput} \approx 1 - \sqrt{2c/\text{MTBF}} - r/\text{MTBF}
@@ -754,21 +754,21 @@ for hosts in (1, 2, 32, 1024):
 assert abs(best / (young(c, host_mtbf_s / 1024) / 60) - 1) < 0.2
 
 # %% [markdown]
-# The dotted lines show the rule. The minimum is flat: half or twice the interval costs little, but a tenth
-# of it costs a lot. With a few hosts, one save in several hours is enough (but save more often to survive
-# your own mistakes, which MTBF does not include).
+# The dotted lines show the rule. The maximum is flat: half or twice the interval costs little, but a tenth
+# of the interval costs a lot. With a few hosts, one save every several hours is enough (but save more often
+# to survive your own mistakes, which MTBF does not include).
 #
 # At 1,024 hosts, a tenth of the machine time is lost, most of it to saves and lost steps. If a save stops
-# training for only 2 s, to copy the state to host memory, and the file is written in the background, more
-# than half of that comes back. From then on, the *restart* costs the most: start-up, loading, compiling.
-# Then spare hosts and a compilation cache are worth more than a better interval. Gemini keeps copies of the
-# state in the memory of other hosts, and reports a goodput of 97%, against 85% for its predecessors.
+# training for only 2 s, to copy the state to host memory, and the file is written in the background, you
+# save more than half of this loss. Then the *restart* costs the most: start-up, loading, compiling. Spare
+# hosts and a compilation cache then help more than a better interval. Gemini keeps copies of the state in
+# the memory of other hosts, and reports a goodput of 97%, against 85% for its predecessors.
 #
 # ## Exercise 3: the save interval
 #
 # Training stops for `stop_s` while the state is copied to the host. The file is then written in the
-# background for `write_s`, and the next save cannot begin before that ends. A host fails once in
-# `host_mtbf_s`. Return the seconds from one save to the next.
+# background for `write_s`, and the next save cannot begin before that ends. Each host fails once in
+# `host_mtbf_s` on average. Return the best number of seconds from one save to the next.
 
 
 # %% tags=["hide-input"]
@@ -824,9 +824,10 @@ assert check_interval(interval) == lesson.NOTHING == check_interval(...)
 # %% [markdown]
 # ## A bug to find
 #
-# `rows_of` returns which of 1,024 documents a host reads at a step. It is a function of the seed and the
-# step. Its tests on 1, 2, 4 and 8 hosts find each document once in an epoch of 64 steps. The run below was
-# killed at step 32 on 8 hosts, lost half of its machine, and resumed on 4. Fix `rows_of`.
+# `rows_of` returns which of 1,024 documents a host reads at a step. It depends only on its arguments. Its
+# tests on 1, 2, 4 and 8 hosts find each document once in an epoch of 64 steps. The run below was killed at
+# step 32 on 8 hosts, lost half of its hosts, and resumed on 4. Its loss then falls to a third. Fix
+# `rows_of`.
 
 # %%
 DOCUMENTS, EPOCH = 1024, 64
@@ -903,14 +904,15 @@ print(check_rows(rows_of))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# Each host reads its own eighth of the *epoch*. With 4 hosts, each reads a quarter, and the quarters start
-# elsewhere. So from step 32 on, the run reads what the odd hosts read before, and half of the remaining
-# documents are never read. Choose the batch of a step first, and split it among the hosts afterwards: `mine
-# = order.reshape(EPOCH, hosts, -1)[step % EPOCH, host]`, and return all of it.
+# Each of 8 hosts reads its own eighth of the *epoch*, and has read half of it at step 32. Each of 4 hosts
+# reads a quarter, and at step 32 it begins the second half of that quarter, which an odd-numbered host
+# began before. So the run first repeats documents, and half of the remaining documents are never read.
+# Choose the batch of a step first, and then split it among the hosts: `mine = order.reshape(EPOCH, hosts,
+# -1)[step % EPOCH, host]`, and return all of it.
 #
 # Until 2023, the training order of OLMo depended on the number of devices and loader workers, and someone
 # had to write a script to find out what older runs [had read](https://github.com/allenai/OLMo/pull/268).
-# MosaicML's streaming loader lists the fixed property as its first feature, ["elastic
+# MosaicML's streaming loader advertises independence of the number of hosts as its first feature, ["elastic
 # determinism"](https://docs.mosaicml.com/projects/streaming).
 # </details>
 
@@ -950,17 +952,18 @@ assert np.allclose(right_curve, curve(mended, lambda step: 8))
 # %% [markdown]
 # ## In one table
 #
-# Let s be the state (w, m, v and t). A step is `s = step(s, f(seed, t))`, and a run resumes exactly if both
-# arguments have the same bits. P is the number of parameters.
+# Let s be the state (w, m, v and the step number t). A step is `s = step(s, f(seed, t))`, where f returns
+# the batch. A run resumes exactly if both arguments are bitwise identical. P is the number of parameters.
+# In the costs, the interval is the time between two saves, and r is the restart.
 #
 # | event | how you detect it | what it costs | in this project |
 # |---|---|---|---|
-# | a process dies | it exits, or sends no heartbeat for a minute | t/2 of training, and r | all processes stop and restart from the newest valid checkpoint (`train/watchdog.py`, `launcher.sh`) |
-# | killed during a save | the final name is missing, or the sha256 is wrong | one more interval | `40.saving` is renamed last; a manifest of sha256 (`train/checkpoint.py`) |
-# | fewer devices | the mesh changes | rounding, 1e-7 per step | arrays by name; any mesh can load them |
+# | a process dies | it exits, or sends no heartbeat for a minute | half an interval, and r | all processes stop and restart from the latest valid checkpoint (`train/watchdog.py`, `launcher.sh`) |
+# | killed during a save | the final name is missing, or the sha256 is wrong | one more interval | `40.saving` is renamed to `40` last; a manifest with each file's sha256 (`train/checkpoint.py`) |
+# | fewer devices | the mesh changes | rounding differences, 1e-7 per step | arrays are stored by name; any mesh can load them |
 # | a NaN | loss or gradients, summed over all devices | one step | the step is skipped and reported; ten in a row stop the run (`train/guard.py`) |
 # | a loss spike | loss or gradient norm against its median | the batches, or a rollback | gradients are clipped; you decide to go back: `--run.restart newest --data.skip 40:42` |
-# | a replica differs | checksums over `data`, 4 bytes each | reading 4 P bytes of memory | not checked |
+# | a replica differs | checksums compared over `data`, 4 bytes each | each check reads 4 P bytes of memory | not checked |
 # | a chip computes wrongly | repeating a step on other chips | a step | `--replay N` compares with the log, bit for bit |
 # | a slow host (straggler) | its time for a fixed matmul | all hosts wait for it | reported (`train/pace.py`) |
 #
@@ -973,15 +976,15 @@ assert np.allclose(right_curve, curve(mended, lambda step: 8))
 #
 # **When.** Save every sqrt(2 c MTBF). With the failures above and c = 60 s, that is ten hours and more on
 # one host of v5p, or on one or two H100 nodes, and 27 minutes on 1,024 hosts of either. If the interval is
-# only a few minutes, make c smaller rather than the interval. c, t/2 and r are on the critical path;
-# writing in the background is not.
+# only a few minutes, reduce c rather than the interval. A save's stop, lost steps and restarts are on the
+# critical path; writing in the background is not.
 #
 # ## Three lines to keep
 #
-# 1. A resume is right if the bits are equal. So the batch must be a function of seed and step, not of
+# 1. A resume is right if it is bitwise identical. So the batch must be a function of seed and step, not of
 #    hosts, workers, or what was read before.
-# 2. All devices see a sum over all devices. So one rule can skip a NaN or a spike everywhere, but the same
-#    sum hides a replica that differs.
+# 2. A sum over all devices is the same on all of them. So one rule can skip a NaN or a spike everywhere,
+#    but the same sum hides a replica that differs.
 # 3. Save every sqrt(2 · seconds that a save stops training · seconds between failures). Then make both the
 #    stop and the restart shorter.
 #
