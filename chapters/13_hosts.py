@@ -1,14 +1,14 @@
 # %% [markdown]
 # # 13 · Multi-host training
 #
-# **Question.** One program must run on 32 machines at once. Any of them can die, hang, or be set up
-# differently. How is that detected, and what happens then?
+# **Question.** One program must run on 32 machines at once. Any of them can die, hang, or have different
+# settings. How do you detect this, and what happens then?
 #
 # **Why it hurts not to know.** If nobody notices a failure, 32 machines are idle until someone looks in the
-# morning. A wrong setting on one of them ruins the run, and nothing looks wrong.
+# morning. A wrong setting on one of them ruins the run, but no metric shows it.
 #
-# *Before this:* 01 (collectives), 12 (what a restart loads). *Mesh:* `data=4`, one device for each of four
-# processes. *Runs in* 60 s on 2 cores, most of it waiting; half an hour to read.
+# *Before this:* chapters 01 (collectives) and 12 (what a restart loads). *Mesh:* `data=4`, one device for
+# each of four processes. *Runs in* 60 s on 2 cores, most of it waiting; reading takes half an hour.
 
 # %%
 from devices import simulate_devices
@@ -25,20 +25,20 @@ GREY, RED, BLUE = lesson.NEUTRAL, "#cf4446", "#3f74b5"
 # ## The program by hand: four processes, one mesh
 #
 # So far, one process had all devices. A **host** is a machine with a few chips, usually 4 or 8, and a
-# process on it can access only these. So on 32 hosts, you start the *same* program 32 times. Only one
-# number differs, the **rank**: 0 to 31.
+# process can access only the chips of its host. So on 32 hosts, you start the *same* program 32 times. The
+# copies differ only in one number, the **rank**: 0 to 31.
 #
 # `jax.distributed.initialize` connects the processes. Process 0, the **coordinator**, opens a port. All
-# others connect to it and wait until everyone has arrived. From then on, `jax.devices()` lists the devices
-# of all processes, and a mesh can span them.
+# others connect to it and wait until every process has connected. From then on, `jax.devices()` lists the
+# devices of all processes, and a mesh can span them.
 #
 # All processes must *enter a jitted step together*, because its `psum` needs a value from each of them. But
-# each process creates its own part of an array alone: `make_array_from_process_local_data` takes the rows
-# of this process, and returns a global array. (There are B = 8 rows in total, b = 2 per process, and D = 4
-# columns.)
+# each process creates its own shard of an input array without the others:
+# `make_array_from_process_local_data` takes the rows of this process, and returns a global array. (There
+# are B = 8 rows in total, b = 2 per process, and D = 4 columns.)
 #
-# Here four processes on this machine act as the hosts. First, the text of what each process does at its
-# start:
+# Here four processes on this machine act as the hosts. The program of these processes is a string. First,
+# what each process does when it starts:
 
 # %% tags=["by-hand"]
 import os
@@ -60,8 +60,8 @@ jax.distributed.initialize(num_processes=4, process_id=rank, **limits)
 mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,))  # devices of all processes"""
 
 # %% [markdown]
-# Next, a training step: linear regression, in which the target of a row is its sum. A row is a function of
-# the step and the row number, so each process creates its two rows and never sees the others.
+# Next, a training step: linear regression, in which the target of a row is the sum of its entries. A row is
+# a function of the step and the row number, so each process creates only its own two rows.
 
 # %% tags=["by-hand"]
 STEP = """
@@ -78,8 +78,8 @@ w_D, loss = step(0, np.zeros(4, np.float32))
 if rank == 0: print(float(loss), *np.asarray(w_D))"""
 
 # %% [markdown]
-# Finally, the launcher. Whatever goes wrong, it leaves no process behind. (It does not pass on the JAX
-# variables of this page's environment.) A single NumPy process is the reference.
+# Finally, the launcher. Whatever goes wrong, it kills all processes at the end. (It removes this page's JAX
+# environment variables.) The reference is one step in NumPy, in this process.
 
 
 # %% tags=["by-hand"]
@@ -107,22 +107,22 @@ print(f"4 processes and one process: loss {alone[0]:.4f}, and the same weights")
 
 # %% [markdown]
 # Three details of this program are easy to get wrong. *All* processes call the step, although only one
-# prints. The rows follow from the rank, so no row is used twice. And without its two timeouts, a process
-# would wait for a missing one for a long time: here 60 s for all processes to arrive, and later 5 s without
-# a sign of life, a *heartbeat*. JAX's defaults are 300 s and 100 s.
+# prints. Each process computes its rows from its rank, so no row is used twice. And there are two timeouts,
+# so that no process waits long for a missing one: 60 s until all processes have connected, and later 5 s
+# without a *heartbeat*, the message that a process is alive. JAX's defaults are 300 s and 100 s.
 #
 # ## Four hosts on this machine
 #
-# A launcher tells each process its rank, as ours did with two environment variables. It must also copy the
-# program to the hosts, and react when something goes wrong. This project's `launcher.sh` connects to the
-# hosts by ssh. It copies a commit to each host and starts a command there, with the same variables. The
-# command runs under a **supervisor**, the Python program `launch/supervisor.py`, in a `tmux` session that
-# survives when ssh ends.
+# A launcher passes each process its rank and the coordinator's address, above in two environment variables.
+# It must also copy the program to the hosts, and react to failures. This project's `launcher.sh` connects
+# to the hosts by ssh. It copies a commit to each host and starts a command there, with the same two
+# variables. The command runs under a **supervisor**, the Python program `launch/supervisor.py`, in a `tmux`
+# session that keeps running when ssh ends.
 #
-# This page has no real hosts. A replacement for `ssh` comes first in `PATH` and runs each command in a
-# folder of this machine. Everything else is as on 32 hosts: commits, supervisors, sessions, processes,
-# signals. It cannot show logins, a slow or broken network, a wrong clock, or the loss of a whole machine.
-# (`make rehearse` does the same with real ssh servers. These cells need Linux with git; elsewhere they
+# This page simulates the hosts. A fake `ssh`, first in `PATH`, runs each command in a folder of this
+# machine. Everything else works as on 32 hosts: commits, supervisors, sessions, processes, signals. The
+# simulation does not cover logins, a slow or broken network, a wrong clock, or the loss of a whole machine.
+# (`make rehearse` runs this test with real ssh servers. These cells need Linux with git; elsewhere they
 # print a message and do nothing. You can skip the folded cells.)
 
 # %%
@@ -275,9 +275,9 @@ def status(**settings):
 
 
 # %% [markdown]
-# The program becomes a loop. It prints a line when it reaches a step, and another line when its rows are
-# ready and it enters the step. Process 0 saves every 20 steps. At the start, all processes load its
-# checkpoint.
+# Now the program is a training loop. Each process prints a line when it reaches a step, and another line
+# when its rows are ready and it enters the step. Process 0 saves every 20 steps. At the start, it loads its
+# checkpoint and broadcasts it to all processes.
 
 # %%
 LOOP = r"""
@@ -329,8 +329,8 @@ if hosts:
 # ## A process is killed
 #
 # Each process has threads that do not run Python. One of them sends the coordinator a **heartbeat** every
-# few seconds, to report that the process is alive. Now the process on host2 gets SIGKILL. The kernel frees
-# its memory and closes its connections.
+# few seconds. Now kill the process on host2 with SIGKILL. The kernel frees its memory and closes its
+# connections.
 #
 # > **Predict.** One second later, how many of the other three processes have ended?
 
@@ -353,19 +353,20 @@ if hosts:
 # %% [markdown]
 # <details><summary>Why</summary>
 #
-# None. The closed connection immediately raises an exception in a neighboring process, and its log ends
-# there. But a JAX process that exits first tells the coordinator and waits for the others, and these wait
-# in the `psum` for the dead process. The exit statuses show one dead process and three healthy ones.
+# None. The closed connection immediately raises an exception in another process, whose log ends there. But
+# a JAX process does not exit alone: it tells the coordinator and waits for the others, and these wait in
+# the `psum` for the dead process. So judging by exit statuses, one process is dead and three are healthy.
 # </details>
 #
-# When the coordinator has missed heartbeats for 5 s, it tells all processes, and C++ code aborts each of
-# them (status 134, 128 + the signal). **On this abort, Python runs no `except` and no `finally`**; only the
-# neighbor's ran, before. Process 0, which saves, was still waiting. So you cannot save anything at that
-# point. You have only the last checkpoint.
+# When the coordinator has received no heartbeat from a process for 5 s, it tells all processes, and C++
+# code aborts each of them (status 134 = 128 + the signal). **On this abort, Python runs no `except` and no
+# `finally`.** Process 0, which saves, was still waiting in the `psum`. So you cannot save at that point,
+# and have only the last checkpoint.
 #
-# So when one process dies, all die. This is the design, because half of a collective has no meaning.
-# Something outside the processes has to restart them. Here each supervisor does, 7 s after its process
-# ended. That is longer than the 5 s, so all processes have ended before the first one starts again.
+# So when one process dies, all die. This is intended, because a collective cannot work with some of its
+# processes missing. Something outside the processes has to restart them. Here each supervisor restarts its
+# process 7 s after it ended. Because 7 s is longer than the heartbeat timeout of 5 s, all processes have
+# ended before the first one starts again.
 
 # %%
 if hosts:
@@ -388,8 +389,8 @@ if hosts:
 # ## A process hangs, but sends heartbeats
 #
 # The heartbeat comes from a separate thread. It shows that the process exists, but not what its main thread
-# does: it may wait for a download, a lock, or, as now on host2, a disk that does not answer. A **watchdog**
-# checks from outside when each process last made progress. Its limit here is 4 s.
+# does. The main thread may wait for a download, a lock, or, as now on host2, a disk that does not answer. A
+# **watchdog** checks from outside when each process last made progress. Its limit here is 4 s.
 #
 # > **Predict.** When the limit has passed, how many of the four processes have printed nothing for 4 s?
 
@@ -416,12 +417,12 @@ if hosts:
 # %% [markdown]
 # <details><summary>Why</summary>
 #
-# All of them, for the same time, because three wait for the fourth. So this age shows *that* the run is
-# stuck, but never *which* process causes it.
+# All of them, for the same time, because three wait for the fourth. So the time without output shows *that*
+# the run is stuck, but never *which* process is the cause.
 # </details>
 #
-# Look at all four at once. `debug_tpu.sh` opens a pane for each host that follows its log. Here are the
-# last lines of each. Which host is the cause?
+# Look at all four logs at once. `debug_tpu.sh` opens one pane per host, which follows the host's log. Here
+# are the last lines of each. Which host is the cause?
 
 
 # %% tags=["hide-input"]
@@ -463,18 +464,19 @@ if hosts:
     assert "".join(shown).count(even) == 3 and late in "".join(shown), shown
 
 # %% [markdown]
-# All processes reached the step. Three have *entered* it, and host2 has not. So log a mark at the point
-# where a host can be delayed alone: after its own work (loading data, saving), and before the collective
-# work. (PyTorch's flight recorder logs one for each collective.)
+# All processes reached the step. Three have *entered* it, and host2 has not. So print a log line, a *mark*,
+# after the work in which one host alone can be delayed (loading data, saving), and before the collectives.
+# (PyTorch's flight recorder logs a mark for each collective.)
 #
-# Then the disk answered, and the run continued. A watchdog that kills the run would have cost a restart. So
-# its limit must be longer than the longest healthy pause, including compilation, evaluation and saving. The
-# project's default is 1,800 s. It can be shorter if the watchdog also sees each batch of an evaluation.
+# Then the disk answered, and the run continued. If a watchdog had killed the run, it would have cost a
+# restart. So the limit must be longer than the longest healthy pause, including compilation, evaluation and
+# saving. The project's default is 1,800 s. The limit can be shorter if each batch of an evaluation also
+# counts as progress.
 #
 # ## A process is frozen
 #
-# SIGSTOP stops all threads of a process but leaves its connections open. To the other processes, it looks
-# like a machine without power.
+# SIGSTOP stops all threads of a process but leaves its connections open. To the other processes, this looks
+# like a machine that lost power.
 
 # %%
 if hosts:
@@ -515,24 +517,26 @@ if hosts:
     panels[1].set_xlabel("seconds; dot: a step, diamond: an exception, cross: the end")
 
 # %% [markdown]
-# There is no exception while the others wait; only the missing heartbeat ends it. They had no restart left,
-# so the three ended. Nothing ends the frozen process. It keeps its memory, and on a TPU its chips, so the
-# next start on this host would fail. Something *on that host* must kill it. Here its supervisor did, when
-# `stop --now` asked.
+# While the others wait, there is no exception; only the missing heartbeat ends the wait. The three
+# processes ended, because they had no restart left. Nothing ends the frozen process. It keeps its memory,
+# and on a TPU its chips, so the next start on this host would fail. Something *on that host* must kill it.
+# Here `stop --now` made its supervisor kill it.
 #
-# Process 0 is special, because all others are connected to its coordinator. If it is killed, C++ code
-# aborts all others at once. No message from JAX reports which process died, because the coordinator, which
-# counts the heartbeats, is gone.
+# Process 0 is special, because all others are connected to the coordinator in it. If process 0 is killed,
+# C++ code aborts all others at once. JAX cannot report which process died, because the coordinator, which
+# checks the heartbeats, is gone.
 #
-# ## A host is set up differently
+# ## One host has different settings
 #
-# Long ago, somebody wrote `export LR=0.2` into `.bashrc` on host2. On the other hosts, `lr` is 0.1.
+# Long ago, somebody wrote `export LR=0.2` into `.bashrc` on host2. On the other hosts, the learning rate
+# `lr` is 0.1.
 #
 # > **Predict.** All processes run 30 steps from zero weights, which are supposed to be equal replicas. By
 # > what factor do the weights of process 2 differ from those of process 0?
 #
-# The cell also launches the next commit, in another folder of each host. There, each process first computes
-# the sha256 of its settings, a **fingerprint** of 32 bytes, and all processes compare them.
+# The cell also launches a second commit, in another folder on each host. In that version, each process
+# first computes the sha256 of its settings, a **fingerprint** of 32 bytes, and all processes compare their
+# fingerprints.
 
 # %%
 CHECK = """
@@ -572,22 +576,22 @@ if hosts:
 # %% [markdown]
 # <details><summary>Why</summary>
 #
-# They are twice as large, because each update was. Without the check, all four processes exit with status 0
-# and print the same loss. The loss is a *sum* over all processes: each sees the result of everyone's work,
-# so none sees a difference.
+# They are twice as large, because each update was twice as large. Without the check, all four processes
+# exit with status 0 and print the same loss. The loss is a *sum* over all processes, so every process gets
+# the same number and none sees a difference.
 # </details>
 #
 # With the check, all processes exit before the first step, with status 2. A supervisor does not restart
-# after this status, because the result would be the same. The fingerprint costs 32 bytes per process, once.
-# That is pure network latency, and negligible compared with the seconds of the start, on any chip.
+# after this status, because the result would be the same. The fingerprint costs 32 bytes per process, once:
+# only network latency, which is negligible compared with the seconds of the start, on any chip.
 #
-# The fingerprint includes the settings, the commit, the versions of packages, the tokens, and the number of
-# devices per process. It leaves out everything that *must* differ, such as the rank. (All processes are
+# A real fingerprint includes the settings, the commit, the versions of packages, the tokens, and the number
+# of devices per process. It excludes everything that *must* differ, such as the rank. (All processes are
 # compared with process 0. If process 0 is the wrong one, the other three are reported.)
 #
-# Our fingerprint does not cover the program. Now somebody edits a line on one host, and there a step uses 3
-# rows instead of 2. The processes exchange a gradient of four numbers, which has the same shape everywhere.
-# So no collective has a reason to fail.
+# The fingerprint in this program does not include the program itself. Now somebody edits a line on one
+# host, so that its step uses 3 rows instead of 2. The processes all-reduce a gradient of four numbers,
+# which has the same shape everywhere, so no collective fails.
 
 # %%
 if hosts:
@@ -602,14 +606,14 @@ if hosts:
     assert not any("third" in words for words in last), "a host started it"
 
 # %% [markdown]
-# Before each start, the launcher compares the files on each host with their checksums from when they were
-# copied. So it refuses to start.
+# Before each start, the launcher checks the files on each host against the checksums that it computed when
+# it copied them. So it does not start the edited program.
 #
 # ## Exercise 1: which rows?
 #
-# A mesh `data=d, tensor=t` has processes with one device each, numbered along `tensor` first: process p is
-# at `divmod(p, t)`. Rows are sharded over `data`, and columns of weights over `tensor`. Which rows of a
-# batch of B does process p load? Return `(first, end)`, as in `rows[first:end]`.
+# A mesh `data=d, tensor=t` has processes with one device each, numbered along `tensor` first: process p has
+# the coordinates `divmod(p, t)`. Rows are sharded over `data`, and columns of weights over `tensor`. Which
+# rows of a batch of B rows does process p load? Return `(first, end)`, as in `rows[first:end]`.
 
 
 # %% tags=["hide-input"]
@@ -642,8 +646,8 @@ print(check_feed(feeds))
 # <details><summary>Solution</summary>
 #
 # `place = p // t`, then `return place * B // d, (place + 1) * B // d`. If two processes along `tensor` load
-# different rows, JAX does not notice. They then multiply different rows with the two halves of a weight,
-# and the sum is meaningless.
+# different rows, JAX does not notice. They then multiply different rows with different shards of the same
+# weight, and the sum is meaningless.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -658,8 +662,8 @@ assert check_feed(feeds) == lesson.NOTHING == check_feed(...)
 #
 # A fingerprint tells you that two hosts differ, but not in which setting. `hosts` is a list of dicts, the
 # settings of each host. Return the sorted names of the settings that differ between any two hosts, except
-# those in `MAY_DIFFER`. A name that is missing on one host differs. (Python's built-in `hash` of a string
-# would not work as a fingerprint, because its seed differs in each process.)
+# those in `MAY_DIFFER`. A name that is missing on one host counts as different. (Python's built-in `hash`
+# of a string would not work as a fingerprint, because its seed differs in each process.)
 
 # %%
 MAY_DIFFER = {"rank", "log_dir", "cache_dir"}
@@ -732,10 +736,10 @@ assert check_differ(differing) == lesson.NOTHING == check_differ(...)
 # %% [markdown]
 # ## Exercise 3: find the cause
 #
-# For each of four processes, you get the number of the last step that it *entered* (printed when its rows
-# are ready), and the time when it did. Return a list of four: 1 for each process that delays the others,
-# else 0. A run is stuck if no process has entered a step for more than `limit` seconds. If all have entered
-# the same step, no process is to blame.
+# For each of four processes, you get the number of the last step that it *entered* (`steps`), and the time
+# when it entered this step (`wrote`). Return a list of four numbers: 1 for each process that delays the
+# others, else 0. A run is stuck if no process has entered a step for more than `limit` seconds. If all have
+# entered the same step, no process is the cause.
 
 
 # %% tags=["hide-input"]
@@ -762,13 +766,13 @@ if_hung = lambda which: lambda s, w, now, limit: (
     which(s, w) if hung(w, now, limit) else [0] * 4)  # fmt: skip
 BLAME_HINTS = [
     (lambda s, w, now, limit: [int(now - x > limit) for x in w],
-     "You blame by age, but the processes that wait are just as old."),
+     "You use the time only, but the processes that wait are silent as long."),
     (lambda s, w, now, limit: [int(x < max(s)) for x in s],
      "In a healthy run, some process is usually behind. Check that it is stuck."),
     (lambda s, w, now, limit: [int(now - min(w) > limit and x < max(s)) for x in s],
-     "One process is older than the limit, but others still make progress."),
+     "One process exceeds the limit, but others still make progress."),
     (if_hung(lambda s, w: one(int(np.argmin(w)))),
-     "The oldest is not always the cause, and there can be two causes, or none."),
+     "The most silent one need not be the cause. There can be two causes, or none."),
     (if_hung(lambda s, w: one(int(np.argmin(s)))), "There can be two causes, or none."),
     (if_hung(lambda s, w: [1] * 4), "You blame all of them. Which ones are behind?"),
 ]  # fmt: skip
@@ -785,8 +789,8 @@ print(check_blame(to_blame))
 # <details><summary>Solution</summary>
 #
 # `stuck = now - max(wrote) > limit`, then `return [int(stuck and step < max(steps)) for step in steps]`.
-# The latest time decides whether the run is stuck, and the steps decide which process is the cause. If all
-# have entered the step, check the network.
+# The latest time tells you whether the run is stuck, and the steps tell you which process is the cause. If
+# all have entered the step, check the network.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -799,8 +803,8 @@ assert check_blame(to_blame) == lesson.NOTHING == check_blame(...)
 # ## What it costs
 #
 # Each failure costs the time until it is detected, a restart (r = 600 s for starting, loading and
-# compiling), and the steps since the last checkpoint. Chapter 12 chooses how often to save. Llama 3 had 419
-# interruptions in 54 days on 2,048 hosts ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section
+# compiling), and the steps since the last checkpoint. Chapter 12 computes how often to save. Llama 3 had
+# 419 interruptions in 54 days on 2,048 hosts ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section
 # 3.3.4), so a host fails once in 264 days.
 
 # %% mystnb={"image": {"alt": "Minutes lost per day against the number of hosts, on logarithmic axes: three rising straight lines. The line for 1,800 seconds is four times above the line for 10 seconds, and the line for 100 seconds is close to the lowest."}}
@@ -823,20 +827,20 @@ for count in (32, 1024):
 
 # %% [markdown]
 # With 32 hosts, a failure happens about once in eight days. What matters is that it is detected *at all*:
-# an unnoticed night costs more than any limit. With 1,024 hosts, there are about four failures per day, and
-# a limit of 1,800 s costs three times as much as the restart. There, a heartbeat timeout of 10 s gains
-# little over 100 s, and it ends a healthy run whenever the network is down for 11 s. Only r depends on the
-# chip. (These costs are computed. The processes of this page share two cores, so they show what waits for
-# what, but not how long a real network takes.)
+# an unnoticed night costs more than any timeout. With 1,024 hosts, there are about four failures per day,
+# and a timeout of 1,800 s costs three times as much as the restart. There, a heartbeat timeout of 10 s
+# gains little over 100 s, and it ends a healthy run whenever the network is down for 11 s. Only r depends
+# on the chip. (These costs are computed. The processes on this page run on two cores, so they show what
+# waits for what, but not how long a real network takes.)
 #
 # ## A bug to find
 #
-# `train` runs on four hosts. Every 50 steps it evaluates, each host on different held-out rows, and gathers
-# the weights for a checkpoint if the loss is the best so far. It passed its test on one host. On four
-# hosts, it stops at some evaluation after the first: all processes are alive, heartbeats arrive, and there
-# is no message. Fix it, so that it saves when the loss over all held-out rows is the best. Return the steps
-# at which it saved. (The hosts are threads here. `psum` and `gather` wait for all four, as the real ones
-# do.)
+# `train` runs on four hosts. Every 50 steps, each host evaluates different held-out rows, and gathers the
+# weights for a checkpoint if the loss is the best so far. The function passed its test on one host. On four
+# hosts, it hangs at some evaluation after the first: all processes are alive, heartbeats arrive, and there
+# is no message. Fix it, so that it saves when the loss over all held-out rows is the best so far, and
+# returns the steps at which it saved. (The hosts are threads here. `psum` and `gather` wait for all four,
+# like real collectives.)
 
 
 # %%
@@ -977,7 +981,7 @@ STOPS = "It hangs: some processes wait in one collective, the others in another.
 APART = "It ends, but the hosts disagree on which evaluation was the best."
 BEST_HINTS = [
     (train, STOPS), (variant(only_first), STOPS), (variant(gather_always), APART),
-    (variant(first_decides), "All agree, but on the loss of one host, a quarter."),
+    (variant(first_decides), "All agree, but on the loss of only one host."),
     (variant(always), "It ends, but saves at every evaluation."),
 ]  # fmt: skip
 
@@ -1002,10 +1006,10 @@ print(check_best(train))
 # the others continue to the next `psum`. Sum the losses first: `loss = hosts.psum(np.mean((w - held_out) **
 # 2)) / 4`. The line with `rank == 0` is harmless, because it contains no collective.
 #
-# An FSDP run at Meta hung this way in its later epochs. It summed the losses with `reduce`, which gives the
-# sum to only one rank, instead of `all_reduce`, so each rank compared a different number with its own best
-# ([pytorch#77562](https://github.com/pytorch/pytorch/issues/77562)). All such bugs have this form: a
-# collective inside an `if` whose condition differs between processes.
+# An FSDP run at Meta hung this way in its later epochs. It summed the losses with `reduce`, which returns
+# the sum on only one rank, instead of `all_reduce`, so each rank compared a different number with its own
+# best ([pytorch#77562](https://github.com/pytorch/pytorch/issues/77562)). All these bugs have the same
+# form: a collective inside an `if` whose condition differs between processes.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -1020,13 +1024,13 @@ assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
 #
 # | what happens to one host | detected by | when | consequence |
 # |---|---|---|---|
-# | it is missing at the start | the others | initialization timeout | all exit; start again |
+# | it does not connect at the start | the other processes | initialization timeout | all exit; start again |
 # | its process is killed | other processes; the coordinator | at once; heartbeat timeout | all are aborted, without `except` or `finally`; the supervisors restart them |
 # | it loses power, or freezes | the coordinator | heartbeat timeout | the same; a frozen process must be killed on its host |
-# | process 0 is killed | all others, by a closed connection | at once | the same; JAX names no process, but its supervisor does |
+# | process 0 is killed | all others, by a closed connection | at once | the same; JAX does not report which process died, but its supervisor does |
 # | its main thread hangs | a watchdog on progress | its limit, longer than the longest step | kill all, start again |
-# | its settings differ, but the shapes agree | a fingerprint, or nothing | before the first step | exit, and print the setting that differs |
-# | a file of its program differs | a launcher with checksums, or nothing | before the start | nothing starts |
+# | its settings differ, but the shapes agree | a fingerprint; otherwise nothing | before the first step | exit, and print the setting that differs |
+# | a file of its program differs | a launcher with checksums; otherwise nothing | before the start | nothing starts |
 # | it is slow | a local time measurement on each host | after some steps | report it; replace the host |
 #
 # | here, in JAX | PyTorch and Megatron-LM |
@@ -1037,23 +1041,25 @@ assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
 # | watchdog on progress | the NCCL watchdog thread, with the `timeout` of the process group (per collective, 10 minutes); `TORCH_NCCL_ASYNC_ERROR_HANDLING` sets whether it ends the process |
 # | marks before each step | the flight recorder, `TORCH_NCCL_TRACE_BUFFER_SIZE` |
 #
-# What do you need? On one host, none of this. On two to a few dozen: the fingerprint, the heartbeat, and a
-# launcher that restarts. On hundreds: also spare hosts, and a hang limit close to the longest step. TPU
-# hosts and nodes of 8 H100 need the same, because all of this is about processes.
+# What do you need? On one host, none of this. On two to a few dozen hosts, you need the fingerprint, the
+# heartbeat, and a launcher that restarts processes. On hundreds of hosts, you also need spare hosts, and a
+# watchdog limit close to the longest step. TPU hosts and nodes of 8 H100s need the same, because all of
+# this is about processes.
 #
 # ## What the trainer adds
 #
 # On this page, JAX detects a dead process, and you detect a hang. In `main.py`, the trainer, each process
-# has a thread that watches the others. They exit with status 75 and a message: which process is silent, or
-# which one did not reach which step and which line it is on. Settings, files and packages are compared as
-# above, and the message names the difference. `./launcher.sh doctor` finds problems on a host before they
-# matter, and `fetch` copies a run home. The page "On several hosts" has the table of what ends a run.
+# has a thread that watches the others. If one dies or hangs, the processes exit with status 75. The message
+# says which process is silent, or which process did not reach a step, and which line of code it is on. The
+# trainer compares settings, files and packages as above, and prints the difference. `./launcher.sh doctor`
+# finds problems on a host before you launch, and `fetch` copies a run to your machine. The page "On several
+# hosts" has a table of everything that ends a run.
 #
 # ## Three lines to keep
 #
 # 1. All processes take a step together. If one dies, all die, so the restart must come from outside.
-# 2. A heartbeat shows that a process exists. Only a mark before each step shows that it makes progress.
-# 3. A sum looks the same to every process, so detect a host with different settings before the first step.
+# 2. A heartbeat shows that a process exists. Only a log line before each step shows that it makes progress.
+# 3. A sum is the same on every process, so compare the hosts' settings before the first step.
 #
 # **Sources.** JAX's [page on several processes](https://docs.jax.dev/en/latest/multi_process.html);
 # PyTorch's [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) and [variables of
