@@ -2,13 +2,13 @@
 # # 14 · Inference: prefill, decode and the KV cache
 #
 # **Question.** Training and inference run the same model. Why does a generated token cost so much more than
-# a prompt token, and which mesh axis makes it cheaper?
+# a prompt token, and which mesh axis reduces this cost?
 #
-# **Why it hurts not to know.** A mesh that is good for training can need a second and a half per generated
-# token. A mesh with more devices can still need the same memory on each. And two wrong lines of sampling
-# code can make a good model write nonsense.
+# **Why it hurts not to know.** A mesh that is good for training can need 1.5 seconds per generated token.
+# More devices do not always mean less memory on each. And two wrong lines of sampling code can make a good
+# model write nonsense.
 #
-# *Before this:* 00 (the ridge of the roofline), 04 (`tensor`), 06 (merging softmaxes).
+# *Before this:* chapters 00 (roofline), 04 (`tensor`), 06 (combining partial softmaxes).
 # *Mesh:* `tensor=4,context=2`, simulated. *Runs in* 35 s on 2 cores; reading takes about 25 minutes.
 
 # %%
@@ -26,18 +26,18 @@ from plan.hardware import CHIPS, Topology, layout, wire_bytes
 # %% [markdown]
 # ## Prefill and decode
 #
-# A model answers in two phases. In **prefill**, it processes the whole prompt at once, as in training. In
-# **decode**, it processes one new token at a time, because each token depends on the previous one. The keys
-# and values of earlier tokens, which attention needs, are stored in the *KV cache*. Without it, each new
-# token would cost a forward pass over the whole text.
+# A model generates text in two phases. In **prefill**, it processes the whole prompt at once, as in
+# training. In **decode**, it processes one new token at a time, because each token depends on the previous
+# one. The *KV cache* stores the keys and values of earlier tokens for attention. Without this cache, each
+# new token would need a forward pass over the whole text.
 #
 # A matmul of B rows with P weights in bfloat16 costs 2 P B FLOPs and reads 2 P bytes, for any number of
-# rows. It takes the longer of the two times (00). A prompt of 8,192 tokens has 8,192 rows. A decode step
-# has one row per sequence.
+# rows. Its time is the longer of the compute time and the memory time (00). A prompt of 8,192 tokens has
+# 8,192 rows. A decode step has one row per sequence.
 #
 # > **Predict.** An H100 has a peak of 989 TFLOP/s and a memory bandwidth of 3.35 TB/s. For a single
 # > sequence, how many times as long does Llama 3 8B need for a generated token as for a prompt token?
-# > (Count only the weights, at best.)
+# > (Count only the weights, at peak rates.)
 
 # %%
 my_prediction = None  # times
@@ -60,10 +60,11 @@ for chip in (v5e, v5p, h100):
     print(f"{chip.name:12}{1e6 * read:16.1f}{1e6 * written:21,.0f}")
 
 # %% [markdown]
-# The size of the model cancels. What remains is FLOP/s divided by bytes/s, the ridge of the chip. A decode
-# step reads every weight to use it once, and its arithmetic takes no extra time. So **more sequences per
-# step are free, until the batch reaches the ridge**: B* = 295 on an H100, 243 on a v5e, 164 on a v5p. (With
-# one byte per weight, both B* and the time are halved.) The cache is different.
+# The size of the model cancels. What remains is FLOP/s divided by bytes/s, the ridge point of the chip's
+# roofline. With one sequence, a decode step uses every weight only once, and reading takes longer than
+# compute. So **more sequences per step are free, until the batch reaches the ridge**: B* = 295 on an H100,
+# 243 on a TPU v5e, 164 on a v5p. (With one byte per weight, both B* and the time are halved.) The cache is
+# different.
 
 # %% tags=["remove-cell"]
 ridges = [round(c.peak_flops_per_s / c.hbm_bytes_per_s) for c in (h100, v5e, v5p)]
@@ -73,9 +74,9 @@ assert ridges == [295, 243, 164], "the page says these ridges"
 # ## The KV cache
 #
 # For each token, every layer stores a key and a value for each of its G key-value heads, with K numbers of
-# 2 bytes each: **2 x layers x G x K x 2 bytes**. Grouped-query attention (G smaller than the number H of
-# query heads) divides this by H/G. Latent attention stores one latent of 512 numbers per layer and a rotary
-# key of 64 numbers, for all heads together.
+# 2 bytes each: **2 x layers x G x K x 2 bytes**. Grouped-query attention, with G smaller than the number H
+# of query heads, reduces this by a factor of H/G. Latent attention (in DeepSeek-V3) stores one latent
+# vector of 512 numbers and a rotary key of 64 numbers per layer, for all heads together.
 
 # %%
 MODELS = {  # weights, layers, numbers stored per layer, and without sharing of heads
@@ -94,7 +95,7 @@ for name, (weights, _, numbers, all_heads) in MODELS.items():
 # %% [markdown]
 # Each decode step reads the weights once, and the cache of every sequence.
 #
-# > **Predict.** Take Llama 3 8B and sequences of 8,192 tokens. At how many sequences does a step read as
+# > **Predict.** Take Llama 3 8B and sequences of 8,192 tokens. For how many sequences does a step read as
 # > many bytes of cache as of weights?
 
 # %%
@@ -108,11 +109,10 @@ lesson.predicted("equal bytes at", my_prediction, round(equal), "sequences", 0.0
 assert round(equal) == 15, "the page says 15"
 
 # %% [markdown]
-# At fifteen, long before the 295 that the weights allow. And a larger batch does not help here: **the
-# sequences share the weights, but each has its own cache.** A byte of cache is used by the H/G query heads
-# that share a key, with one FLOP each (a multiplication and an addition for two bytes). That is 4 for Llama
-# 3 8B, so reading the cache is memory-bound at any batch size. A step of B sequences of S tokens takes
-# about
+# For only 15, far below the ridge of 295. A larger batch does not help here: **the sequences share the
+# weights, but each has its own cache.** H/G query heads use each byte of cache, with one FLOP each (a
+# multiplication and an addition per two bytes). That is 4 FLOPs per byte for Llama 3 8B, so reading the
+# cache is memory-bound at any batch size. A step of B sequences of S tokens takes about
 #
 # $$t = \max\left(\frac{2PB}{\text{FLOP/s}}, \frac{2P}{\text{bytes/s}}\right) +
 # \frac{B\,S \cdot \text{cache bytes per token}}{\text{bytes/s}}$$
@@ -141,30 +141,30 @@ ax.set_xticks([], minor=True)
 labels = ax.set_xticklabels(["5", "10", "20", "40"])
 
 # %% [markdown]
-# (The dots mark the largest batch that fits into the 64 GB that JAX can use of 80.) Up to the bend, one
-# read of the weights serves all sequences of a step. Beyond it, each sequence adds its own time, and no
-# batch size exceeds a throughput of bytes/s divided by the cache bytes of a sequence. For low cost, choose
-# the upper end of a curve. For low latency, choose the left end. Prefill has no such trade-off, because a
-# prompt has enough rows.
+# (The dots mark the largest batch that fits into the 64 of 80 GB that JAX can use.) On the steep part of a
+# curve, reading the weights takes most of the time. On the flat part, each sequence adds the time for its
+# own cache, and throughput cannot exceed bytes/s divided by the cache bytes of a sequence. For low cost,
+# choose the upper end of a curve. For low latency, choose the left end. Prefill has no such trade-off,
+# because a prompt has enough rows.
 #
 # ## Which axis helps
 #
-# A mesh speeds up decode if it **reduces what a device reads per step**: weights and cache.
+# A mesh axis speeds up decode if it **reduces the bytes that a device reads per step**: weights and cache.
 #
 # - `tensor` shards both: the weights by columns and rows (04), the cache by heads. It needs two all-reduces
 #   per layer, but only of B rows.
-# - `context` shards the cache by positions. Each device attends to its own keys, and the partial softmaxes
-#   are merged (06). It does not shard the weights.
+# - `context` shards the cache by positions, but not the weights. Each device attends to its own keys, and
+#   the partial softmaxes are combined (06).
 # - `data` puts different sequences on different devices. Each replica reads all weights.
-# - `fsdp` does the same, but each replica must also *all-gather* the weights, for every token.
-# - `stage` shards weights and cache by layers, but a token visits the stages one after the other, so its
-#   latency is that of one device. Meanwhile other stages work on other sequences, so throughput grows if
-#   there are enough of them.
+# - `fsdp` does the same, but must also *all-gather* the weights, for every token.
+# - `stage` shards weights and cache by layers, but a token passes the stages one after the other, so its
+#   latency is the same as on one device. Meanwhile other stages compute other sequences, so throughput
+#   grows if there are enough sequences.
 # - `expert` shards the weights of the experts, and sends the tokens to them (07). A step reads every expert
-#   that any token of the batch chose. With 8 of 256 experts per token, 100 tokens leave (1 - 8/256)^100 =
-#   4% unread.
+#   that any token of the batch chose. With 8 of 256 experts per token, 100 tokens use all but (1 -
+#   8/256)^100 = 4% of the experts.
 #
-# Llama 3 70B does not fit on one chip. Take 16 TPU v5e and 32 sequences of 8,192 tokens.
+# Llama 3 70B does not fit on one chip. Take 16 TPU v5e chips and 32 sequences of 8,192 tokens.
 #
 # > **Predict.** With `tensor=16` and a model with 8 key-value heads, how many GB of cache does each device
 # > store? (The cache of all 32 sequences is 85.9 GB.)
@@ -175,9 +175,9 @@ G70, n_v5e, all_GB = 8, 16, 32 * 8192 * kept["Llama 3 70B"] / 1e9
 lesson.predicted("per device", my_prediction, all_GB / min(G70, n_v5e), "GB", 0.02)
 
 # %% [markdown]
-# A head cannot be split, because its queries need its whole key. So with more devices than key-value heads,
-# two devices store the same head. The cache stops shrinking, and is read twice. But you can shard its other
-# dim:
+# A head cannot be split, because a query needs the whole key. So with more devices than key-value heads,
+# several devices store the same head, and the cache per device stops shrinking. But you can shard positions
+# too:
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Two drawings of a cache, positions by heads, on 8 devices: sharded over 4 heads, each shard is on two devices; sharded over 4 heads and 2 halves of the positions, each shard is on one device."}}
 import jax
@@ -194,8 +194,8 @@ lesson.slices(axes[1], grid, both_axes, "SG", title, colour_by="context")
 title = figure.suptitle("Cache of 4 key-value heads (numbers: devices)", size=11)
 
 # %% [markdown]
-# Here are all axes for one step: what a device stores, reads and sends, and the seconds at best. Latency is
-# left out, and so is arithmetic, because 32 rows are below every ridge.
+# Here are all axes for one step: what a device stores, and the shortest time for reading and sending. This
+# ignores latency, and also compute, because 32 rows are below every ridge.
 
 # %% tags=["hide-input"]
 W70, L70, D70, H70, K70 = 2 * MODELS["Llama 3 70B"][0], 80, 8192, 64, 128
@@ -239,27 +239,26 @@ assert round(more_GB, 1) == 1.3, more_GB
 assert stored[1] + more_GB < v5e.memory_bytes / 1e9, "the program would not fit"
 
 # %% [markdown]
-# The all-gather of `fsdp` sends 132 GB per device for each token. That takes a second and a half on these
-# v5e, and 274 ms in an H100 node. In training, the same gather serves thousands of rows. `tensor=16` alone
-# does not fit, because half of its cache is a copy. With the cache sharded over both axes, the step fits,
-# and is the fastest. On 8 devices, the heads suffice. (The row for `stage` is one token through all stages,
-# while each stage has a group of sequences.)
+# The all-gather of `fsdp` sends 132 GB per device for each token. That takes 1.5 seconds on these v5e
+# chips, and 274 ms in an H100 node. In training, one gather is used for thousands of rows. `tensor=16`
+# alone does not fit, because each head's cache is stored twice. With the cache sharded over both axes, the
+# step fits, and is the fastest. On 8 devices, `tensor` alone is enough. (The `stage` row is the time of one
+# token through all stages; each stage holds a different group of sequences.)
 #
-# The last row shards *all* weights over n devices: devices that share a key-value head first gather each
-# other's queries, [as in vLLM](https://github.com/vllm-project/vllm/pull/24864). The program below
-# replicates the weights of queries and outputs instead. Here that is 2 x 8,192² x 80 x 2 bytes / 16 = 1.3
+# The last row shards *all* weights over n devices: devices with the same key-value head first all-gather
+# their queries, [as in vLLM](https://github.com/vllm-project/vllm/pull/24864). The program below instead
+# replicates the query and output weights along `context`. Here that is 2 x 8,192² x 80 x 2 bytes / 16 = 1.3
 # GB more on each of 16 devices.
 #
-# The communication of `tensor` is latency-bound. There are 160 all-reduces per token, and each takes as
-# long as its hops, however few rows it has: [about 1 us per
-# hop](https://jax-ml.github.io/scaling-book/sharding) on a TPU. On a 4x4 slice without wraparound links, a
-# reduce-scatter takes 3 hops along each side, and so does an all-gather: 12 us, or 1.9 ms per token. From
-# about 35 sequences on, the bytes take longer. In an H100 node, each microsecond of start-up time of an
-# all-reduce adds 0.16 ms per token, to 8.5 ms.
+# The communication of `tensor` is latency-bound. There are 160 all-reduces per token, and however few rows
+# it has, each takes [about 1 us per hop](https://jax-ml.github.io/scaling-book/sharding) on a TPU. On a 4x4
+# slice without wraparound links, an all-reduce is a reduce-scatter and an all-gather of 3 hops along each
+# side: 12 us, or 1.9 ms per token. From about 35 sequences on, sending the bytes takes longer. In an H100
+# node, each microsecond of all-reduce latency adds 0.16 ms to the 8.5 ms per token.
 #
-# The scaling book's [chapter on serving](https://jax-ml.github.io/scaling-book/applied-inference) also has
-# Llama 3 70B on 16 v5e: 43 sequences of 8,192 tokens in bfloat16, and 19 ms for a step with full memory (it
-# counts 16e9 bytes, the table above 16.9e9).
+# The scaling book's [chapter on serving](https://jax-ml.github.io/scaling-book/applied-inference) also
+# computes Llama 3 70B on 16 v5e: 43 sequences of 8,192 tokens fit in bfloat16, and a step with full memory
+# takes 19 ms (it counts 16e9 bytes per chip, the table above 16.9e9).
 
 # %%
 room = 16 * 16e9 - W70
@@ -276,20 +275,20 @@ assert round(wire_bytes("all-gather", W70, 16) / 1e9) == 132
 
 # %% [markdown]
 # The numbers agree, so the book also shards the cache 16 ways. (Its 160 KiB per token, at one byte per
-# number, are half of our 327,680.) These are best cases; the book expects half of them.
+# number, are half of our 327,680.) These are best cases; the book expects half of this throughput.
 #
 # ## The program by hand
 #
-# One transformer block on `tensor=4,context=2`. New tokens are t of the T positions of a text. The cache
-# has S slots, s of them on each device, for g of the G key-value heads. I query heads share one key-value
-# head. Position p is stored on device p % n of `context`, so the shards stay equal while the text grows.
-# Attention shards its weights over `tensor` only, by heads. The feed-forward layer shards its F hidden
-# units over all eight devices. Prefill and decode are the same function: it first writes the new keys and
-# values, then attends to the whole cache.
+# The program is one transformer block on `tensor=4,context=2`. A call processes t new tokens. The cache has
+# S slots per text and G key-value heads; each device has s slots and g heads. I query heads share one
+# key-value head. Position p is stored on device p % n along `context`, so the shards stay equal while the
+# text grows. Attention shards its weights over `tensor` only, by heads. The feed-forward layer shards its
+# hidden dim F over all eight devices. One function does prefill and decode: it first writes the new keys
+# and values, then attends to the whole cache.
 #
-# A write must not touch the slots of another device. The usual `dynamic_update_slice` silently clamps an
-# out-of-range start, and would overwrite the last slot. So the program uses a scatter that drops such
-# writes.
+# A device must not write positions that other devices store. The usual `dynamic_update_slice` silently
+# clamps an out-of-range start, and would overwrite the last slot. So the program uses a scatter that drops
+# such writes.
 
 # %% tags=["by-hand"]
 import os
@@ -349,8 +348,8 @@ assert (want.argmax(-1) == text_BT[:, T:]).all(), "tokens differ"
 print("tokens and logits agree with one device; the first text:", text_BT[0, T:])
 
 # %% [markdown]
-# (This model adds position embeddings to the word embeddings. With rotary embeddings, each key is rotated
-# by its position before it is stored.) What does one decode step send?
+# (This model adds position embeddings to the token embeddings. With rotary embeddings, you rotate each key
+# before you store it.) What does one decode step send?
 
 # %%
 one_step = lesson.compiled(step, mesh, w, cache, text_BT[:, -1:], S - 1)
@@ -373,10 +372,10 @@ for compiled, t in ((one_step, 1), (prefill, T)):
     }, by_axes  # fmt: skip
 
 # %% [markdown]
-# Everything grows with the number of new tokens, and nothing with the cache: keys and values are never
-# sent. Along `context`, a device sends the largest score, the sum, and K numbers of output for each of its
-# query heads: 4 bytes x 3 texts x 2 heads x (K + 2) = 240 per step. Each of the two sums of the block is 3
-# texts x width 32 x 4 = 384 bytes. These are four exposed all-reduces per layer, while `tensor` alone has
+# The bytes grow with the number of new tokens, but not with the cache: keys and values are never sent.
+# Along `context`, a device all-reduces the largest score, the sum, and K numbers of output for each of its
+# query heads: 4 bytes x 3 texts x 2 heads x (K + 2) = 240 per step. Each of the two other all-reduces is 3
+# texts x D = 32 x 4 = 384 bytes. These are four exposed all-reduces per layer, while `tensor` alone has
 # two.
 #
 # ## Absorbed latent attention
@@ -385,11 +384,11 @@ for compiled, t in ((one_step, 1), (prefill, T)):
 # of all heads from it. Done directly, this would be a matmul for each earlier token in each step. But a
 # score is $q \cdot (w c) = (w^\top q) \cdot c$, so **you can apply w to the query instead**, once, and use
 # the latents themselves as keys. The values work the same way, after the weighted sum. The matmul with w is
-# *absorbed*. This is why the rotary key of R numbers is separate: a rotation by the key's position would be
-# between w and the query.
+# *absorbed*. This is why the rotary key of R numbers is separate: RoPE would put a rotation between w and
+# the query.
 #
-# Each number of the latent is then used by all H heads, as a key and as a value. So a byte of cache needs H
-# (2C + R)/(C + R) FLOPs, and decode moves from memory-bound to the ridge:
+# All H heads then use each number of the latent, as a key and as a value. So each byte of cache is used for
+# H (2C + R)/(C + R) FLOPs, and decode moves from memory-bound to near the ridge:
 
 # %%
 C_, R_, H_ = 512, 64, 128
@@ -403,18 +402,18 @@ for name, flops_a_byte in ASKED.items():
     print()
 
 # %% [markdown]
-# So MLA stores 57 times fewer bytes than unshared heads would. The price: a latent has no heads, so
-# `tensor` cannot shard this cache, and each device stores all of it. DeepSeek therefore spreads the
-# requests: attention over `tensor=4` (for its weights) times 80 replicas, and experts over 320 devices
+# So MLA stores 57 times fewer bytes than separate keys and values for each head would. But a latent has no
+# heads, so `tensor` cannot shard this cache, and each device stores all of it. DeepSeek therefore shards
+# the requests: attention on 80 replicas with `tensor=4` (for its weights), and experts over 320 devices
 # ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.4.2). Absorb only in decode: a pair of
-# positions then costs 2H (2C + R) FLOPs. With explicit keys and values (K + R and U numbers wide), it costs
-# 2H (K + R + U): 320 instead of 1,088.
+# positions then costs 2H (2C + R) FLOPs. With explicit keys and values of K + R and U numbers, it costs 2H
+# (K + R + U): 320 instead of 1,088 times 2H.
 #
 # ## Continuous batching
 #
 # A batch of 8 has 8 *slots*. Texts end at different lengths, which nobody knows in advance. A *static*
-# batch waits for its longest text. *Continuous batching* gives a slot to the next request as soon as it is
-# free, at any step ([Orca](https://www.usenix.org/conference/osdi22/presentation/yu)).
+# batch waits for its longest text. *Continuous batching* gives a slot to the next request as soon as the
+# slot is free, at any step ([Orca](https://www.usenix.org/conference/osdi22/presentation/yu)).
 
 # %%
 drawn = np.random.default_rng(0).lognormal(4.5, 0.9, size=400)
@@ -444,29 +443,29 @@ works = lengths.sum() / (8 * static_steps(lengths, 8))
 assert round(100 * works) == 36, "the page says 64% padding"
 
 # %% [markdown]
-# The larger the batch, the longer its longest text, and the more a static batch wastes. (The last of the
-# 400 requests also leave slots empty, which a running server does not see.)
+# The larger the batch, the longer its longest text, and the more a static batch wastes. (After the last of
+# the 400 requests, slots are also empty, unlike in a running server.)
 #
 # Prompts of these lengths, padded to the longest in batches of 8, waste as much: 64% of their rows are
 # padding. A cache with space for the longest text in every slot wastes memory: only 20% to 38% of such
-# caches [held tokens](https://arxiv.org/abs/2309.06180). vLLM's *PagedAttention* allocates memory in small
-# blocks through a table, as an operating system does.
+# caches [held tokens](https://arxiv.org/abs/2309.06180). vLLM's *PagedAttention* allocates small blocks of
+# memory through a table, like an operating system.
 #
 # A long prompt stalls all other requests: 8,192 tokens of Llama 3 8B take an H100 133 ms, as long as 28
-# decode steps. *Chunked prefill* splits the prompt into chunks that run together with decode steps, whose
-# arithmetic is idle anyway. Or prefill runs on separate devices, with another mesh.
+# decode steps. *Chunked prefill* splits the prompt into chunks that run together with decode steps, which
+# leave most FLOP/s unused. Or prefill runs on separate devices, with a different mesh.
 #
-# **Speculative decoding** uses the idle arithmetic differently: a small model drafts some tokens, and the
-# large model reads them all in one step, like a prompt. It keeps the tokens that it accepts. Exercise 3
-# asks for the rule that leaves the output distribution of the large model unchanged.
+# **Speculative decoding** uses these FLOP/s differently: a small model drafts some tokens, and the large
+# model processes them all in one step, like a prompt, and accepts some of them. Exercise 3 asks for the
+# rule that leaves the large model's output distribution unchanged.
 #
 # ## In `generate/`
 #
-# The project generates on the mesh that trained the model. Requests are sharded over `data`, `fsdp` and
-# `expert`, the positions of the cache over `context`, heads and vocabulary over `tensor`, layers and their
-# cache over `stage`. Latents are absorbed. Prefill and decode are `cached_forward` of `generate/cache.py`:
-# the layers that train, but with a cache. For a test model with MLA, the next cell compares six tokens
-# followed by a seventh with all seven at once:
+# The project generates on the training mesh. Requests are sharded over `data`, `fsdp` and `expert`, the
+# positions of the cache over `context`, heads and vocabulary over `tensor`, layers and their cache over
+# `stage`. MLA is absorbed. Prefill and decode both call `cached_forward` in `generate/cache.py`: the
+# training layers, but with a cache. For a test model with MLA, the next cell compares six tokens followed
+# by a seventh with all seven at once:
 
 # %% tags=["hide-input"]
 import model
@@ -490,16 +489,16 @@ off = np.abs(seventh - whole).max()
 print(f"logits of up to {np.abs(whole).max():.2f}, which differ by {off:.0e} at most")
 
 # %% [markdown]
-# `generate/engine.py` uses this function for continuous batching: requests come and go in a fixed number of
-# rows of one cache, and long prompts are read in chunks between decode steps. It has no paging. An axis
-# that also shards the weights, `fsdp` or `context`, costs the all-gather above for every token (`python -m
-# plan --inference` prints its time). `tensor` and `stage` need no gather.
+# `generate/engine.py` uses this function for continuous batching: one cache has a fixed number of rows for
+# requests, and long prompts are processed in chunks between decode steps. There is no paging. In this
+# project, `fsdp` and `context` also shard the weights, so they need the all-gather above for every token
+# (`python -m plan --inference` prints its time). `tensor` and `stage` need no gather.
 
 # %% [markdown]
 # ## Exercise 1: the cache of a device
 #
-# How many bytes of cache does a device store? There are B texts of S tokens. The model has `layers` layers
-# with G key-value heads of width K in bfloat16, on `tensor` x `context` devices.
+# How many bytes of cache does each device store? There are B texts of S tokens. The model has `layers`
+# layers with G key-value heads of dim K in bfloat16, on `tensor` x `context` devices.
 
 
 # %%
@@ -600,11 +599,10 @@ print(check_batch(largest_batch))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The bytes of a step are limited by the total memory and by what all chips can read in time:
-# `room = min(n * chip.memory_bytes, n * chip.hbm_bytes_per_s * limit_s)`, and then
-# `int((room - W70) / (S * kept["Llama 3 70B"]))`. A v5e reads its full memory in 21 ms, an H100 in 19 ms
-# (64 GB that JAX can use). If your limit is longer than that, memory capacity limits the batch; otherwise
-# memory bandwidth does.
+# Weights and cache must fit into memory, and the chips must be able to read them in `limit_s`: `room =
+# min(n * chip.memory_bytes, n * chip.hbm_bytes_per_s * limit_s)`, and then `int((room - W70) / (S *
+# kept["Llama 3 70B"]))`. A v5e reads its full memory in 21 ms, an H100 in 19 ms (64 GB that JAX can use).
+# If `limit_s` is longer than that, memory capacity limits the batch; otherwise memory bandwidth does.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -620,10 +618,10 @@ assert full_s == [21, 19], full_s
 # %% [markdown]
 # ## Exercise 3: speculative decoding
 #
-# A small model drew a token from its probabilities `q_V`. The large model would have drawn from `p_V`.
-# Return the probability with which each token is accepted, `keep_V`, and the probabilities from which a
-# replacement is drawn otherwise, `instead_V`. The result must be distributed as `p_V`, and as many drafts
-# as possible should be accepted.
+# A small model sampled a token from its probabilities `q_V`. The large model has the probabilities `p_V`.
+# Return `keep_V`, the probability of accepting each token, and `instead_V`, the probabilities for sampling
+# a replacement if the token is rejected. The resulting token must be distributed as `p_V`, and the
+# acceptance rate must be as high as possible.
 
 
 # %%
@@ -679,9 +677,10 @@ print(check_accept(accept))
 # <details><summary>Solution</summary>
 #
 # `np.minimum(1, p_V / q_V)`, and `surplus / surplus.sum()` with `surplus = np.maximum(p_V - q_V, 0)`. A
-# token is drafted and accepted with probability min(p, q). What is missing from p is p - q where that is
-# positive, and it adds up to what was rejected ([arXiv:2211.17192](https://arxiv.org/abs/2211.17192)). All
-# devices of `tensor` have to decide alike.
+# token is drafted and accepted with probability min(p, q). The replacement has to add the rest: p - q where
+# p is larger. The sum of this rest is the probability of a rejection
+# ([arXiv:2211.17192](https://arxiv.org/abs/2211.17192)). All devices along `tensor` have to accept the same
+# tokens.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -693,10 +692,10 @@ assert check_accept(accept) == lesson.NOTHING
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague's model knows a language in which each word can be followed by one of two words, equally
-# likely. It generates 64 texts, sharded over `data`, with hidden units sharded over `tensor`. At
+# A colleague's model generates a language in which each word can be followed by one of two words, equally
+# likely. It generates 64 texts, sharded over `data`, with the hidden dim sharded over `tensor`. At
 # temperature 0 (`argmax` instead of `categorical`), the texts are right on every mesh. With sampling, they
-# are right on `data=8`. On other meshes, words appear that cannot follow, from the second word on.
+# are right only on `data=8`. On other meshes, from the second word on, words follow that are not allowed.
 
 # %%
 WORDS, STEPS, TEXTS = 32, 32, 64
@@ -748,7 +747,7 @@ for (data_, tensor_), shade in {(8, 1): 1, (4, 2): 0.5, (2, 4): 1}.items():
     ax.plot(range(1, STEPS), shares, color=colour, alpha=shade, label=label)
     print(f"{label}: {shares.mean():.0%} of the words are allowed")
 ax.set(title="The more devices share a model, the worse the text", ylim=(0, 1.05))
-ax.set(xlabel="position in the text", ylabel="share of allowed words")
+ax.set(xlabel="position in the text", ylabel="fraction of allowed words")
 legend = ax.legend()
 
 
@@ -806,23 +805,23 @@ print(check_texts(texts_on))
 #
 # <details><summary>Solution</summary>
 #
-# The key is folded with the device's index along both axes, so no two devices draw the same. But the
-# devices along `tensor` hold shards of *one* model, and work on the same texts. After the first draw, each
-# continues with a different word, and the all-reduce sums parts of networks that read different texts.
-# `jax.lax.axis_index("data")` fixes this, and `pcast` must go, because the words no longer vary along
-# `tensor`.
+# The random key is folded with the device's index along both axes, so no two devices use the same random
+# numbers. But the devices along `tensor` have shards of *one* model, and generate the same texts. After the
+# first sample, each device continues with a different word, and the all-reduce adds partial sums for
+# different texts. `jax.lax.axis_index("data")` fixes this. You also have to remove `pcast`, because the
+# words no longer differ along `tensor`.
 #
-# Two lines hid the bug. JAX knew that the words vary along `tensor`, and refused to let the scan carry
-# them, until `pcast` declared it intended. And `[0]` returns only one of the copies. Greedy decoding hides
-# it too, since equal logits have equal maxima.
+# Two lines hid the bug. JAX tracks that the words differ along `tensor`, and raises an error in the scan
+# unless `pcast` declares this as intended. And `[0]` returns only one of the copies. Greedy decoding hides
+# the bug too, because equal logits have equal maxima.
 #
 # This bug is common. In FasterTransformer, each GPU had a different random seed, "resulting in strange
 # sentence generation" ([#390](https://github.com/NVIDIA/FasterTransformer/issues/390), 2022). A maintainer
-# of Hugging Face's transformers wrote that in `generate` each rank draws a different token, and that the
+# of Hugging Face's transformers wrote that in `generate` each rank samples a different token, and that the
 # beginning may be more or less right, because the first tokens are nearly certain
 # ([#36634](https://github.com/huggingface/transformers/issues/36634), 2025). A report describes the same in
 # the reference code of gpt-oss ([#270](https://github.com/openai/gpt-oss/issues/270), 2026); the proposed
-# fix draws on one rank and broadcasts the token. Even with one seed, rounding can decide differently on one
+# fix samples on one rank and broadcasts the token. Even with one seed, rounding can change the token on one
 # rank, so SGLang has flags that make the tokens agree
 # ([#3060](https://github.com/sgl-project/sglang/pull/3060)).
 # </details>
@@ -868,27 +867,27 @@ assert "It stops" in check_texts(lambda *_: 1 / 0)
 #
 # | | `tensor` | `context` | `data` | `fsdp` | `stage` | `expert` |
 # |---|---|---|---|---|---|---|
-# | in letters | `x_BD @ w_Df`, `k_BSgK` | `q_BHK @ k_BsHK` | `x_bD @ w_DF` | the same, `w_dF -> w_DF` | layers l of L | `x_ND -> x_XD @ w_eDM` |
+# | shards | `x_BD @ w_Df`, `k_BSgK` | `q_BHK @ k_BsHK` | `x_bD @ w_DF` | the same, `w_dF -> w_DF` | layers l of L | `x_ND -> x_XD @ w_eDM` |
 # | a device reads | 2P/n + cache/min(n, G) | 2P + cache/n | 2P + cache/n | 2P + cache/n | 2P/n + cache/n, n times in a row | experts/n |
-# | a device sends | 2 all-reduces per layer of B rows | 2 per layer, of B H (K + 2) and B D numbers | nothing | (n - 1)/n of 2P | B rows, a permute per stage | all-to-all of chosen rows, twice per layer |
-# | exposed | yes, latency | yes, latency | - | yes, bytes | yes | yes, latency |
-# | helps a single text | yes | long ones | no | no, much slower | no | reads fewer experts |
-# | v5e, v5p | along 1 or 2 torus axes | from n above G | when the batch is at B* | never | across slices | see 07 |
-# | one H100 node | up to 8 | if G is below 8 | replicas of a node | never | - | inside |
-# | two H100 nodes | replicates the cache if n is above G | second axis of the cache | one replica each, if it fits | never | between them | across |
+# | a device sends | 2 all-reduces of B rows per layer | 2 all-reduces per layer, of B H (K + 2) and B D numbers | nothing | (n - 1)/n of 2P | B rows per stage (`ppermute`) | all-to-all of the tokens, twice per layer |
+# | exposed | yes, latency-bound | yes, latency-bound | - | yes, bandwidth-bound | yes | yes, latency-bound |
+# | speeds up a single text | yes | long texts | no | no, much slower | no | reads fewer experts |
+# | when, on v5e and v5p | along 1 or 2 torus axes | if n is above G | if the batch is at B* | never | across slices | see 07 |
+# | on one H100 node | up to 8 | if G is below 8 | one replica per node | never | - | inside |
+# | on two H100 nodes | replicates the cache if n is above G | second axis of the cache | one replica per node, if it fits | never | between nodes | across nodes |
 # | vLLM | `-tp` | `-dcp` | `-dp` | - | `-pp` | `--enable-expert-parallel` |
 # | JAX; Megatron-LM | `psum`; TP | `pmax` and `psum`; CP | batch dim; DP | `all_gather`; FSDP | `ppermute`; PP | `all_to_all`; EP |
 #
-# There is no backward pass. In PyTorch, these axes are those of training; vLLM and SGLang are the usual
+# There is no backward pass. In PyTorch, the axes are the same as in training; vLLM and SGLang are the usual
 # servers.
 #
 # ## Three lines to keep
 #
-# 1. Decode reads all weights and all caches to generate one token per text. A batch shares the weights, up
-#    to the ridge of the chip. It does not share the caches, which soon are most of the bytes.
+# 1. Decode reads all weights and all caches to generate one token per text. The texts of a batch share the
+#    weights, up to the ridge of the chip, but not the caches, which are soon most of the bytes.
 # 2. An axis helps if it reduces what a device reads: `tensor` up to the number of key-value heads, then
-#    `context` for the cache. `fsdp` has to send what the other axes read.
-# 3. Devices that hold shards of one model must draw the same token.
+#    `context` for the cache. `fsdp` has to send all weights for every token.
+# 3. Devices with shards of the same model must sample the same token.
 #
 # **Sources.** The scaling book on [inference](https://jax-ml.github.io/scaling-book/inference) and
 # [serving](https://jax-ml.github.io/scaling-book/applied-inference); *Efficiently Scaling Transformer
