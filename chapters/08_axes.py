@@ -525,7 +525,7 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 #
 # ## Exercise 1: choose the sharding
 #
-# Shard a layer with experts over `stage`, `fsdp`, `expert` and `tensor`, as in the figure "One layer, three
+# Shard a layer with experts over `stage`, `fsdp`, `expert` and `tensor`, as in the section "One layer, three
 # axes". Which axis shards each dim of each weight? Write a name, a tuple of names, or None.
 
 

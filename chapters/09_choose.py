@@ -324,7 +324,7 @@ VALLEY_HINTS = [
     (lambda W, D, N, f, t: 1 / bottom(W, D, N, f, t),
      "Inverted: a model with more weights would get a smaller tensor axis."),
     (lambda W, D, N, f, t: (1 + (1 + 4 * bottom(W, D, N, f, t) ** 2) ** 0.5) / 2,
-     "There both times are equal. Is their sum smallest there?"),
+     "At this size both times are equal. Is their sum smallest there?"),
     (lambda W, D, N, f, t: (6 * W * t / (11 * N * D * f)) ** 0.5,
      "Count the bytes of an activation: 11 collectives of 2 bytes."),
 ]  # fmt: skip

@@ -422,7 +422,7 @@ assert partial_sums("F")[0] == llama["D"] and partial_sums("D")[0] == 8.5 * llam
 # No matmul of the forward pass sums over B, so `data` and `fsdp` shard it. The L layers run one after the
 # other, so `stage` can shard L (05).
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "The arrays of one token in a layer of Llama 3 8B as bars: the residual stream of width 4,096 in gray; between its appearances, in red, queries, keys and values, attention output, gate and up, each split into eight shards along heads or hidden width."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "The arrays of one token in a layer of Llama 3 8B as bars: the residual stream of width 4,096 in gray; between its appearances, in red, queries, keys and values, attention output, gate and up, each split into eight shards along the heads or the hidden dim."}}
 stream = ("residual stream", "D")
 bars = [stream, ("queries", "HK"), ("keys, values", "GK 2"), ("attended", "HK"),
         stream, ("gate, up", "F 2"), stream]  # fmt: skip
@@ -812,10 +812,10 @@ def check_leaks(answer):
     verdict = lambda name: bool(lesson.answered(answer)(FIVE[name], kept_T))
     says = lambda *verdicts: dict(zip(FIVE, map(bool, verdicts), strict=True)).get
     mistakes = [
-        (says(1, 1, 1, 1, 1), "You reject the right one too. Which logits may change?"),
+        (says(1, 1, 1, 1, 1), "You reject the right model. Which logits may change?"),
         (says(1, 0, 0, 0, 0), "Reversed: return True for a model that leaks."),
         (says(0, 1, 1, 0, 1), "One leaks at a single position, which you do not test."),
-        (says(0, 1, 0, 0, 1), "You miss those that see exactly one token too far."),
+        (says(0, 1, 0, 0, 1), "You miss models that see exactly one token too far."),
         (says(0, 1, 1, 1, 0), "One leaks a little, everywhere. Is your test exact?"),
         (says(0, 1, 1, 0, 0), "You miss two. Do you test everywhere, and exactly?"),
         (says(0, 0, 0, 0, 0), "You find no leak, but four of the five models leak."),
@@ -876,7 +876,7 @@ def in_place(logits_of, tokens_T):
 every, near = range(1, T), partial(np.allclose, rtol=0, atol=2e-2)
 assert "Right" in check_leaks(asking(every))
 for wrong, hint in (
-    (asking(every, upto=lambda at: None), "right one too"),
+    (asking(every, upto=lambda at: None), "right model"),
     (asking([T - 1]), "single position"),
     (asking([T // 2 + 5]), "single position"),
     (asking(every, upto=lambda at: at - 1), "exactly one token"),
@@ -901,7 +901,7 @@ for wrong, hint in (
 
 # %%
 def start(mesh, seed=5):
-    """The weights of all layers; a device draws its shard of heads and of F."""
+    """The weights of all layers; a device samples its shard of heads and of F."""
     letters = lambda name: name.split("_")[1]
 
     def draw_shards():
@@ -937,7 +937,7 @@ for n, colour in ((1, lesson.NEUTRAL), (4, lesson.COLORS["tensor"])):
     last = np.mean(runs[n][-20:])
     label = f"tensor={n}: first {runs[n][0]:.2f}, last 20 steps {last:.2f}"
     axes.plot(np.arange(9, STEPS), smooth, color=colour, label=label)
-axes.set(title="With the same settings, four devices learn less")
+axes.set(title="Same settings, higher loss on four devices")
 axes.set(xlabel="step", ylabel="loss, nats per byte, mean of 10 steps")
 legend = axes.legend(loc="upper right")
 
@@ -974,12 +974,12 @@ def check_start(answer):
     large = "Some weights are too large. How many terms does the unsharded sum have?"
     hints = [
         (lambda data, tensor: expected(tensor, differ=0),
-         "Unchanged: more devices learn less."),
+         "Unchanged: with more devices, the loss is higher."),
         (lambda data, tensor: expected(tensor, out=tensor**0.5), large),
         (lambda data, tensor: expected(tensor, differ=0, out=tensor**0.5),
-         "More devices still learn less. And: " + large),
+         "With more devices, the loss is still higher. And: " + large),
         (lambda data, tensor: expected(tensor, gates=0.0),
-         "Four devices now learn like one, but two weights of a layer are identical."),
+         "The loss is right now, but two weights of a layer are identical."),
     ]  # fmt: skip
     done = "Fixed: the model on four devices is as wide as on one."
     return lesson.diagnose(run, [(1, 2), (2, 4)], right, hints, done)

@@ -86,7 +86,7 @@ def train(stops):
 
 runs = {"not stopped": train(()), "stopped three times": train(STOPPED_AT)}
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Two falling loss curves; the one of the stopped run drops at the first stop and stays lower."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two falling loss curves; the curve of the interrupted run drops at the first interruption and stays lower."}}
 figure, axes = plt.subplots(figsize=(6.2, 3))
 for (name, (losses, _, _)), style in zip(runs.items(), ("-", ":"), strict=True):
     axes.plot(losses, style, label=name, color="black", lw=1.5)
@@ -876,7 +876,7 @@ ORDER = dataset._shuffled(141, wide.run.seed)
 
 
 class Counted:
-    """The order, and how many places were looked up."""
+    """The order, and how many indices were looked up."""
 
     looks = 0
 
@@ -893,7 +893,7 @@ def concatenated(answer, step, hosts, order=ORDER):
 
 # %% tags=["hide-input"]
 def slice_from(first):
-    """Consecutive rows of a host, from a place of the order on."""
+    """Consecutive rows of a host, from an index of the order on."""
 
     def rows(order, step, host, hosts, B):
         place = first(step, host, hosts, B)

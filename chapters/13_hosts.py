@@ -766,7 +766,7 @@ if_hung = lambda which: lambda s, w, now, limit: (
     which(s, w) if hung(w, now, limit) else [0] * 4)  # fmt: skip
 BLAME_HINTS = [
     (lambda s, w, now, limit: [int(now - x > limit) for x in w],
-     "You use the time only, but the processes that wait are silent as long."),
+     "You use only the time, but processes that wait are silent as long."),
     (lambda s, w, now, limit: [int(x < max(s)) for x in s],
      "In a healthy run, some process is usually behind. Check that it is stuck."),
     (lambda s, w, now, limit: [int(now - min(w) > limit and x < max(s)) for x in s],
@@ -774,7 +774,7 @@ BLAME_HINTS = [
     (if_hung(lambda s, w: one(int(np.argmin(w)))),
      "The most silent one need not be the cause. There can be two causes, or none."),
     (if_hung(lambda s, w: one(int(np.argmin(s)))), "There can be two causes, or none."),
-    (if_hung(lambda s, w: [1] * 4), "You blame all of them. Which ones are behind?"),
+    (if_hung(lambda s, w: [1] * 4), "You return 1 for all. Which ones are behind?"),
 ]  # fmt: skip
 
 

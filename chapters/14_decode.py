@@ -654,7 +654,7 @@ BAD_RULES = [
      "drafted often enough need no replacement."),
     (lambda p, q: (kept_of(p, q), positive(p - q)), "`instead_V` must sum to 1."),
     (lambda p, q: (kept_of(p, q), p - q), "A probability cannot be negative."),
-    (lambda p, q: (kept_of(q, p), surplus(p, q)), "Which are drafted too often?"),
+    (lambda p, q: (kept_of(q, p), surplus(p, q)), "Which token is drafted too often?"),
     (lambda p, q: (np.ones_like(p), p), "You accept all drafts of the small model."),
     (lambda p, q: (0 * p, p), "The distribution is right, but you accept no draft."),
     (lambda p, q: (p, surplus(p, q)), "A draft is accepted with p, but drawn with q."),
@@ -729,7 +729,7 @@ def texts_on(data, tensor):
     return run(weights, np.zeros(TEXTS, np.int32))[0]  # all replicas are the same
 
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Share of words that are allowed to follow the previous one, by position in the text: always 1 on data=8, about 0.6 on tensor=2 and 0.4 on tensor=4."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Fraction of words that are allowed to follow the previous one, by position in the text: always 1 on data=8, about 0.6 on tensor=2 and 0.4 on tensor=4."}}
 import inspect
 
 
