@@ -214,10 +214,10 @@ assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "unlike one d
 # > send along `stage` is one x_btD. To all-gather x_bTD, a device sends (n - 1)/n of it.)
 
 # %%
-my_prediction, my_ratio = None, None  # messages; bytes of tensor / bytes of stage
+my_prediction, my_ratio = None, None  # sends; bytes of tensor / bytes of stage
 found = lesson.compiled(jax.value_and_grad(loss_on(2, 2, 2)), mesh, w, *batch)
 sent = found.totals_by("axes")
-lesson.predicted("along stage", my_prediction, sent["stage"].count, "messages")
+lesson.predicted("along stage", my_prediction, sent["stage"].count, "sends")
 ratio = sent["tensor"].wire_bytes / sent["stage"].wire_bytes
 lesson.predicted("tensor sends", my_ratio, ratio, "times the bytes of stage")
 for axes, one in sent.items():
