@@ -115,9 +115,9 @@ print(f"4 processes and one process: loss {alone[0]:.4f}, and the same weights")
 #
 # A launcher passes each process its rank and the coordinator's address, above in two environment variables.
 # It must also copy the program to the hosts, and react to failures. This project's `launcher.sh` connects
-# to the hosts by ssh. It copies a commit to each host and starts a command there, with the same two
-# variables. The command runs under a **supervisor**, the Python program `launch/supervisor.py`, in a `tmux`
-# session that keeps running when ssh ends.
+# to the hosts by ssh. It copies a commit to each host and starts a command there, with the same variables.
+# The command runs under a **supervisor**, the Python program `launch/supervisor.py`, in a `tmux` session
+# that keeps running when ssh ends.
 #
 # This page simulates the hosts. A fake `ssh`, first in `PATH`, runs each command in a folder of this
 # machine. Everything else works as on 32 hosts: commits, supervisors, sessions, processes, signals. The

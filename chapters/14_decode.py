@@ -279,12 +279,12 @@ assert round(wire_bytes("all-gather", W70, 16) / 1e9) == 132
 #
 # ## The program by hand
 #
-# The program is one transformer block on `tensor=4,context=2`. A call processes t new tokens. The cache has
-# S slots per text and G key-value heads; each device has s slots and g heads. I query heads share one
-# key-value head. Position p is stored on device p % n along `context`, so the shards stay equal while the
-# text grows. Attention shards its weights over `tensor` only, by heads. The feed-forward layer shards its
-# hidden dim F over all eight devices. One function does prefill and decode: it first writes the new keys
-# and values, then attends to the whole cache.
+# The program is one transformer block on `tensor=4,context=2`. Prompts have T tokens. A call processes t
+# new tokens. The cache has S slots per text and G key-value heads; each device has s slots and g heads. I
+# query heads share one key-value head. Position p is stored on device p % n along `context`, so the shards
+# stay equal while the text grows. Attention shards its weights over `tensor` only, by heads. The
+# feed-forward layer shards its hidden dim F over all eight devices. One function does prefill and decode:
+# it first writes the new keys and values, then attends to the whole cache.
 #
 # A device must not write positions that other devices store. The usual `dynamic_update_slice` silently
 # clamps an out-of-range start, and would overwrite the last slot. So the program uses a scatter that drops
