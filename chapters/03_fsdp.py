@@ -889,7 +889,7 @@ print(f"N > {tokens:.0f} tokens per chip")
 #
 # These seconds are a roofline: compute and communication at full speed, one after the other. If gathers
 # overlap with matmuls, the longer of the two counts. Simulated devices share one processor and cannot show
-# that. Two pages simulate the TPU compiler's schedule against time: "How the planner estimates seconds" and
+# that. Two pages simulate the TPU compiler's schedule against time: "How the planner estimates step time" and
 # "The timeline of a layer", which draws it with and without prefetched gathers. Latency is left out. At
 # about 1 µs per hop, with two hops along each of three axes, latency dominates a gather of less than 6 µs: 3
 # MB at 540 GB/s.

@@ -629,7 +629,7 @@ for function in (gathered, in_turn):
 # 3,072 in queries, keys and values.
 #
 # *In seconds* you save less, because n small matmuls take longer than a large one. These steps are simulated
-# from the TPU compiler's schedule; none was measured on a chip (the page "How the planner estimates seconds"
+# from the TPU compiler's schedule; none was measured on a chip (the page "How the planner estimates step time"
 # has the command). They compare the ring with the gather:
 #
 # - `llama3_8b`, v5p, `fsdp=16,tensor=2`: 0.739 s against 0.754, 2% less;
