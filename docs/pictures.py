@@ -1,4 +1,4 @@
-"""Draw the pictures of the first pages as SVG. They use the text color of the page, light or dark, at any width."""
+"""Draw the figures of the first pages as SVG. They use the text color of the page, light or dark, at any width."""
 
 import math
 
@@ -6,21 +6,21 @@ import numpy as np
 
 COLOURS = {"data": "#8c6d4f", "stage": "#e08a1e", "fsdp": "#3f74b5", "expert": "#9a5fb0", "context": "#3f9a4d",
            "tensor": "#cf4446"}  # as chapters/lesson.py has them, without importing JAX  # fmt: skip
-N = 4  # devices along the axis of a picture
+N = 4  # devices along the axis of a figure
 
 # axis: (how tokens are cut, how weights are cut, what moves)
 CUTS = {
-    "data": ("rows", "whole", "gradients are summed once per step"),
+    "data": ("rows", "whole", "gradients are all-reduced once per step"),
     "fsdp": ("rows", "bands", "weights are all-gathered before use, and gradients reduce-scattered"),
     "tensor": ("columns", "parts", "activations are all-gathered and reduce-scattered in every layer"),
-    "context": ("columns", "bands", "keys and values of other positions"),
-    "expert": ("rows", "experts", "tokens are sent to their experts and back"),
+    "context": ("columns", "bands", "devices send each other the keys and values of their positions"),
+    "expert": ("rows", "experts", "tokens are sent to their experts, and the results back"),
     "stage": ("whole", "layers", "activations are sent to the next stage"),
 }
 SAYS = {
     "data": "different sequences and the same weights",
     "fsdp": "different sequences and different shards of every matrix",
-    "tensor": "different heads and hidden units of every layer",
+    "tensor": "different attention heads and hidden units of every layer",
     "context": "different positions of the same sequences",
     "expert": "different sequences and different experts",
     "stage": "different layers",
@@ -66,14 +66,14 @@ def axis_picture(axis: str) -> str:
     colour, (cut_tokens, cut_weights, moves) = COLOURS[axis], CUTS[axis]
     label = lambda x, text: f'<text x="{x}" y="16" font-size="11" fill="currentColor">{text}</text>'
     body = [label(8, "tokens"), label(112, "weights"), *tokens(cut_tokens, colour), *weights(cut_weights, colour)]
-    alt = f"{axis}: neighbors hold {SAYS[axis]}; communication: {moves}"
+    alt = f"{axis}: its devices hold {SAYS[axis]}; communication: {moves}"
     return (f'<figure class="axis"><svg viewBox="0 0 204 116" role="img" aria-label="{alt}">{"".join(body)}</svg>'
-            f'<figcaption><code style="color:{colour}">{axis}</code> neighbors hold {SAYS[axis]}. '
+            f'<figcaption><code style="color:{colour}">{axis}</code>: its devices hold {SAYS[axis]}. '
             f"<span>Communication: {moves}.</span></figcaption></figure>")  # fmt: skip
 
 
 def axes() -> str:
-    """Draw the six axes: the filled part of the tokens and of the weights is on the first of four devices."""
+    """Draw the six axes. The filled area of the tokens and of the weights is on the first of four devices."""
     return f'<div class="axes">{"".join(axis_picture(axis) for axis in CUTS)}</div>'
 
 
@@ -128,14 +128,14 @@ def ring_steps() -> str:
     gathers = ring_picture(
         "all-gather", gather,
         "Four devices, each with one chunk at first. In each of three steps every device sends the chunk that it "
-        "received last to the next device. Then all devices have all four chunks",
+        "received last to the next device. After that, all devices have all four chunks",
         "Each device starts with one chunk of an array, and forwards the chunk that it received last. The number is "
         f"the step in which a chunk arrives. After {N - 1} steps of a quarter each, every device has the whole array.",
     )  # fmt: skip
     scatters = ring_picture(
         "reduce-scatter", scatter,
         "Four devices, each with its own term of all four chunks. In each of three steps every device sends a partial "
-        "sum to the next device, which adds its own term. Then each device has one chunk, summed over all four devices",
+        "sum to the next device, which adds its own term. After that, each device has one chunk, summed over all four",
         "Each device has its own term of every chunk. A partial sum travels around the ring, and each device adds its "
         f"term. The number counts the terms. After {N - 1} steps of a quarter each, device p has the complete sum of "
         "chunk p.")  # fmt: skip
@@ -147,9 +147,9 @@ def ring_steps() -> str:
 
 
 def broken_run(steps: int = 100, rate: float = 0.3):
-    """Fit least squares on 8 devices, with and without the sum of gradients; return the losses.
+    """Fit least squares on 8 devices, with and without the all-reduce of gradients; return the losses.
 
-    The run without the sum has two losses: the one that it reports, and the true one on all rows.
+    The run without the all-reduce has two losses: the reported loss, and the true loss on all rows.
     """
     n, B, D, F = 8, 160, 16, 6
     rng = np.random.default_rng(0)
@@ -167,7 +167,7 @@ def broken_run(steps: int = 100, rate: float = 0.3):
 
 
 def falling_loss() -> str:
-    """Draw the picture of the first page: the run without the sum reports the lower loss."""
+    """Draw the figure of the first page: the run without the all-reduce reports the lower loss."""
     found = broken_run()
     low, high = math.log10(min(found["reported"])) - 0.05, math.log10(max(found["true"])) + 0.1
     x = lambda step: 44 + step * 3.1
@@ -194,6 +194,6 @@ def falling_loss() -> str:
                f"{found['reported'][-1]:.2g}, but its loss on all rows is {found['true'][-1]:.1f}.")  # fmt: skip
     return (
         f'<figure class="falling"><svg viewBox="0 0 360 200" role="img" aria-label="{numbers}">{"".join(body)}</svg>'
-        f"<figcaption>{numbers} Both fit least squares on 8 devices. Drawn when this page was built.</figcaption>"
+        f"<figcaption>{numbers} Both runs solve the same least-squares problem on 8 devices.</figcaption>"
         "</figure>"
     )

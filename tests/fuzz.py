@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     for found in bad:
         print(f"\ncase {found['case']}: {found['verdict']}\n  {found['command']}", file=sys.stderr)
     if not args.json:
-        print(f"\n{len(results) - len(bad)} of {len(results)} cases are equal to one device.")
+        print(f"\n{len(results) - len(bad)} of {len(results)} cases match the single-device result.")
     return 1 if bad else 0
 
 

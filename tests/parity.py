@@ -219,13 +219,13 @@ def table(cfg: Config, comparison: Comparison) -> str:
         f"mesh {cfg.mesh} ({n_devices}) against one device, {cfg.model.compute_dtype}, {STEPS} steps",
         f"loss {comparison.loss:.7f}, on one device {comparison.loss_on_one_device:.7f}",
         "",
-        f"{'worst of its kind':66} {'off by':>8} {'allowed':>8}",
+        f"{'largest difference of each kind':66} {'off by':>8} {'allowed':>8}",
     ]
     row = lambda d, kind: f"{kind:9} {d.name:56} {d.error:8.1e} {ALLOWED[d.kind]:8.0e} {'' if d.ok else ' <- differs'}"
     for kind in ALLOWED:
         worst = sorted((d for d in comparison.differences if d.kind == kind), key=lambda d: -d.error)
         lines += [row(d, "" if n else kind) for n, d in enumerate(worst[: 5 if kind == "gradient" else 1])]
-    verdict = "equal to" if comparison.worst().ok else "DIFFERENT from"
+    verdict = "matches" if comparison.worst().ok else "DIFFERS from"
     tries = f" (after {comparison.tries} attempts with other batches; see `compare`)" if comparison.tries > 1 else ""
     return "\n".join([*lines, "", f"The mesh is {verdict} one device{tries}."])
 
