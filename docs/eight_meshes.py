@@ -1,4 +1,4 @@
-"""The picture of README: one model, trained on eight meshes, has the same losses as on one device."""
+"""The figure of README: one model, trained on eight meshes, has the same losses as on one device."""
 
 import dataclasses
 import sys

@@ -153,9 +153,9 @@ def planner_widget() -> str:
     powers = lambda low, high: [(str(2**n), f"{2**n:,}") for n in range(low, high + 1)]
     chips = [(key, chip.name) for key, chip in hardware.CHIPS.items() if key != "cpu"]
     recompute = [("full", "whole layers"), ("branches", "attention and feed-forward separately"),
-                 ("dots", "all but matmuls"), ("none", "nothing")]  # fmt: skip
+                 ("dots", "everything except matmuls"), ("none", "nothing")]  # fmt: skip
     keys = [("gather", "all-gather"), ("ring", "ring"), ("all_to_all", "all-to-all of heads")]
-    join = [("layer", "for each layer"), ("step", "once per step")]
+    join = [("layer", "for each use of a layer"), ("step", "once per step")]
     sliders = "".join(slider(axis, COLOURS[axis]) for axis in AXES)
     return f"""<form id="planner" autocomplete="off">
 <div class="selects">
@@ -165,9 +165,9 @@ def planner_widget() -> str:
 {select("positions per sequence", "seq_len", powers(7, 17))}
 {select("schedule", "schedule", same("gpipe", "1f1b", "interleaved", "zb"))}
 {select("recompute", "remat", recompute)}
-{select("gather weights", "gather", join)}
-{select("activations over tensor", "tensor_exchange", [("ring", "ring"), ("gather", "all-gather")])}
-{select("keys over context", "context_attention", keys)}
+{select("all-gather weights", "gather", join)}
+{select("communication over tensor", "tensor_exchange", [("ring", "ring"), ("gather", "all-gather")])}
+{select("communication over context", "context_attention", keys)}
 </div>
 <fieldset><legend>mesh</legend>{sliders}</fieldset>
 <output aria-live="polite"></output>

@@ -91,9 +91,9 @@ def schedule_explorer() -> str:
 <div class="kept"></div>
 <h3>The four schedules</h3>
 <div class="compared"></div>
-<p class="note">Idle is a share of the time. A forward pass, an input gradient and a weight gradient are assumed to take
-equally long. Alone: each stage continues as soon as it can, and messages take no time. In lock-step: all stages wait
-for each other after every tick, as in one program for all devices.</p>
+<p class="note">Idle is the fraction of the time in which a stage waits. The page assumes that a forward pass, an input
+gradient and a weight gradient take equally long. Alone: each stage continues as soon as it can, and communication takes
+no time. In lock-step: all stages wait for each other after every tick, as in one program for all devices.</p>
 </form>
 <script src="_static/schedule_data.js"></script>
 <script src="_static/schedule.js"></script>

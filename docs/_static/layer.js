@@ -70,7 +70,7 @@
   function words(bar, way) {
     const again = bar.scope.startsWith("computed again"), gradient = way === "back" && bar.line && !again;
     const when = `${ms(bar.end - bar.start)}, from ${(bar.start / 1000).toFixed(2)} to ${(bar.end / 1000).toFixed(2)} ms`;
-    const does = bar.kind === "waiting" ? `${bar.what}: ${bar.scope.split("/").pop() || "an exchange"}` : bar.kind === "sends" ? `${bar.what} over ${bar.lane.replaceAll("*", " and ")}` : bar.what;
+    const does = bar.kind === "waiting" ? `${bar.what}: ${bar.scope.split("/").pop() || "a collective"}` : bar.kind === "sends" ? `${bar.what} over ${bar.lane.replaceAll("*", " and ")}` : bar.what;
     const sends = bar.bytes ? `, ${size(bar.bytes)} sent per device` : "";
     const from = bar.line ? `${again ? "computed again: " : gradient ? "gradient of " : ""}${bar.line}` : bar.kind === "copies" ? "between memories" : "added by the compiler";
     return [`${does}${sends}. ${when}.`, from];
