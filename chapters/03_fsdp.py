@@ -1,15 +1,16 @@
 # %% [markdown]
 # # 03 · Data parallelism, ZeRO and FSDP
 #
-# **Question.** Eight devices train one model on different sequences. What must they exchange in each step,
+# **Question.** Eight devices train one model on different sequences. What must they communicate in each step,
 # and what must each of them store?
 #
 # **Why it hurts not to know.** The most common mistake does not crash, and the loss it prints is *lower*
 # than the right one. And if every device stores everything, a thousand chips can train no larger model than
 # one chip can.
 #
-# *Before this:* 01 (`shard_map`, the collectives), 02 (where gradients are added). *Mesh:* `fsdp=8`, then
-# `data=2,fsdp=4`, simulated. *Runs in* 50 s on 2 cores. *Reading takes* 30 minutes, 90 with the exercises.
+# *Before this:* chapters 01 (`shard_map`, collectives) and 02 (where gradients are added). *Mesh:* `fsdp=8`,
+# then `data=2,fsdp=4`, simulated. *Runs in* 50 s on 2 cores. *Reading takes* 30 minutes, 90 with the
+# exercises.
 
 # %%
 from devices import simulate_devices
@@ -32,8 +33,8 @@ from sharding import DATA, FSDP, P
 # ## Data parallelism without the sum
 #
 # The model is a stack of L square layers of width D, `x + tanh(x @ w)`, with a mean squared error. The batch
-# has B = 32 rows (think of one row as one sequence). Each of n = 8 devices gets b = B/n = 4 of them. (A name
-# ends with its array's letters; a lower-case letter is a device's shard: `x_bD`.)
+# has B = 32 rows (think of one row as one sequence). Each of n = 8 devices gets b = B/n = 4 of them. (An
+# array's name ends with its dims; a lower-case letter is a device's shard: `x_bD`.)
 
 # %%
 n, B = 8, 32
@@ -48,18 +49,17 @@ def problem(D, L):
 
 
 def share_of_loss(w, x_bD, y_bD):
-    """These rows' share of the batch's mean: their sum / number of all entries."""
+    """The sum over these rows, divided by the number of entries in all rows."""
     for w_DD in w:
         x_bD = x_bD + jnp.tanh(x_bD @ w_DD)
     return jnp.sum((x_bD - y_bD) ** 2) / (B * x_bD.shape[1])
 
 
 # %% [markdown]
-# In **data parallelism**, every device stores the whole model and computes on its own rows. The naive
-# version stops there: every device trains its own copy of the weights on its four rows, and the trainer
-# prints the mean of the eight losses. (`vmap` stands for eight devices that never communicate.) In the right
-# version, `w` is one value that all devices share, so `grad` inside `shard_map` adds the eight shares of its
-# gradient (chapter 02).
+# In **data parallelism**, every device stores the whole model and computes on its own rows. The naive version
+# stops there: every device trains its own copy of the weights on its four rows, and the trainer prints the
+# mean of the eight losses. (`vmap` simulates eight devices that never communicate.) In the right version, `w`
+# is the same on all devices, so `grad` inside `shard_map` adds the eight gradients (chapter 02).
 
 # %%
 w, x_BD, y_BD = problem(D=16, L=1)
@@ -104,19 +104,19 @@ d_one = jax.grad(on_all_rows)(w)
 assert lesson.same(added_gradient(w, x_BD, y_BD), d_one)
 
 # %% [markdown]
-# Each copy has memorized its four rows. The printed loss rewards that, because it is measured on those same
-# rows. To find the fault, compare the copies, or evaluate one of them on all rows.
+# Each copy has memorized its four rows. The printed loss is low, because it is measured on those same rows.
+# To find the bug, compare the copies, or evaluate one of them on all rows.
 #
-# The fix is a sum, and `grad` inserts it. Your part is to make the eight addends shares of *one* mean.
+# The fix is a sum, and `grad` inserts it. You must make the eight partial losses add up to *one* mean.
 # `share_of_loss` divides by the number of entries in all B rows, which it knows in advance. Often you don't
 # know it:
 #
 # ## Exercise 1: which mean?
 #
 # Sequences are padded, so devices have different numbers of real rows. `error_b` holds an error for each row
-# of this device; `real_b` is 1.0 for a real row and 0.0 for padding. Return this device's share of the mean
-# error over all real rows of the batch; `grad` adds the shares. (`sharding.psum(x, FSDP)` is the sum of `x`
-# over all devices.)
+# of this device; `real_b` is 1.0 for a real row and 0.0 for padding. Return this device's partial loss; over
+# devices it adds up to the mean error of all real rows. `grad` does the adding. (`sharding.psum(x, FSDP)` is
+# the sum of `x` over all devices.)
 
 # %% tags=["hide-input"]
 REAL_B = np.float32(np.arange(B) % 4 < np.repeat([4, 4, 4, 3, 1, 1, 1, 2], 4))
@@ -150,7 +150,7 @@ def check_share(answer):
     cases = [("fsdp=2",), ("fsdp=8",)]
     done = "Right on 2 and 8 devices: the result does not depend on their number."
     line = lesson.diagnose(run(answer), cases, right, hints, done)
-    return line.replace("Your answer there is", "The gradient of your share there is")
+    return line.replace("Your answer there is", "The gradient of your loss there is")
 
 
 # %% tags=["hide-input"]
@@ -164,14 +164,14 @@ SHARE_HINTS = [
     (lambda e, r: jnp.sum(e * r) / jnp.sum(r) / n, ALONE + " (Is n always 8?)"),
     (lambda e, r: jnp.sum(e * r) / B, "You divide by all rows. Are all of them real?"),
     (lambda e, r: jnp.sum(e) / B, "Padding rows have errors too. Should they count?"),
-    (lambda e, r: jnp.sum(e) / total(r), "The right count. But you add padding, too."),
+    (lambda e, r: jnp.sum(e) / total(r), "The right count, but the sum has padding."),
     (lambda e, r: jnp.mean(e * r), "You divide by one device's rows and padding."),
     (lambda e, r: jnp.mean(e),
      "You add eight means, one per device, and each includes padding."),
     (lambda e, r: jnp.sum(e * r) / n, "You divide by 8. How many rows are real?"),
     (lambda e, r: jnp.sum(e * r), "This is a sum. By what must you divide for a mean?"),
     (lambda e, r: jnp.sum(e * r) / total(r) / devices(),
-     "One division too many: the shares are added, not averaged."),
+     "One division too many: partial losses are added, not averaged."),
     (lambda e, r: jnp.sum(e * r) / jax.lax.pmean(jnp.sum(r), FSDP),
      "You divide by the rows of an average device, not by all rows.")]  # fmt: skip
 
@@ -187,9 +187,9 @@ print(check_share(share_of_mean))
 # <details><summary>Solution</summary>
 #
 # `return jnp.sum(error_b * real_b) / sharding.psum(jnp.sum(real_b), FSDP)`. The count is a sum over devices,
-# too. `model.loss` divides by it in the same way. The mean of means is a classic bug: Hugging Face's trainer
-# had it [until October 2024](https://huggingface.co/blog/gradient_accumulation), with microbatches of
-# gradient accumulation in place of devices.
+# too. `model.loss` divides by such a count. The mean of means is a classic bug: Hugging Face's trainer had it
+# [until October 2024](https://huggingface.co/blog/gradient_accumulation), over microbatches of gradient
+# accumulation instead of devices.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -199,12 +199,12 @@ total_first = lambda e, r: sharding.psum(jnp.sum(e * r), FSDP) / REAL_B.sum()
 assert check_share(total_first).startswith("Right")
 for wrong, hint in SHARE_HINTS:
     assert check_share(wrong) == hint, hint
-assert "gradient of your share" in check_share(lambda e, r: jnp.sum(e))
+assert "gradient of your loss" in check_share(lambda e, r: jnp.sum(e))
 for nothing in (share_of_mean, lambda e, r: None, ...):
     assert check_share(nothing) == lesson.NOTHING
 
 # %% [markdown]
-# ## What full copies cost
+# ## The memory of full copies
 #
 # With Adam, a parameter takes four float32 numbers: the weight, its gradient, and two moments. That is 16
 # bytes on every device.
@@ -220,28 +220,28 @@ for key in ("v4", "v5p", "h100"):
     print(f"{chip.name}: {chip.memory_bytes / 2**30:.2f} GiB for a program")
 
 # %% [markdown]
-# It fits on none of them, and a thousand chips with full copies don't change that. But which device needs
+# The model fits on none of these chips, and more chips with full copies don't help. But which device needs
 # what, and when? Adam works entry by entry: one device is enough to update an entry, and it needs that
-# entry's moments and gradient. All devices need the weight itself, but only while its layer runs. So
-# weights, gradients and moments can each be replicated, sharded over all devices, or sharded so that several
-# devices hold the same shard:
+# entry's moments and gradient. All devices need the weight itself, but only while its layer runs. So weights,
+# gradients and moments can each be replicated, sharded over all devices, or sharded so that several devices
+# hold the same shard:
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "One matrix, three times: one box held by devices 0 to 7; eight strips, one per device; four strips, each held by two devices."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "One matrix, three times: one box held by devices 0 to 7; eight shards, one per device; four shards, each held by two devices."}}
 cases = {"P()\non fsdp=8": ("fsdp=8", P()), "P(FSDP)\non fsdp=8": ("fsdp=8", P(FSDP)),
          "P(FSDP) on\ndata=2,fsdp=4": ("data=2,fsdp=4", P(FSDP))}  # fmt: skip
 figure, panels = plt.subplots(1, 3, figsize=(6.4, 2.6))
 for axes, (name, (on, spec)) in zip(panels, cases.items(), strict=True):
     lesson.slices(axes, sharding.make_mesh(on), spec, "DD", name)
-title = "A box is a shard; its numbers are the devices that hold it"
+title = "Each box is a shard; its numbers are the devices that hold it"
 figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
 # Sharding the moments, then also the gradients, then also the parameters is called ZeRO (zero redundancy
-# optimizer) 1, 2 and 3 ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054), section 5). Here it takes
-# three specs: for the parameters between steps, for the gradients while they accumulate, and for the
-# moments. `summed` adds partial sums into the layout of a spec, and `moved` changes an array from one spec
-# to another. (`own_slice` returns this device's shard, and `to="invarying"` declares that all devices now
-# have one value.)
+# optimizer) 1, 2 and 3 ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054), section 5). Here you choose a
+# stage with three specs: for the parameters between steps, for the gradients while they accumulate, and for
+# the moments. `summed` adds partial sums into a spec's layout, and `moved` reshards an array from one spec to
+# another. (`own_slice` returns this device's shard, and `to="invarying"` declares that all devices now have
+# the same value.)
 
 # %%
 WHOLE, SLICES = P(), P(FSDP)
@@ -269,8 +269,8 @@ def adam(w, m, v, d):
 # %% [markdown]
 # A step first gathers the parameters. It then processes this device's rows in Z *microbatches*, one after
 # another, because the activations of all rows may not fit into memory at once (gradient accumulation). It
-# sums the gradients over microbatches and devices, updates the entries whose moments it stores, and restores
-# the layout of the parameters. The two sums can be taken in either order. This is where the stages differ.
+# sums the gradients over microbatches and devices, in either order: here the stages differ. It updates the
+# entries whose moments this device stores, and restores the layout of the parameters.
 
 
 # %%
@@ -293,7 +293,7 @@ def on_slices(step, params, moments):
 # %%
 @cache
 def train_step(params, grads, moments, Z=1, added=None):
-    """A step of Adam for three specs; `added` is the layout of the summed gradients."""
+    """An Adam step for three specs; `added` is the layout of the summed gradients."""
     added = moments if added is None else added
 
     def step(w, m, v, x_bD, y_bD):
@@ -326,11 +326,12 @@ args = w, zeros, zeros, x_BD, y_BD
 lesson.listed(lesson.compiled(train_step(WHOLE, WHOLE, WHOLE), mesh, *args))
 
 # %% [markdown]
-# It is one all-reduce of all six gradients. On a ring, a device sends 2 · 7/8 of the payload (chapter 01).
-# An all-gather or a reduce-scatter sends 7/8.
+# This is one all-reduce of all six gradients. On a ring, a device sends 2 · 7/8 of the payload (chapter 01).
+# For an all-gather or a reduce-scatter it sends 7/8.
 #
 # > **Predict.** ZeRO 1 shards the moments. A device updates its eighth of every matrix, and then needs the
-# > other seven from the other devices. How many bytes does a device now send in a step with one microbatch?
+# > other seven eighths from the other devices. How many bytes does a device now send in a step with one
+# > microbatch?
 
 # %%
 my_prediction = None  # bytes
@@ -344,13 +345,13 @@ assert naive.total.wire_bytes == 1.5 * found.total.wire_bytes
 
 # %% [markdown]
 # It sends as much as DDP. An all-reduce *is* a reduce-scatter followed by an all-gather, 344,064 bytes each.
-# Between the two halves, a device holds its eighth of the summed gradient, and Adam needs no more. So ZeRO 1
-# stops there, updates, and gathers parameters instead of gradients (ZeRO paper, section 7).
+# Between the two, a device holds its eighth of the summed gradient, and Adam needs no more. So ZeRO 1 updates
+# at this point, and then gathers parameters instead of gradients (ZeRO paper, section 7).
 #
-# The second line is what people write first: keep the all-reduce, and take a shard of its result. The
-# numbers are right, so only a count of bytes reveals the extra gather. DeepSpeed's first ZeRO had this bug
-# ([issue 156](https://github.com/deepspeedai/DeepSpeed/issues/156), 2020), and a user found it again in 2024
-# ([issue 5758](https://github.com/deepspeedai/DeepSpeed/issues/5758)).
+# The second line is the naive version: keep the all-reduce, and take a shard of its result. The numbers are
+# right, so you only notice the extra gather if you count bytes. DeepSpeed's first ZeRO had this bug ([issue
+# 156](https://github.com/deepspeedai/DeepSpeed/issues/156), 2020), and a user found it again in 2024 ([issue
+# 5758](https://github.com/deepspeedai/DeepSpeed/issues/5758)).
 #
 # Stages 1 and 2 differ when there are several microbatches. Here are four of one row each:
 
@@ -389,16 +390,16 @@ for name, layout in LAYOUTS.items():
 assert sent["ZeRO 1"] == sent["DDP"] and sent["ZeRO 2"] == 2.5 * sent["ZeRO 1"]
 
 # %% [markdown]
-# All four compute the step of one device (asserted). The left columns count the bytes that a device sends.
-# The compiler reports kinds and payloads, the ring's 7/8 is arithmetic, and no link was measured. The right
-# columns count the bytes that it stores: weights and moments between steps, and the compiled program's
-# temporary memory for gradients, activations and gathered weights (`memory_analysis`).
+# All four match the step on one device (asserted). The left columns count the bytes that a device sends
+# (payloads from the compiled program, times the ring's 7/8; nothing is measured). The right columns count the
+# bytes that it stores: weights and moments between steps, and the compiled program's temporary memory for
+# gradients, activations and gathered weights (`memory_analysis`).
 #
-# - **ZeRO 1** accumulates unsharded gradients over the microbatches, and reduce-scatters once. It sends as
-#   much as DDP.
+# - **ZeRO 1** accumulates unsharded gradients over the microbatches, and reduce-scatters them once. It sends
+#   as much as DDP.
 # - **ZeRO 2** reduce-scatters in every microbatch, so only one matrix at a time has an unsharded gradient.
 #   The price is Z reduce-scatters instead of one. With Z = 1 the two are the same program.
-# - **ZeRO 3** gathers at the start of the step what the others gather at its end. **Sharding the weights
+# - **ZeRO 3** gathers the weights at the start of the step instead of at its end. **Sharding the weights
 #   between steps costs no extra bytes.** But look at its last column.
 
 # %% [markdown]
@@ -417,13 +418,14 @@ print(f"that is all weights and {counted - whole_bytes:,} bytes more")
 assert whole_bytes < counted < 1.02 * whole_bytes, "activations are no longer small"
 
 # %% [markdown]
-# The step gathers all weights before the first layer. Every gathered weight stays until the backward pass of
-# its layer, which needs it too. ZeRO 3 saves memory between steps, and needs it again during the step.
+# The step gathers all weights before the first layer. Every gathered weight stays in memory until the
+# backward pass of its layer, which needs it too. So this ZeRO 3 saves memory between steps, but not during
+# the step.
 #
 # To save memory during the step as well, gather a layer's weights right before their use, free them
 # afterwards, and gather them again for the backward pass. This is **FSDP** (fully sharded data parallelism),
-# and also the paper's ZeRO 3, which gathers twice (section 7). A bar marks when a layer's weights are
-# unsharded, G an all-gather, and S a reduce-scatter of the gradient:
+# and also the paper's ZeRO 3, which gathers twice (section 7). Each bar shows when a layer's weights are
+# unsharded; G is an all-gather, and S a reduce-scatter of the gradient:
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Six layers over the time of a step. Gathered once, all layers are unsharded from the start until their backward pass; gathered twice, each is unsharded only during its own forward and backward pass."}}
 L = len(w)
@@ -448,11 +450,11 @@ figure.suptitle(title, x=0.02, ha="left")
 # %% [markdown]
 # ## FSDP by hand
 #
-# You can paste the program below into an empty file. The layers are stacked (L first) and looped over. The
-# all-gather is inside the layer, and `jax.checkpoint` makes the backward pass recompute the layer from its
-# input, including the gather. The loop matters. If you write the layers one after another, the CPU compiler
-# recognizes the two gathers of a layer as equal, and keeps only the first (asserted below). No line asks for
-# the reduce-scatter: it is the gather's backward pass (chapter 02).
+# You can paste the program below into an empty file. The weights of all layers are stacked (dim L first), and
+# `scan` loops over them. The all-gather is inside the layer, and `jax.checkpoint` makes the backward pass
+# recompute the layer from its input, including the gather. The loop matters: without it, the CPU compiler
+# recognizes that the two gathers of a layer are equal, and keeps only the first (asserted below). You don't
+# write the reduce-scatter: it is the gather's backward pass (chapter 02).
 
 # %% tags=["by-hand"]
 import os
@@ -507,7 +509,7 @@ after = step(w_LDD, 0 * w_LDD, 0 * w_LDD, x_BD, y_BD)
 one_device = adam(w_LDD, 0.0, 0.0, jax.grad(on_one_device)(w_LDD))
 for mine, right in zip(after, one_device, strict=True):
     np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
-print("weights and both moments equal one device's")
+print("weights and both moments match one device's")
 
 # %%
 shape = jax.ShapeDtypeStruct
@@ -536,18 +538,18 @@ def gathers(through):
 
 written_out = lambda x, w: layer(layer(x, w[0])[0], w[1])[0]
 looped = lambda x, w: jax.lax.scan(layer, x, w)[0]
-assert gathers(written_out) == 2 and gathers(looped) == 4, "the loop is part of it"
+assert gathers(written_out) == 2 and gathers(looped) == 4, "the loop matters"
 
 # %% [markdown]
 # FSDP takes the same step with 1.5 times the bytes sent and a third of the temporary memory. One more layer
-# now adds a shard of a gradient and one activation, instead of a matrix.
+# now adds the shard of a gradient and one activation instead of a whole matrix.
 
 # %% [markdown]
 # ## In the model
 #
-# `model.py` does this for every matrix. Each declaration names the dim that is sharded over `FSDP`. The
-# matrix is gathered where it is used, in bfloat16, which halves the bytes. Here is the smallest preset
-# without experts on `data=2,fsdp=4`, the third picture above: each of two groups of four devices stores one
+# `model.py` does this for every matrix. Each declaration says which dim is sharded over `FSDP`. The matrix is
+# gathered where it is used, in bfloat16, which halves the bytes. Here is the smallest preset without experts
+# on `data=2,fsdp=4`, the third case in the figure of boxes: each of two groups of four devices stores the
 # model in four shards.
 
 # %% tags=["hide-input"]
@@ -602,16 +604,16 @@ for axes, moves in found.totals_by("axes").items():
     print(f"  over {axes}: {moves.wire_bytes:,} bytes")
 
 # %% [markdown]
-# With two axes this is called hybrid sharding, HSDP. Weights are gathered over `fsdp` alone. A gradient must
+# With two axes this is called hybrid sharding, HSDP. Weights are gathered over `fsdp` only. A gradient must
 # be summed over both axes, since all eight devices had different rows. Reduce-scatters in every layer sum
-# over `fsdp`; an all-reduce of the shards, a quarter of the model, sums over `data`. (What is not sharded,
-# the norms' gains and the loss, is summed over both at once.)
+# over `fsdp`; then an all-reduce of the shards, a quarter of the model, sums over `data`. (The loss and the
+# gradients of the norms, which are not sharded, are summed over both at once.)
 #
 # ## Exercise 2: which axis first?
 #
-# On a mesh `data=2,fsdp=4`, every device has a share of a matrix's gradient; `partial_DD` is this device's.
-# Return this device's shard of the sum: 1/4 of the rows, the same for the two devices along `DATA` that hold
-# it. `DATA` is the slow axis, say between two buildings, so send as few bytes as possible over it.
+# On a mesh `data=2,fsdp=4`, every device has a partial sum of a matrix's gradient, `partial_DD`. Return this
+# device's shard of the whole sum: 1/4 of the rows, the same on both devices along `DATA`. `DATA` is the slow
+# axis, say between two buildings, so send as few bytes as possible over it.
 
 # %% tags=["hide-input"]
 PARTIAL = np.random.default_rng(1).normal(size=(8, 128, 128)).astype(np.float32)
@@ -626,7 +628,7 @@ def two_axes(answer, name):
         result = jnp.asarray(lesson.answered(answer)(partial_DD[0]))
         rows = 128 // on.shape[FSDP]
         if result.shape not in ((rows, 128), (128, 128)):
-            raise ValueError(f"your shape is {result.shape}, a shard's ({rows}, 128)")
+            raise ValueError(f"your shape is {result.shape}, not ({rows}, 128)")
         return result[None]  # each device's result
 
     specs = dict(in_specs=P((DATA, FSDP)), out_specs=P((DATA, FSDP)))
@@ -641,17 +643,17 @@ scatter = lambda x: sharding.reduce_scatter(x, FSDP, dim=0)
 own = lambda x: sharding.own_slice(x, FSDP, dim=0)
 TWO_AXES_HINTS = [
     (lambda x: sharding.psum(own(x), DATA),
-     "You dropped rows before the sum, so shares along one axis are missing."),
+     "You dropped rows before the sum, so addends along fsdp are missing."),
     (lambda x: sharding.psum(x, (DATA, FSDP)),
      "The right sum, but all rows. Which are this device's?"),
-    (scatter, "Summed over fsdp only. Which devices' shares are missing?"),
+    (scatter, "Summed over fsdp only. Which devices' addends are missing?"),
     (lambda x: sharding.psum(x, DATA), "Summed over data only, and all rows."),
     (lambda x: sharding.psum(x, FSDP), "Summed over fsdp only, and all rows."),
-    (own, "The right rows, but only of this device's share. Nothing is summed."),
-    (lambda x: x, "This is one device's share. Nothing is summed."),
+    (own, "The right rows, but only of this device's partial sum."),
+    (lambda x: x, "This is one device's partial sum. Nothing is added."),
     (lambda x: sharding.psum(scatter(x), DATA) / n,
-     "An eighth of the sum. Shares are added, not averaged."),
-    (lambda x: jax.lax.pmean(scatter(x), DATA), "A mean over data: add the shares."),
+     "An eighth of the sum. Partial sums are added, not averaged."),
+    (lambda x: jax.lax.pmean(scatter(x), DATA), "A mean over data, not a sum."),
 ]  # fmt: skip
 
 
@@ -674,7 +676,7 @@ def check_two_axes(answer):
         if (slow := two_axes(answer, name)[1]) > least:
             return (f"The right sum. On {name} it sends {slow:,} bytes over data; "
                     f"{least:,} are enough. How large is what it sends?")  # fmt: skip
-    return line.replace("Right", "Right on two meshes, with the least bytes over data.")
+    return line.replace("Right", "Right on two meshes, with few bytes over data.")
 
 
 # %%
@@ -687,11 +689,11 @@ print(check_two_axes(slice_of_sum))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return sharding.psum(sharding.reduce_scatter(partial_DD, FSDP, dim=0), DATA)`. Reduce-scatter first, and
-# 16,384 bytes cross the slow axis. The other order sends 65,536 for equal sums, so no test of the values can
-# see it. In `model.py` nobody chooses the order. The reduce-scatter is the backward pass of the gather
-# inside the layer. The sum over `data` is the backward pass of a `vary` in front of all loops
-# (`ready_for_autodiff`), once per step.
+# `return sharding.psum(sharding.reduce_scatter(partial_DD, FSDP, dim=0), DATA)`. If you reduce-scatter first,
+# a device sends 16,384 bytes over the slow axis. The other order gives equal sums but sends 65,536 bytes,
+# which a test of the values cannot reveal. In `model.py` the order follows from the code: the reduce-scatter
+# is the backward pass of the gather inside the layer, and the sum over `data` is the backward pass of a
+# `vary` in front of all loops (`ready_for_autodiff`), once per step.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -741,19 +743,18 @@ kinds = found.totals_by("kind")
 print("ZeRO 3:", {kind: int(one.count) for kind, one in kinds.items()})
 
 # %% [markdown]
-# For ZeRO 1 and 3 the compiler pays for the useless gather: every device gets the whole gradient, and then
-# takes its shard. This is XLA's compiler for CPUs. Its GPU compiler looks for an all-reduce followed by a
-# slice
+# For ZeRO 1 and 3 the compiler emits the useless gather: every device gets the whole gradient, and then takes
+# its shard. This is XLA's compiler for CPUs. XLA's GPU compiler replaces an all-reduce followed by a slice
 # ([ReduceScatterCreator](https://github.com/openxla/xla/blob/0e1ce76841700c606101e4c6b04ec081a446e96f/xla/service/gpu/transforms/reduce_scatter_creator.cc)).
-# Leave small or entry-by-entry work, such as the optimizer, to the compiler. Write collectives by hand where
-# you must guarantee bytes and memory.
+# Leave small or elementwise work, such as the optimizer, to the compiler. Write collectives by hand where you
+# need control of bytes and memory.
 #
 # ## When FSDP is limited by communication
 #
 # FSDP sends weights, and weights do not shrink with the batch. So there is a batch size below which the
-# matmuls take less time than the communication. Take `llama3_8b`, sent in bfloat16, with nothing recomputed,
-# gathered twice. `planner.plan` adds up all matmuls and collectives of a step, from the declared shapes, and
-# divides by the speeds of a chip and its links. It needs no device:
+# matmuls take less time than the communication. Take `llama3_8b`, with weights gathered twice in bfloat16 and
+# nothing recomputed. `planner.plan` adds up all matmuls and collectives of a step, from the declared shapes,
+# and divides by the speeds of a chip and its links. It needs no device:
 
 
 # %%
@@ -781,8 +782,8 @@ for key in ("v4", "v5p", "h100"):
 
 # %% [markdown]
 # A TPU chip has two links along each axis of its torus. On 64 chips, `4x4x4`, all three axes are closed
-# rings, and a gather over all chips uses all six links: 270 GB/s on v4, 540 on v5p. A GPU has one figure for
-# all its NVLinks.
+# rings, and a gather over all chips uses all six links: 270 GB/s on v4, 540 on v5p. For a GPU, one figure
+# counts all its NVLinks.
 #
 # > **Predict.** How many tokens must a v5p chip have, in one forward and backward pass, for compute to take
 # > as long as communication? A parameter costs 2 FLOPs per token forward and 4 backward. Weights are
@@ -805,8 +806,8 @@ assert counted == 1056
 # | forward | all-gather, 2W bytes | 2WN FLOPs |
 # | backward | all-gather and reduce-scatter, 4W bytes | 4WN FLOPs |
 #
-# Both passes need N FLOPs per byte. So compute takes longer if **N > peak FLOP/s / link bytes/s**, with all
-# links that the axis uses. W cancels, and so does the number of chips. The kind of chip does not:
+# Both passes need N FLOPs per byte. So compute takes longer if **N > peak FLOP/s / link bytes/s**, counting
+# all links that the axis uses. W and the number of chips cancel. The kind of chip does not:
 
 # %%
 MODELS = "dense_124m", "llama3_8b", "mixtral_8x7b"
@@ -838,17 +839,17 @@ axes.minorticks_off()
 axes.legend()
 
 # %% [markdown]
-# The planner and the rule differ by known factors. Over all chips of a slice, the TPU compiler makes an
-# all-reduce of a reduce-scatter: 8W bytes instead of 6W. That is 4/3 of the rule's 850 tokens on v5p, 1,133.
-# On 8 GPUs a gather sends 7/8 of W. Attention has matmuls without weights. They lower the threshold, here to
-# 1,056, and most in small models. And Mixtral gathers eight experts, while a token uses two: **the threshold
-# grows by total over active parameters**, 3.6 there.
+# The planner and the rule differ by known factors. Over all chips of a slice, the TPU compiler turns a
+# reduce-scatter into an all-reduce: 8W bytes instead of 6W. That is 4/3 of the rule's 850 tokens on v5p,
+# 1,133. On 8 GPUs a gather sends 7/8 of W. Attention has matmuls without weights, which lower the threshold,
+# here to 1,056, and most in small models. And Mixtral gathers eight experts, while a token uses two: **the
+# threshold grows by total over active parameters**, here 3.6.
 #
-# Tokens per chip limit the number of chips: with FSDP alone, a batch of 4 million feeds 4e6 / 1,056 = 3,800
-# v5p chips. Beyond that, you need an axis that splits the matmuls of a token (chapter 04). The tokens are
-# those of one *microbatch*, because each gathers again. To avoid that, keep the gathered weights for the
-# whole step (`step` below; 2 bytes per parameter, and 4 for gradients). Take 512 sequences of 1,024 tokens
-# on `v5p:4x4x4`:
+# Tokens per chip limit the number of chips: with FSDP alone, a batch of 4 million tokens is enough for 4e6 /
+# 1,056 = 3,800 v5p chips. Beyond that, you need an axis that splits the matmuls of a token (chapter 04).
+# Count the tokens of one *microbatch*, because each microbatch gathers again. To avoid that, keep the
+# gathered weights for the whole step (`step` below; 2 bytes per parameter, and 4 for gradients). Take 512
+# sequences of 1,024 tokens on `v5p:4x4x4`:
 
 
 # %% tags=["hide-input"]
@@ -875,8 +876,8 @@ print(note)
 # %% [markdown]
 # (A chip has 96 GiB, so full copies do not fit.) Over `data` there is one all-reduce of shards per step,
 # however many microbatches there are. Take two slices of 64 v5p chips, connected by the data-center network.
-# A chip sends its shard of the gradient, 4W/64 bytes in float32 (an all-reduce of two sends 2 · 1/2 of it),
-# for 6WN FLOPs:
+# For 6WN FLOPs, a chip sends its shard of the gradient, 4W/64 bytes in float32 (an all-reduce over two sends
+# 2 · 1/2 of it):
 
 # %%
 chip, fsdp = hardware.CHIPS["v5p"], 64
@@ -885,16 +886,16 @@ print(f"network: {chip.dcn_bytes_per_s / 1e9} GB/s per chip")
 print(f"N > {tokens:.0f} tokens per chip")
 
 # %% [markdown]
-# A network 86 times slower needs fewer tokens than the fast links, because it carries 1/64 of the model.
+# This network is 86 times slower but needs fewer tokens than the fast links, because a chip sends 1/64 of the
+# model.
 #
-# These seconds are a roofline: compute and communication at full speed, one after the other. If gathers
-# overlap with matmuls, the longer of the two counts. Simulated devices share one processor and cannot show
-# that. Two pages simulate the TPU compiler's schedule against time: "How the planner estimates step time" and
-# "The timeline of a layer", which draws it with and without prefetched gathers. Latency is left out. At
-# about 1 µs per hop, with two hops along each of three axes, latency dominates a gather of less than 6 µs: 3
-# MB at 540 GB/s.
+# These times are a roofline: compute and communication at full speed, one after the other. If gathers overlap
+# with matmuls, only the longer of the two matters. Simulated devices share one processor and cannot show
+# that. Two pages simulate the TPU compiler's schedule: "How the planner estimates step time" and "The
+# timeline of a layer", with and without prefetched gathers. They leave out latency. At about 1 µs per hop,
+# with two hops along each of three axes, it dominates gathers below 6 µs: 3 MB at 540 GB/s.
 #
-# ## Exercise 3: choose
+# ## Exercise 3: choose the settings
 #
 # Train `llama3_8b` on `v5p:4x4x4`, with 95.74 GiB per chip; a step has 4,096 sequences of 512 tokens. Return
 # settings for which the plan fits and the step takes at most 3.55 s without any overlap. You choose these
@@ -904,7 +905,7 @@ print(f"N > {tokens:.0f} tokens per chip")
 # - `work.gather`: `"layer"`, again in every microbatch; `"step"`, once;
 # - `work.remat`, what the backward pass recomputes: `"full"` (whole layers), `"dots"` (all but matmuls),
 #   `"none"`;
-# - `work.device_batch`, sequences per chip in one microbatch: 64 (all it has), 1, 2, 4, ..
+# - `work.device_batch`, sequences per chip in one microbatch: 64 (all of its sequences), 1, 2, 4, ..
 
 # %% tags=["hide-input"]
 FREE = {"mesh": (), "work.device_batch": (), "work.gather": ("layer", "step"),
@@ -932,7 +933,7 @@ def check_settings(answer):
 # %% tags=["hide-input"]
 TOO_LARGE = {
     ("parameters", "optimizer"): "Mostly weights and moments. Which axis shards them?",
-    ("weights", "gradients"): "Mostly gathered weights and gradients. What keeps them?",
+    ("weights", "gradients"): "Mostly gathered weights and gradients. Keep them?",
     ("saved", "at work"): "Mostly activations. How many tokens are in memory at once?",
 }
 
@@ -966,10 +967,10 @@ print(check_settings(settings))
 #
 # `{"mesh": "fsdp=64", "work.gather": "step", "work.remat": "none", "work.device_batch": 4}` takes 3.47 s, in
 # 81 GiB. `fsdp=64` alone fits in 15 GiB and takes 4.20 s, as it computes every layer twice. Saving the
-# results of matmuls (`"dots"`) fits only with several microbatches, four of 16 sequences, and each gathers
-# again: 3.79 s. If you keep the gathered weights too, the number of microbatches is nearly free, so they can
-# be small (also `"dots"`, with 1 to 8 sequences). This takes 45 GiB of weights and gradients: on v4 no plan
-# with `gather=step` fits.
+# results of matmuls (`"dots"`) fits only with several microbatches, say four of 16 sequences. Each microbatch
+# gathers again: 3.79 s. If you keep the gathered weights too, more microbatches cost almost nothing, so they
+# can be small (`"dots"` works too, with 1 to 8 sequences). But the gathered weights and the gradients take 45
+# GiB, so on v4 no plan with `gather=step` fits.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -1005,8 +1006,8 @@ assert check_settings(settings) == check_settings(None) == lesson.NOTHING
 # ## A bug to find
 #
 # This is FSDP for one layer with plain gradient steps. A gradient whose norm is above `LARGEST` is scaled
-# down. `check_vma` is on, as always, and raises no error. A colleague reports that the model learns faster
-# on more devices.
+# down. `check_vma` is on, and finds no error. A colleague reports that the model learns faster on more
+# devices.
 
 # %%
 LARGEST, STEPS = 0.2, 20
@@ -1040,14 +1041,14 @@ for name in ("fsdp=1", "fsdp=2", "fsdp=4", "fsdp=8"):
     print(f"{name}: loss {share_of_loss(train(name), X_BD, Y_BD):.3f}")
 
 # %% [markdown]
-# Same rows, same start, no randomness, and the loss falls on all four. Fix `train`, so that the result does
-# not depend on the mesh.
+# The rows and the initial weights are the same, nothing is random, and the loss falls on all four meshes. Fix
+# `train`, so that the result does not depend on the mesh.
 
 
 # %% tags=["hide-input"]
 @cache
 def alone(scale, parts):
-    """The same on one device; `scale` gets the sums of squares of n shards."""
+    """The same on one device; `scale` gets each shard's sum of squares."""
 
     @jax.jit
     def step(w):
@@ -1072,13 +1073,13 @@ NORM_HINTS = [
     (by(jnp.sqrt),
      "The weights are the same as before your change. What in `step` depends on n?"),
     (by(lambda s_n: jnp.sum(jnp.sqrt(s_n))),
-     "Now more devices take smaller steps: norms cannot be added."),
+     "Now the steps shrink with more devices: norms cannot be added."),
     (by(lambda s_n: jnp.sqrt(jnp.mean(s_n))),
      "The steps are still longer than one device's."),
     (by(lambda s_n: jnp.mean(jnp.sqrt(s_n))),
      "A mean of norms is not the norm of all entries."),
     (by(lambda s_n: jnp.sqrt(jnp.max(s_n))),
-     "One scale for all, but from the largest norm of a shard."),
+     "One scale for all shards, but from the largest shard's norm."),
     (by(lambda s_n: jnp.sqrt(s_n) * len(s_n)),
      "Each shard still has its own scale."),
     (lambda s_n: jnp.minimum(1 / len(s_n), LARGEST / jnp.sqrt(s_n)),
@@ -1092,7 +1093,7 @@ def check_mend(train):
     parts = {"fsdp=4": 4, "data=4,fsdp=2": 2}
     of = lambda scale: lambda name: alone(scale, parts[name])
     hints = [(of(scale), hint) for scale, hint in NORM_HINTS]
-    done = "Fixed: on fsdp=4 and on data=4,fsdp=2 the weights equal one device's."
+    done = "Fixed: on fsdp=4 and on data=4,fsdp=2 the weights match one device's."
     yours = lambda name: np.asarray(lesson.answered(train)(name)[0])
     right = lambda name: alone(right_scale, 1)
     return lesson.diagnose(yours, [(name,) for name in parts], right, hints, done)
@@ -1104,20 +1105,20 @@ print(check_mend(train))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `norm` is the norm of this device's shards. It is smaller than the norm of the whole gradient, so more
-# devices clip less. And each shard is scaled by a different number, so not even the direction is right. The
-# squares have to be added:
+# `norm` is the norm of this device's shards. It is smaller than the norm of the whole gradient, so with more
+# devices gradients are clipped less. And each shard is scaled by a different number, so even the direction is
+# wrong. Add the squares over devices:
 #
 # ```python
 # norm = jnp.sqrt(sharding.psum(sum(jnp.sum(one**2) for one in d), FSDP))
 # ```
 #
 # Do not add over `DATA`, along which the shards are equal (JAX raises an error here). `check_vma` found
-# nothing, since a sharded result may differ on every device. The loss falls, and only the same training on
-# another mesh shows the fault. [AReaL](https://github.com/areal-project/AReaL/issues/312) had it in 2025.
-# [VeOmni](https://github.com/ByteDance-Seed/VeOmni/issues/184) had the opposite: it added squares over both
-# axes of HSDP. This project clips outside the `shard_map` (`optimizer.clip`), where arrays are unsharded and
-# a norm is the norm of all entries.
+# nothing, since a sharded result may differ on every device. The loss falls, and you only see the bug if you
+# train on another mesh too. [AReaL](https://github.com/areal-project/AReaL/issues/312) had this bug in 2025.
+# [VeOmni](https://github.com/ByteDance-Seed/VeOmni/issues/184) had the opposite bug: it added squares over
+# both axes of HSDP. This project clips outside the `shard_map` (`optimizer.clip`), where arrays are unsharded
+# and a norm is the norm of all entries.
 # </details>
 
 
@@ -1167,8 +1168,8 @@ for nothing in (lambda name: ..., lambda name: None, ...):
 # ## In one table
 #
 # FSDP computes x_bD @ w_DF, where w_DF is gathered from shards w_dF. Each of n devices has b = B/n rows of x
-# and d = D/n rows of the matrix. W counts all weights, dW all gradients, Z the microbatches. Multiply by (n
-# - 1)/n, where n is the size of the axis, and by the bytes per number.
+# and d = D/n rows of the matrix. W counts all weights, dW all gradients, Z the microbatches. For bytes,
+# multiply by (n - 1)/n, where n is the size of the axis, and by the bytes per number.
 #
 # | | unsharded between steps | forward | backward | once per step | exposed |
 # |---|---|---|---|---|---|
@@ -1177,23 +1178,23 @@ for nothing in (lambda name: ..., lambda name: None, ...):
 # | ZeRO 2 | weights | | reduce-scatter, Z dW | all-gather, W | reduce-scatters can overlap with compute |
 # | ZeRO 3, gathered once | nothing | all-gather, W | reduce-scatter, Z dW | | at the first layer |
 # | FSDP | nothing | all-gather, Z W | both, Z W + Z dW | | at each layer, unless prefetched |
-# | HSDP | nothing, in a group | all-gather, Z W | both, Z W + Z dW | over `data`: all-reduce, 2 x a shard of dW | also on the slow network, once |
+# | HSDP | nothing within a group | all-gather, Z W | both, Z W + Z dW | over `data`: all-reduce, 2 x a shard of dW | also on the slow network, once |
 #
-# Use **DDP** where 16 bytes per parameter fit. Use **FSDP** otherwise, if a microbatch has the tokens of the
-# table above (one v5p slice, one H100 node, two). Use **HSDP** where a network is slow. PyTorch's
-# `DistributedDataParallel` *averages* gradients of local means, while here shares of one mean are added.
-# FSDP is [fully_shard](https://docs.pytorch.org/docs/main/distributed/fsdp.fully_shard.html). Its
-# `reshard_after_forward` chooses one gather or two; `reduce_dtype` is the reduce-scatter's. HSDP takes a 2-D
-# `DeviceMesh`.
+# Use **DDP** if 16 bytes per parameter fit. Otherwise use **FSDP**, if a microbatch has as many tokens per
+# chip as the table of thresholds requires. Use **HSDP** if part of the network is slow. PyTorch's
+# `DistributedDataParallel` *averages* gradients of local means; here we add gradients of partial losses. FSDP
+# is [fully_shard](https://docs.pytorch.org/docs/main/distributed/fsdp.fully_shard.html). Its
+# `reshard_after_forward` chooses between one gather and two; `reduce_dtype` is the dtype of the
+# reduce-scatter. HSDP takes a 2-D `DeviceMesh`.
 #
 # ## Three lines to keep
 #
 # 1. An all-reduce is a reduce-scatter and an all-gather. Between the two, gradients, moments and parameters
-#    can all be sharded, and not one more byte is sent.
-# 2. Sharded between steps is not sharded during a step. If you free a weight after its layer, you gather it
-#    again in every backward pass, and this third transfer is the price of FSDP.
-# 3. A chip needs peak FLOP/s / link bytes/s tokens per microbatch, whatever the size of the model and the
-#    number of chips: by the rule 850 on v5p, 2,200 on an H100 in its node, and more for sparse models.
+#    can all be sharded, without sending more bytes.
+# 2. Sharding between steps does not save memory during a step. If you also free a weight after its layer, you
+#    gather it again in every backward pass. This third transfer is the price of FSDP.
+# 3. A chip needs (peak FLOP/s) / (link bytes/s) tokens per microbatch, for any model size and any number of
+#    chips: by this rule 850 on v5p, 2,200 on an H100 in its node, and more for sparse models.
 #
 # **Sources.** ZeRO, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5 and 7. Sharding the
 # optimizer state in XLA, [arXiv:2004.13336](https://arxiv.org/abs/2004.13336). PyTorch FSDP,
