@@ -1,15 +1,15 @@
 # %% [markdown]
 # # 04 · Tensor parallelism
 #
-# **Question.** One matmul is too big for one chip, or a step on one sequence is too slow. How do several
-# chips share *one* matmul, and what must they exchange?
+# **Question.** One matmul is too big for one chip, or a step on one sequence is too slow. How can several
+# chips divide *one* matmul, and what must they send each other?
 #
-# **Why it hurts not to know.** Shard a weight along the wrong dim, and nothing fails. The shapes fit, JAX's
-# checks pass, and the loss falls, on this page once even *below* the correct run's. But you have trained
-# another network, which exists only on that number of devices.
+# **Why it hurts not to know.** If you shard a weight along the wrong dim, nothing fails. The shapes fit,
+# JAX's checks pass, and the loss falls, in one example on this page even *below* that of the correct run. But
+# you have trained a different network, which works only on that number of devices.
 #
-# *Before this:* 01 (`shard_map`, the collectives), 03 (FSDP). *Mesh:* `tensor=4`, simulated. *Runs in* 35 s
-# on 2 cores. *Reading takes* 60 minutes with the exercises.
+# *Before this:* chapters 01 (`shard_map`, the collectives) and 03 (FSDP). *Mesh:* `tensor=4`, simulated.
+# *Runs in* 35 s on 2 cores. *Reading takes* 60 minutes with the exercises.
 
 # %%
 from devices import simulate_devices
@@ -28,10 +28,10 @@ from chapters import lesson
 # %% [markdown]
 # ## One matmul, sharded two ways
 #
-# Take `y = x @ w` with N = 64 tokens of width D = 12, and F = 48 columns. A mesh axis called `tensor` has n
-# = 4 devices. In **tensor parallelism**, each of them stores a quarter of `w` and does a quarter of the
-# work. You can shard a matrix by columns or by rows. (Names end with an array's letters; a lower-case letter
-# is one device's shard: f = F/n, d = D/n.)
+# Take `y = x @ w` with N = 64 tokens of width D = 12, and F = 48 columns. A mesh axis called `tensor` has n =
+# 4 devices. In **tensor parallelism**, each device stores a quarter of `w` and does a quarter of the work.
+# You can shard a matrix by columns or by rows. (An array's name ends with its dims; a lower-case letter is
+# one device's shard: f = F/n, d = D/n.)
 
 # %%
 n, N, D, F, TENSOR = 4, 64, 12, 48, "tensor"
@@ -79,20 +79,20 @@ for i in range(n):  # each of full size
     look = {"facecolor": red, "edgecolor": "black", "alpha": 0.3 + i / 6}
     axes.add_patch(plt.Rectangle((0.12 * i, 0.45 - 0.15 * i), 0.64, 0.55, **look))
     axes.text(0.06 + 0.12 * i, 0.92 - 0.15 * i, i, size=9, ha="center", va="center")
-title = "Sharding columns needs no exchange; sharding rows needs a sum"
+title = "Sharded columns need no communication; sharded rows need a sum"
 title = figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# By columns, each device has all D terms of its sums. So it computes finished columns of `y`, and nothing is
-# exchanged. By rows, it has d of the D terms, so its `y` has the full shape, but every entry is only a
-# partial sum. You can read this from the names: `x_ND @ w_Df` sums over no lower-case letter, and `x_Nd @
-# w_dF` sums over one. A sum over a lower-case letter needs a `psum`, the sum over devices.
+# By columns, each device has all D terms of its sums. So it computes complete columns of `y`, and sends
+# nothing. By rows, it has d of the D terms, so its `y` has the full shape, but every entry is only a partial
+# sum. You can read this from the names: `x_ND @ w_Df` sums over D, which is whole, and `x_Nd @ w_dF` sums
+# over d, which is sharded. A sum over a sharded dim needs a `psum`, the sum over devices.
 #
 # ## Sum before a nonlinear function
 #
 # A feed-forward layer is two matmuls with a GELU between them. FSDP stores the first matrix in shards of
-# rows, and gathers it for every use. Why gather it? Let each device multiply by the rows it has, continue,
-# and sum at the end:
+# rows, and gathers it for every use. Could you save this gather? Let each device multiply by the rows it has,
+# continue, and sum at the end:
 
 
 # %%
@@ -127,7 +127,7 @@ for size in (1, 4):
 
 
 def train(network, w, x, y, other=None, steps=300, rate=0.01):
-    """Adam. Returns weights, losses, and the losses of the same weights in `other`."""
+    """Adam. Returns weights, losses, and losses of the same weights in `other`."""
     mean = lambda network, w: jnp.mean((network(w, x) - y) ** 2)
 
     def step(state, _):
@@ -168,28 +168,28 @@ for axes, (task, (correct, broken, moved)) in zip(panels, curves.items(), strict
     axes.set(xlabel="step", ylim=(0, 1.5), title=f"cos(3x) of {task}")
     assert broken[-1] < broken[0] / 2 and moved[-1] > 1.5 * broken[-1]
 panels[0].set_ylabel("mean squared error")
-figure.suptitle("Both learn, and the wrong network may even lead", x=0.02, ha="left")
+figure.suptitle("Both learn, and the wrong network may learn faster", x=0.02, ha="left")
 figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left")
 assert curves["each coordinate"][1][-1] < curves["each coordinate"][0][-1]
 assert all(curve[2][-1] > jnp.mean(y**2) for curve in curves.values())
 
 # %% [markdown]
-# The wrong network has 48 hidden units on *each* device, and each device's units see 3 of the 12
-# coordinates. That suits the first task, where it leads. On the second task it is behind, but its loss falls
-# too. On one device its weights are worse than predicting 0. A comparison with one device before training
-# would have revealed the bug.
+# The wrong network has 48 hidden units on *each* device, and each device's units see 3 of the 12 coordinates.
+# That suits the first task, where its loss is lower. On the second task its loss is higher, but falls too. On
+# one device its weights are worse than predicting 0. If you compare the network's output with one device
+# before training, you find the bug.
 #
 # ## Which order?
 #
 # Two orders are correct.
 #
-# - **Columns, then rows.** The first matmul computes finished columns, and this device's rows of the second
+# - **Columns, then rows.** The first matmul computes complete columns, and this device's rows of the second
 #   matrix need exactly those columns. There is one `psum` of [N, D], at the end.
 # - **Rows, then columns.** There is one `psum` of [N, F], before the GELU. A device has d columns of x and
 #   of the result.
 #
-# > **Predict.** F = 4D. How many times as many bytes does a device send in rows-then-columns as in
-# > columns-then-rows?
+# > **Predict.** F = 4D. With rows, then columns, how many times as many bytes does a device send as with
+# > columns, then rows?
 
 
 # %%
@@ -208,27 +208,28 @@ for function, (*ins, out) in cut.items():
     sends.append(found.total.wire_bytes)
     lesson.listed(found)
 times = sends[1] / sends[0]
-lesson.predicted("rows, columns against columns, rows", my_prediction, times, "times")
+what = "rows, then columns / columns, then rows"
+lesson.predicted(what, my_prediction, times, "times")
 
 # %% tags=["remove-cell"]
 assert times == F / D
 
 # %% [markdown]
-# The bytes sent follow from the ring (01). Columns, then rows is the core of Megatron-LM.
+# The bytes sent are computed for a ring (chapter 01). The core of Megatron-LM is columns, then rows.
 #
 # **Attention is the same kind of pair.** The matrices for queries, keys and values are sharded by columns,
-# the output matrix by rows. Between them is a softmax. It is not linear, but it stays within a head, so each
-# device gets *whole heads*. If you sharded the width K of a head, each score would be a partial sum in front
-# of a softmax. The limit is the number of key and value heads, often 8. Beyond it, a library raises an error
-# or [replicates them](https://docs.vllm.ai/en/v0.9.2/api/vllm/model_executor/models/gemma.html).
+# the output matrix by rows. Between them is a softmax. It is not linear, but it needs only one head at a
+# time, so each device gets *whole heads*. If you sharded the width K of a head, each score would be a partial
+# sum before a softmax. The limit is the number of key and value heads, often 8. Beyond it, a library raises
+# an error or [replicates them](https://docs.vllm.ai/en/v0.9.2/api/vllm/model_executor/models/gemma.html).
 #
 # ## Sequence parallelism between blocks
 #
-# After the `psum`, every device holds the same activations, [B, T, D]: B sequences of T positions. This
-# array is the *residual stream*. All n devices normalize it, add to it, and save it for the backward pass.
-# But an all-reduce is a reduce-scatter followed by an all-gather. **Sequence parallelism** stops between the
-# two. A device stores t = T/n of the positions, does norms and residual additions on those, and gathers when
-# the next matmul needs all positions.
+# After the `psum`, every device holds the same activations, [B, T, D]: B sequences of T positions. This array
+# is the *residual stream*. All n devices repeat the same work: they normalize it, add to it, and save it for
+# the backward pass. But an all-reduce is a reduce-scatter followed by an all-gather. **Sequence parallelism**
+# does the norms and residual additions between the two: a device stores t = T/n of the positions, works on
+# those, and gathers when the next matmul needs all positions.
 
 # %% tags=["hide-input"]
 STEPS = [("x_BtD", "norm, residual sum", 1), ("x_BTD", "all_gather", 4),
@@ -262,17 +263,17 @@ for i in range(n):
     axes.text(3.4 + 1.15 * i, 1.05, f"device {i}", ha="center", size=9)
 note = "down: positions T; across: width D, heads or units"
 axes.text(2.9, -4.95, note, size=9, va="top")
-title = "Positions are sharded between blocks, heads or units inside"
+title = "Between matmuls, positions are sharded; inside, heads or units"
 axes.set(xlim=(0, 7.5), ylim=(-4.9, 1.3), title=title)
 axes.axis("off")
 
 # %% [markdown]
-# The figure shows half a block, attention or feed-forward; hatching marks a partial sum.
+# The figure shows half of a transformer block: attention or the MLP. Hatching marks a partial sum.
 #
 # ## The program by hand
 #
-# This is a block with its attention, which you can paste into an empty file. Two functions contain all that
-# differs from one device: `join` gathers all positions, and `add` adds the partial sums and returns this
+# This is a whole block with attention, which you can paste into an empty file. Only two functions differ from
+# the program for one device: `join` gathers all positions, and `add` adds the partial sums and returns this
 # device's positions.
 
 # %% tags=["by-hand"]
@@ -334,17 +335,17 @@ gradients = lambda loss: jax.jit(jax.value_and_grad(loss))(w, x_BTD, y_BTD)
 wanted, found = gradients(loss_alone), gradients(on_mesh)
 for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
     assert jnp.allclose(a, b, rtol=1e-4, atol=1e-5), "differs from one device"
-print(f"loss {found[0]:.5f}, and {len(found[1])} gradients equal one device's")
+print(f"loss {found[0]:.5f}, and {len(found[1])} gradients match one device's")
 
 # %% [markdown]
-# No line says how gradients are exchanged. JAX derives it: the backward pass of a gather is a
+# The program contains no collectives for gradients. JAX derives them: the backward pass of a gather is a
 # reduce-scatter, and vice versa. The norms' gains are replicated, but each device normalizes different
-# positions. So the gradients of the gains are partial sums, and JAX adds those. (Megatron-LM [does that in
-# its optimizer](https://github.com/NVIDIA/Megatron-LM/pull/236).)
+# positions. So the gradients of the gains are partial sums, and JAX adds them. (Megatron-LM [does that in its
+# optimizer](https://github.com/NVIDIA/Megatron-LM/pull/236).)
 #
-# > **Predict.** The block's forward pass has two gathers and two reduce-scatters. How many of them,
-# > together, does a training step have, if it saves only the block's input and recomputes the block in the
-# > backward pass?
+# > **Predict.** The block's forward pass has two gathers and two reduce-scatters. How many gathers and
+# > reduce-scatters does a training step have in total, if it saves only the block's input and recomputes the
+# > block in the backward pass?
 
 # %%
 my_prediction = None  # gathers and reduce-scatters
@@ -369,11 +370,11 @@ assert (count, sum(saved.values())) == (11, 8)
 
 # %% [markdown]
 # If all activations are saved, there are 4 forward and 4 backward. With recomputation, both gathers run
-# again, but only *one* reduce-scatter. The feed-forward starts from attention's sum, while nothing needs the
-# block's own result.
+# again, but only *one* reduce-scatter: the MLP needs attention's result, but the backward pass does not need
+# the result of the block.
 #
 # What does sequence parallelism save? Here are sixteen such blocks with recomputation, compiled but not run.
-# The stream is either replicated (no `join`, and `add` is a `psum`) or sharded.
+# The residual stream is either replicated (no `join`, and `add` is a `psum`) or sharded.
 
 
 # %%
@@ -399,15 +400,16 @@ for size in (2, 8):
           f"sharded sends {slices / whole:.2f} times the bytes")  # fmt: skip
 
 # %% [markdown]
-# The 16 saved inputs, 2 MiB together, are sharded only with sequence parallelism. At 8 devices that makes
-# the difference. The bytes sent are nearly the same, because an all-reduce *is* a gather and a
-# reduce-scatter: five all-reduces are 10 halves, against 11.
+# The 16 saved inputs, 2 MiB in total, are sharded only with sequence parallelism, which matters most on 8
+# devices. The bytes sent are nearly the same, because an all-reduce *is* a reduce-scatter and a gather: the
+# five all-reduces count as 10 of those, against 11 with sequence parallelism.
 #
 # ## The vocabulary is a dim, too
 #
-# The unembedding is sharded by columns, so each device has v = V/n of every token's logits (V is the size of
-# the vocabulary). The loss needs the logarithm of a sum over all V. That sum is the sum of the shards' sums,
-# so three numbers per token are enough: the largest logit, the sum, and the target's logit.
+# The unembedding (LM head) is sharded by columns, so each device has v = V/n of every token's logits (V is
+# the size of the vocabulary). The loss needs the logarithm of a sum over all V. You can add the sums of the
+# shards, so the devices need to send only three numbers per token: the largest logit, the sum, and the
+# target's logit.
 
 
 # %%
@@ -429,8 +431,8 @@ def nats(w_Dv, x_ND, targets_N):
 
 
 # %% [markdown]
-# > **Predict.** `llama3_8b` has V = 128,256 and D = 4,096. At tensor=4, in float32: how many times as many
-# > bytes does a device send, forward, if it gathers the logits?
+# > **Predict.** `llama3_8b` has V = 128,256 and D = 4,096. At tensor=4 and in float32, how many times as many
+# > bytes does a device send in the forward pass if it gathers the logits?
 
 # %%
 my_prediction = None  # times
@@ -443,27 +445,28 @@ for function in (nats_gathered, nats):
     both.append(program(w_up_DF, x_ND, tokens_N))
     sent.append(lesson.compiled(program, mesh, *llama).total.wire_bytes)
 assert lesson.same(*both)
-print(f"for 1,024 tokens {sent[0]:,} bytes, and {sent[1]:,}")
+print(f"for 1,024 tokens: gathered {sent[0]:,} bytes, three numbers {sent[1]:,}")
 times = sent[0] / sent[1]
-lesson.predicted("gathered logits against three numbers", my_prediction, times, "times")
+lesson.predicted("gathered logits / three numbers", my_prediction, times, "times")
 
 # %% tags=["remove-cell"]
 assert times == 128_256 / 6
 
 # %% [markdown]
-# An all-gather sends V numbers per token once, and all-reduces send 3 numbers twice: V/6.
+# The all-gather sends V numbers per token once, and the all-reduces send 3 numbers twice: the ratio is V/6.
 #
 # ## What it costs, in seconds
 #
 # FSDP sends weights; `tensor` sends activations. Take one layer with recomputation, in bfloat16 (2 bytes).
-# Each chip has N tokens, does *peak* FLOP/s, and sends *link* bytes/s along an axis; the n chips along
-# `tensor` share nN tokens. A training step takes, in seconds,
+# There are N tokens per chip, so the n chips along `tensor` work together on nN tokens. A chip does *peak*
+# FLOP/s, and sends *link* bytes/s along an axis. A training step takes, in seconds,
 #
 # - for compute, 8 FLOPs per parameter and token (2 forward, 2 recomputed, 4 backward): **8 · parameters · N
 #   / peak**;
 # - for `fsdp`, two gathers of weights and a reduce-scatter of gradients, all n times smaller: **6 ·
 #   parameters / (n link)**;
-# - for `tensor`, 11 exchanges of the stream, 11 · (n - 1)/n · 2 nN D / link: **22 (n - 1) N D / link**.
+# - for `tensor`, 11 gathers or reduce-scatters of the residual stream, 11 · (n - 1)/n · 2 nN D / link: **22
+#   (n - 1) N D / link**.
 #
 # *link* comes from `plan/hardware.py`, which knows the links that JAX assigns to an axis.
 
@@ -493,8 +496,8 @@ def rule(chips, chips_count, n, tokens, name="llama3_8b"):
 # %%
 PLACES, thresholds = [("v5p:4x4x4", 64, 4), ("v6e:16x16", 256, 16), ("h100:8", 8, 8),
                       ("h100:16", 16, 8), ("h100:64", 64, 8)], {}  # fmt: skip
-print("tokens per chip above which fsdp can overlap (first), below which tensor pays")
-print("(second); n at which tensor's communication takes as long as compute (third)")
+print("tokens per chip above which fsdp can overlap (first), below which tensor is")
+print("faster (second); n for which tensor takes as long as compute (third)")
 for chips, count, n_ in PLACES:
     products, fsdp, _ = rule(chips, count, 1, tokens=1)
     _, less, tensor = rule(chips, count, n_, tokens=1)
@@ -529,29 +532,29 @@ found = {chips: rounded(*three) for chips, three in thresholds.items()}
 assert found == said, f"the table at the end differs: {found}"
 
 # %% [markdown]
-# **First:** at N = (3/4) peak / link, FSDP's communication takes as long as compute. Above it, the
-# communication can overlap with compute and costs nothing. (In a sparse model, multiply by all parameters
-# over active ones.) **Second:** below this number of tokens, a layer is faster with `tensor`, even if
-# tensor's communication is exposed: max(compute, fsdp(n)) + tensor(n) < fsdp(1). If a ring overlaps that too
-# (below), the sum of both communication times counts. With equal links, the sum is least at n² = (3/11) ·
-# parameters / (D N), the scaling book's X_opt. **Third:** tensor's communication takes as long as compute at
-# n = 1 + (4/11) (parameters / D) (link / peak). No batch size changes that. A wider model does, because its
-# parameters grow with D², and so does a faster link.
+# **First:** at N = (3/4) peak / link, FSDP's communication takes as long as compute. With more tokens, the
+# communication can overlap completely with compute. (In a sparse model, multiply N by total over active
+# parameters.) **Second:** below this number of tokens, a layer is faster with `tensor`, even if tensor's
+# communication is exposed: max(compute, fsdp(n)) + tensor(n) < fsdp(1). If a ring overlaps it too (see
+# below), compare the sum of both communication times instead. With equal links, the sum is smallest at n² =
+# (3/11) · parameters / (D N), which the scaling book calls X_opt. **Third:** tensor's communication takes as
+# long as compute at n = 1 + (4/11) (parameters / D) (link / peak). No batch size changes that. A wider model
+# does, because its parameters grow with D², and so does a faster link.
 #
-# Across many nodes `tensor` saves little, because a group of `fsdp` now has one network card in each node,
-# where it had eight. And over two nodes `tensor` itself costs more than its bytes suggest: the [Ultra-Scale
-# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured 10,889 tokens/s per GPU at
-# tensor=8, and 6,159 at 16.
+# Across many nodes `tensor` saves little, because each `fsdp` group then uses only one network card per node
+# instead of eight. And if `tensor` itself spans two nodes, it costs more than its bytes suggest: the
+# [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured 10,889 tokens/s
+# per GPU at tensor=8, and 6,159 at 16.
 #
-# A network switch that adds arrays lowers the bytes. With NVLink SHARP an all-reduce, but not a gather, sends
-# its payload once instead of twice. In practice that gives [some
-# 30%](https://jax-ml.github.io/scaling-book/gpus).
+# A network switch that can add arrays reduces the bytes. With NVLink SHARP, an all-reduce, but not a gather,
+# sends its payload once instead of twice. In practice that makes it [some
+# 30%](https://jax-ml.github.io/scaling-book/gpus) faster.
 #
-# Two other reasons to use `tensor` are more common. With **more chips than sequences**, `fsdp` has nothing
-# left to split, while `tensor` splits the work of *one* sequence. And in **memory**, gathered weights and
-# the activations inside a block are n times smaller.
+# Two other reasons to use `tensor` are more common. With **more chips than sequences**, `fsdp` cannot split
+# the batch any further, while `tensor` splits the work on *one* sequence. And it saves **memory**: gathered
+# weights and the activations inside a block are n times smaller.
 #
-# Does the planner, which counts every matmul, agree?
+# Does the planner, which counts every matmul, agree with these formulas?
 
 # %%
 sizing = {"data.batch_size": 64, "data.seq_len": 1024, "work.remat": "full"}
@@ -569,16 +572,16 @@ for name in ("llama3_8b", "dense_124m"):
           f"logits {1e3 * logits:.2f}")  # fmt: skip
     assert abs(wires / ruled_wires - 1) < 0.05 and abs(layers / ruled - 1) < 0.08
     share = {"llama3_8b": 0.08, "dense_124m": 0.41}[name]
-    assert abs(logits / layers - share) < 0.005, "the text has another share"
+    assert abs(logits / layers - share) < 0.005, "the text says 8% and 41%"
 
 # %% [markdown]
-# Communication agrees within 5%, layers within 8%. The planner adds attention's scores, and leaves out the
-# feed-forward's last matmul, which is not recomputed. The rule has no logits. They take 8% of the layers'
-# compute in the wide model and 41% in the narrow one, whose true break-even is that much higher. And where
-# `fsdp` covers a whole v4, v5 or v6 slice, libtpu turns reduce-scatters into all-reduces: three exchanges
-# cost as much as four.
+# Communication agrees within 5%, and the layers' compute within 8%. The planner includes attention's scores,
+# and leaves out the last matmul of the MLP, which is not recomputed. The rule ignores logits. They take 8% of
+# the layers' compute in the wide model and 41% in the narrow one, so the narrow model's true n is that much
+# higher. And where `fsdp` covers a whole v4, v5 or v6 slice, libtpu turns reduce-scatters into all-reduces,
+# so FSDP's three collectives cost as much as four.
 #
-# How long does one exchange take, and when does latency dominate?
+# How long does one gather take, and when does latency dominate?
 
 # %% tags=["hide-input"]
 groups = ("v5p, a ring of 4", 4, 180e9), ("H100, a node of 8", 8, 450e9)
@@ -592,14 +595,14 @@ assert round(hop_tokens) == 59
 
 # %% [markdown]
 # A hop takes [about 1 µs](https://jax-ml.github.io/scaling-book/sharding) on a TPU. So bytes limit training,
-# and latency limits decoding, with one token per sequence. On one H100 node even 537 MB took 1.5 ms, where
-# the bytes alone take 1.04 ([scaling book](https://jax-ml.github.io/scaling-book/gpus)).
+# and latency limits decoding, with one token per sequence. On one H100 node, even 537 MB took 1.5 ms,
+# although the bytes alone should take 1.04 ([scaling book](https://jax-ml.github.io/scaling-book/gpus)).
 #
 # ## Overlap the gather with the matmul
 #
-# A matmul after a gather waits for the last byte, but the matmul of a device's own positions needs no
-# communication. So send the positions around a ring in chunks, and multiply each chunk when it arrives. This
-# is called a collective matmul (the page "The timeline of a layer" draws both versions against time):
+# A matmul after a gather waits for the last byte, but for a device's own positions it needs no communication.
+# So send the positions around a ring in chunks, and multiply each chunk when it arrives. This is called a
+# collective matmul (the page "The timeline of a layer" shows both versions):
 
 
 # %%
@@ -622,30 +625,31 @@ for function in (gathered, in_turn):
     lesson.listed(lesson.compiled(run, mesh, x_ND, w_up_DF))
 
 # %% [markdown]
-# The ring sends the same bytes, in n - 1 messages, and each overlaps with a matmul. With c columns per
-# device, the matmul of m rows takes 2 m D c / peak seconds and their message 2 m D / link. So the
-# communication can overlap fully if **c > peak / link**: 2,550 columns on v5p (459e12 / 180e9), 2,198 on
-# H100 (989e12 / 450e9). At tensor=2 `llama3_8b` has 14,336 in its feed-forward, gate and up together, and
-# 3,072 in queries, keys and values.
+# The ring sends the same bytes in n - 1 messages (`ppermute`), and each message overlaps with a matmul. With
+# c columns per device, the matmul of m rows takes 2 m D c / peak seconds, and sending m rows takes 2 m D /
+# link. So the communication can overlap fully if **c > peak / link**: 2,550 columns on v5p (459e12 / 180e9),
+# 2,198 on H100 (989e12 / 450e9). At tensor=2, `llama3_8b` has 14,336 columns per device in the MLP's gate and
+# up matrices, and 3,072 for queries, keys and values.
 #
-# *In seconds* you save less, because n small matmuls take longer than a large one. These steps are simulated
-# from the TPU compiler's schedule; none was measured on a chip (the page "How the planner estimates step time"
-# has the command). They compare the ring with the gather:
+# The time saved is less than that, because n small matmuls take longer than a large one. These step times
+# compare the ring with the gather. They are simulated from the TPU compiler's schedule, not measured on a
+# chip (the page "How the planner estimates step time" has the command):
 #
 # - `llama3_8b`, v5p, `fsdp=16,tensor=2`: 0.739 s against 0.754, 2% less;
 # - `moe1b`, v4, `stage=2,fsdp=8,tensor=2`: 0.418 s against 0.470, 11% less;
 # - `llama3_8b`, v5e, `fsdp=16,tensor=4`: 2.576 s against 2.452, 5% more.
 #
-# So a ring pays if communication is a large share of the step, and if the compiler starts a permute before
-# the matmul that it overlaps with. The compiler for v5e runs the permutes one after another. On GPUs PyTorch
+# So a ring pays if communication is a large part of the step, and if the compiler starts each `ppermute`
+# before the matmul that should overlap with it. The compiler for v5e runs them one after another. On GPUs,
+# PyTorch
 # [reports](https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487)
-# up to 8% of a step ("async TP"). Simulated devices show no seconds.
+# that this saves up to 8% of a step ("async TP"). Simulated devices cannot show time.
 
 # %% [markdown]
 # ## Exercise 1: where does the bias go?
 #
-# A feed-forward ends with a bias, `bias_D`, which is the same on all devices. Each device has its partial
-# sum, [B, T, D]. Return this device's shard of the result, [B, t, D].
+# An MLP ends with a bias, `bias_D`, which is the same on all devices. Each device has its partial sum of the
+# output, [B, T, D]. Return this device's shard of the result, [B, t, D].
 
 # %% tags=["hide-input"]
 stream_BTD, bias_D = draw(5, 4, 24, D), draw(7, D)
@@ -653,7 +657,7 @@ slice_of = lambda i, n, size: slice(i * size // n, (i + 1) * size // n)
 
 
 def partial_sums(n):
-    """What each of n devices has before the exchange, of shape [n, B, T, D]."""
+    """Each device's partial sum, stacked: [n, B, T, D]."""
     parts = [slice_of(i, n, F) for i in range(n)]
     up_DF, down_FD = start
     return jnp.stack([dense(up_DF[:, f], down_FD[f], stream_BTD) for f in parts])
@@ -699,7 +703,7 @@ def check_settle(settle):
     times = found.total.wire_bytes / (3 / 4 * stream_BTD.nbytes)
     if times > 1.1:
         many = f"{times:.3g} times the bytes"
-        return f"The right numbers, for {many}. What do you send but not use?"
+        return f"The right numbers, but {many}. What do you send but not use?"
     return "Right on 2 and 4 devices. What adds up the gradient of the bias?"
 
 
@@ -713,12 +717,12 @@ print(check_settle(settle))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return psum_scatter(partial_BTD, TENSOR, scatter_dimension=1, tiled=True) + bias_D`: add it once, after
-# the sum. Each device's positions give a partial sum of the bias's gradient, and JAX adds those.
+# `return psum_scatter(partial_BTD, TENSOR, scatter_dimension=1, tiled=True) + bias_D`: add it once, after the
+# sum. On each device, the bias gets a partial gradient from the local positions, and JAX adds them.
 #
-# [slapo](https://github.com/awslabs/slapo/issues/10) added the bias n times; a bias that starts at zero
-# hides this. With sharded positions, [its fix](https://github.com/awslabs/slapo/pull/23) had 1/n of the
-# bias's gradient, as nothing added the partial sums.
+# [slapo](https://github.com/awslabs/slapo/issues/10) added the bias n times; if the bias starts at zero, you
+# don't see this at first. With sharded positions, the bias got only 1/n of its gradient in [the
+# fix](https://github.com/awslabs/slapo/pull/23), because the partial gradients were never added.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -758,9 +762,9 @@ for answer, hint in [
 # %% [markdown]
 # ## Exercise 2: two matrices in one
 #
-# A gated feed-forward has two first matrices, gate and up. Here they are stored as one matrix of 2F columns,
-# [gate | up]. Sharded over n devices, each device gets 2F/n neighboring columns, and `fused` takes the first
-# half of those as gate. In which order must the 2F columns be stored?
+# A gated MLP has two first matrices, gate and up. Here they are stored as one matrix with 2F columns, [gate |
+# up]. If it is sharded over n devices, each device gets 2F/n adjacent columns, and `fused` uses the first
+# half of them as gate. In which order must you store the 2F columns?
 
 
 # %%
@@ -784,7 +788,7 @@ def run_fused(order, F, n):
 def diagnosed(order, hints):
     run = lambda order: lambda F, n: run_fused(order, F, n)
     right = lambda F, n: networks[1](both_D2F, back_FD, rows_ND)
-    done = "Right on 2 and 4 devices. What must a reader of this checkpoint know?"
+    done = "Right on 2 and 4 devices. To load this checkpoint, what must you know?"
     mistakes = [(run(order), hint) for order, hint in hints]
     return lesson.diagnose(run(order), [(12, 2), (12, 4)], right, mistakes, done)
 
@@ -797,13 +801,13 @@ def check_order(order):
     by_device = lambda pieces: pieces.transpose(1, 0, 2)
     back = "Right on 2 devices, wrong on 4. Is this the order, or its inverse?"
     pairs = "Every gate is next to its up. Where does `fused` expect them?"
-    other = "Each gate meets its up, but not on the device of its row of `w_down_fD`."
+    other = "Gates match ups, but are not on the device with their row of `w_down_fD`."
     hints = [
         (pieces, "This is the original order. With n = 2, what does device 0 get?"),
         (lambda F, n: pieces(F, n)[::-1], "Up before gate, still on two devices."),
         (lambda F, n: pieces(F, n).reshape(2, F).T, pairs),
         (lambda F, n: by_device(inverse(F, n)), back),
-        (lambda F, n: by_device(pieces(F, n)[::-1]), "Pairs: the wrong one is first."),
+        (lambda F, n: by_device(pieces(F, n)[::-1]), "Right pairs, but up is first."),
         (lambda F, n: by_device(pieces(F, n)[:, ::-1]), other),
         (lambda F, n: by_device(strided(F, n)), other),
     ]
@@ -822,11 +826,12 @@ print(check_order(order))
 # <details><summary>Solution</summary>
 #
 # `return jnp.arange(2 * F).reshape(2, n, F // n).transpose(1, 0, 2).ravel()`: for each device its gate
-# columns, then its up columns. The stored order now depends on n. An array [D, 2, F], sharded along F, needs
-# no special order.
+# columns, then its up columns. The stored order now depends on n. If you store an array [D, 2, F] and shard
+# it along F, you need no special order.
 #
-# In the original order, gates meet other gates: one more network that learns well. In 2022 someone trained
-# with SwiGLU at tensor=4, converted to tensor=1, and got results "like randomly selected". [The first
+# In the original order, each device multiplies gate columns by other gate columns. That is a different
+# network, but it learns too, so the loss does not reveal the bug. In 2022 someone trained with SwiGLU at
+# tensor=4, converted to tensor=1, and got results "like randomly selected". [The first
 # answer](https://github.com/bigscience-workshop/Megatron-DeepSpeed/issues/338) was that this is expected,
 # since floating-point sums depend on their order.
 # </details>
@@ -842,7 +847,7 @@ for answer, hint in [
     (lambda F, n: [*range(F, 2 * F), *range(F)], "Up before gate"),
     (lambda F, n: blocks(F, n).reshape(2, F).T.ravel(), "Every gate"),
     (lambda F, n: blocks(F, n).reshape(n, 2, -1).swapaxes(0, 1).ravel(), "its inverse"),
-    (lambda F, n: blocks(F, n)[::-1].transpose(1, 0, 2).ravel(), "wrong one is first"),
+    (lambda F, n: blocks(F, n)[::-1].transpose(1, 0, 2).ravel(), "but up is first"),
     (lambda F, n: blocks(F, n)[:, ::-1].transpose(1, 0, 2).ravel(), "not on the"),
     (lambda F, n: blocks(F, F // n).transpose(2, 0, 1), "not on the"),
     (lambda F, n: blocks(F, 2).transpose(1, 0, 2), "though not in every case"),
@@ -853,13 +858,14 @@ for answer, hint in [
 # %% [markdown]
 # ## Exercise 3: the most likely token
 #
-# Greedy sampling needs the id with the largest logit, and each device has v of the V logits. Return the same
-# N ids on every device, and send at most 16 bytes per token on 4 devices. Among equal logits the smallest id
-# counts, as in `jnp.argmax`. Call `pmax` and `pmin` like `psum`; `axis_index(TENSOR)` is a device's index.
+# Greedy sampling needs the token id with the largest logit, and each device has v of the V logits. Return one
+# id for each of the N tokens, the same on every device. On 4 devices, each device may send at most 16 bytes
+# per token. Break ties by the smallest id, as `jnp.argmax` does. Call `pmax` and `pmin` like `psum`;
+# `axis_index(TENSOR)` is a device's index.
 
 # %% tags=["hide-input"]
 logits_NV = jnp.round(4 * draw(11, 24, 32)) / 4  # coarse, so that some are equal
-ids_N, (tokens, words) = jnp.argmax(logits_NV, axis=1), logits_NV.shape
+ids_N, (tokens, vocabulary) = jnp.argmax(logits_NV, axis=1), logits_NV.shape
 
 
 def sampler(likeliest, n):
@@ -868,9 +874,9 @@ def sampler(likeliest, n):
     return on_devices(answer, (columns,), P(TENSOR), n)
 
 
-split = lambda n: logits_NV.reshape(tokens, n, words // n)
+split = lambda n: logits_NV.reshape(tokens, n, vocabulary // n)
 local = lambda n: jnp.argmax(split(n), axis=2)  # counted from the device's first id
-ids = lambda n: local(n) + jnp.arange(n) * (words // n)
+ids = lambda n: local(n) + jnp.arange(n) * (vocabulary // n)
 top = lambda n: split(n).max(2) == logits_NV.max(1, keepdims=True)
 won = lambda x, n, otherwise: jnp.where(top(n), x(n), otherwise)
 
@@ -882,12 +888,12 @@ MISTAKES = [
     (lambda n: ids(n).max(1), "Always the last device's id: ids are not logits."),
     (lambda n: ids(n).min(1), "Always the first device's id: ids are not logits."),
     (lambda n: ids(n).sum(1), "A sum of ids is not an id."),
-    (lambda n: ids_N % (words // n), from_0),
+    (lambda n: ids_N % (vocabulary // n), from_0),
     (lambda n: won(local, n, 999).min(1), from_0),
     (lambda n: won(ids, n, 0).sum(1), "Fine until two devices share the maximum."),
     (lambda n: won(ids, n, 0).max(1), "Right, except for equal logits."),
     (lambda n: won(ids, n, 0).min(1), "0 is an id, too. What should others send?"),
-    (lambda n: won(ids, n, words // n).min(1), "What others send is a valid id."),
+    (lambda n: won(ids, n, vocabulary // n).min(1), "Others send a valid id."),
     (lambda n: logits_NV.max(1), "These are logits. Which ids have them?"),
 ]
 
@@ -904,8 +910,8 @@ def check_likeliest(likeliest):
         return line
     found = lesson.compiled(sampler(likeliest, 4), devices(4), logits_NV)
     sent = found.total.wire_bytes / tokens
-    verdict = "within 16." if sent <= 16 else "that is over 16. What must you send?"
-    return f"The right ids, for {sent:.0f} bytes per token on 4 devices: {verdict}"
+    verdict = "at most 16." if sent <= 16 else "that is over 16. What must you send?"
+    return f"The right ids, with {sent:.0f} bytes per token on 4 devices: {verdict}"
 
 
 # %%
@@ -920,11 +926,11 @@ print(check_likeliest(likeliest))
 #
 # ```python
 # top_N = jnp.max(logits_Nv, axis=1)
-# word_N = jnp.argmax(logits_Nv, axis=1) + axis_index(TENSOR) * logits_Nv.shape[1]
-# return pmin(jnp.where(top_N == pmax(top_N, TENSOR), word_N, 2**30), TENSOR)
+# token_N = jnp.argmax(logits_Nv, axis=1) + axis_index(TENSOR) * logits_Nv.shape[1]
+# return pmin(jnp.where(top_N == pmax(top_N, TENSOR), token_N, 2**30), TENSOR)
 # ```
 #
-# These are two all-reduces of one number: 12 bytes per token, whatever V is.
+# These are two all-reduces of one number: 12 bytes per token, for any V.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -944,7 +950,7 @@ def solution(reduce=smallest, offset=1):
 
 
 for answer, hint in [
-    (solution(), "for 12 bytes"),
+    (solution(), "with 12 bytes"),
     (lambda x: best(whole(x, to="invarying")), "What must you send"),
     (lambda x: best(whole(x)), "What must you send"),
     (lambda x: ..., "Nothing"),
@@ -959,7 +965,7 @@ for answer, hint in [
     (solution(lambda word, mine: psum(word * mine, TENSOR)), "Fine until"),
     (solution(lambda word, mine: pmax(word * mine, TENSOR)), "equal logits"),
     (solution(lambda word, mine: pmin(word * mine, TENSOR)), "What should others"),
-    (lambda x: solution(lowest(x.shape[1]))(x), "a valid id"),
+    (lambda x: solution(lowest(x.shape[1]))(x), "send a valid id"),
     (lambda x: pmax(jnp.max(x, axis=1), TENSOR), "These are logits"),
     (lambda x: pmax(x), "It stops"),
 ]:
@@ -968,8 +974,9 @@ for answer, hint in [
 # %% [markdown]
 # ## A bug to find
 #
-# This is a colleague's attention. It has H = 4 heads of width K = 8, so 32 columns (rows, in the output
-# matrix). A device has i of them. Its task is to repeat the vector from one position back.
+# This is a colleague's attention. It has H = 4 heads of width K = 8, so each matrix has 32 columns (the
+# output matrix, 32 rows). A device has i of them. The training task is to repeat the vector at the previous
+# position.
 
 # %%
 H, K = 4, 8
@@ -1015,7 +1022,7 @@ for size in (1, 2):
     print(f"    on tensor=1: {off(1, trained):.2f}, on tensor=2: {off(2, trained):.2f}")
 
 # %% [markdown]
-# Both runs learn, and each checkpoint is useless on the other's mesh. On tensor=1 the function does what its
+# Both runs learn, but each checkpoint is useless on the other mesh. On tensor=1 the function does what its
 # docstring says. Fix it in place, and run this:
 
 # %% tags=["hide-input"]
@@ -1024,7 +1031,7 @@ for size in (1, 2):
 def check_attention(attending):
     run = lambda n: attention_on(n, lesson.answered(attending))(begin, input_BTD)
     hint = "Right on tensor=1, but another function on 2 and 4. "
-    hint += "Which sizes in it change with n, and which of them should?"
+    hint += "Which sizes in it change with n, and which should?"
     done = "The same function on 1, 2 and 4 devices."
     right = lambda n: as_found[1]
     return lesson.diagnose(run, [(1,), (2,), (4,)], right, [(as_found.get, hint)], done)
@@ -1037,13 +1044,13 @@ print(check_attention(attending))
 # <details><summary>Solution</summary>
 #
 # `heads = lambda y_BTi: y_BTi.reshape(B, T, -1, K)`. A device's i = 32/n columns are H/n whole heads. The
-# `-1` was on the wrong dim, so they were read as H heads of 1/n the width. That gives other scores and other
-# rotary frequencies. Every shape fits.
+# `-1` was on the wrong dim, so the code treated them as H heads of 1/n the width. That changes the scores and
+# the rotary frequencies, but every shape fits.
 #
-# A model merged into vLLM passed the number of all heads to its attention, where a device had only its own
-# heads. There was no error, but the numbers were wrong. A comparison with tensor=1 revealed it ([PR
-# 39707](https://github.com/vllm-project/vllm/pull/39707)). Arrays [D, H, K], sharded along H, leave nothing
-# to guess.
+# A model merged into vLLM passed the total number of heads to its attention, although a device had only some
+# of the heads. There was no error, but the numbers were wrong. A comparison with tensor=1 revealed the bug
+# ([PR 39707](https://github.com/vllm-project/vllm/pull/39707)). If you store arrays [D, H, K] and shard them
+# along H, you cannot confuse the two.
 # </details>
 
 
@@ -1070,20 +1077,20 @@ assert "Nothing there" in check_attention(lambda w, x: ...)
 # | in letters | `x_btD -> x_bTD @ w_Df -> h_bTf @ w_fD -> partial_bTD -> x_btD` |
 # | each device stores | 1/n of columns or rows; between blocks 1/n of the positions |
 # | forward | a gather and a reduce-scatter in each half of a block |
-# | backward | a reduce-scatter and a gather; with recomputation, 3 of the 4 forward ones again |
-# | bytes | (n - 1)/n of the stream [b, T, D] each; 8 or 11 per layer |
-# | critical path | yes; a ring may overlap them if c > peak / link, with c columns per device |
-# | pays, for `llama3_8b` | below 450 tokens per chip on v5p:4x4x4, 385 on v6e:16x16; 804 in one H100 node, 969 in two, 255 in eight |
+# | backward | a reduce-scatter and a gather per half; with recomputation, also 3 of the block's 4 forward collectives |
+# | bytes | (n - 1)/n of the residual stream [b, T, D] per collective; 8 or 11 per layer |
+# | exposed | yes; a ring may overlap it with compute if c > peak / link, with c columns per device |
+# | faster, for `llama3_8b` | below 450 tokens per chip on v5p:4x4x4, 385 on v6e:16x16; 804 in one H100 node, 969 in two, 255 in eight |
 # | PyTorch | a TP plan: `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` |
 #
 # ## Three lines to keep
 #
-# - Shard the first matrix by columns (or heads) and the second by rows: one sum per pair, before anything
-#   that is not linear.
-# - A weight sharded the wrong way is another network, and it learns; only a comparison with one device
-#   reveals it.
-# - `tensor` is for more chips than sequences, few tokens per chip and fast links, because no batch size
-#   changes its ratio of communication to compute.
+# - Shard the first matrix by columns (or heads) and the second by rows: one sum per pair of matmuls, before
+#   the next nonlinear function.
+# - If you shard a weight the wrong way, you train a different network, and it learns. Only a comparison with
+#   one device reveals it.
+# - Use `tensor` if you have more chips than sequences, few tokens per chip and fast links: no batch size
+#   changes the ratio of its communication to compute.
 #
 # **Sources**: Megatron-LM, [arXiv:1909.08053](https://arxiv.org/abs/1909.08053), section 3; sequence
 # parallelism, [arXiv:2205.05198](https://arxiv.org/abs/2205.05198), 4.2.2; the scaling book,
