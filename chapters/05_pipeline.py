@@ -2,15 +2,15 @@
 # # 05 · Pipeline parallelism
 #
 # **Question.** A model's layers are split into four stages, one device for each. A stage needs the output of
-# the stage before it. How do all four devices work at the same time, and how much idle time is left?
+# the stage before it. How can all four devices work at the same time, and how much idle time remains?
 #
-# **Why it hurts not to know.** Done naively, four devices are as fast as one. And a pipeline calls its
-# backward passes itself, where otherwise `jax.grad` would. The program at the end of this page prints the
+# **Why it hurts not to know.** With a naive pipeline, four devices are only as fast as one. And a pipeline
+# schedule runs its own backward passes instead of `jax.grad`. The program at the end of this page prints the
 # right loss and trains, but its gradient is wrong.
 #
-# *Before this:* 01 and 02 (`shard_map`, collectives, gradients), 03, 04. *Mesh:* `stage=4`, then
-# `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 45 s on 2 cores. *Reading takes* 35 minutes, and the
-# exercises an hour.
+# *Before this:* chapters 01 and 02 (`shard_map`, collectives, gradients), 03 (FSDP) and 04 (tensor
+# parallelism). *Mesh:* `stage=4`, then `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 45 s on 2 cores.
+# *Reading takes* 35 minutes, and the exercises an hour.
 
 # %%
 from devices import simulate_devices
@@ -33,10 +33,10 @@ blue = "#4c78a8"  # on this page: forward passes
 # %% [markdown]
 # ## One stage at a time
 #
-# Take four layers `x + tanh(x @ w)`, one for each device along the mesh axis `stage`, and 32 rows of width
-# D. There are n = 4 stages and as many layers (L in the names of arrays; l is this device's one layer). The
-# rows come in Z = 8 groups of N = 4 rows, for a reason that follows. This cell starts a program that you can
-# paste into an empty file; its other two cells are under "1F1B by hand".
+# Take four layers `x + tanh(x @ w)`, one for each device along the mesh axis `stage`, and 32 rows of width D.
+# There are n = 4 stages and as many layers (L in the names of arrays; l is this device's one layer). The rows
+# come in Z = 8 groups of N = 4 rows, the microbatches explained below. This cell starts a program that you
+# can paste into an empty file; the other two cells of it are under "1F1B by hand".
 
 # %% tags=["by-hand"]
 import os
@@ -55,24 +55,24 @@ draw_normal = np.random.default_rng(0).normal
 w_LDD = np.float32(draw_normal(size=(n, D, D)) / D**0.5)
 x_ZND, y_ZND = np.float32(draw_normal(size=(2, Z, N, D)))
 layer = lambda w_DD, x_ND: x_ND + jnp.tanh(x_ND @ w_DD)
-share = lambda out_ND, y_ND: jnp.sum((out_ND - y_ND) ** 2) / (Z * N * D)  # of the mean
+share = lambda out_ND, y_ND: jnp.sum((out_ND - y_ND) ** 2) / (Z * N * D)  # add Z: mean
 RING = [(s, (s + 1) % n) for s in range(n)], [(s, (s - 1) % n) for s in range(n)]
 pass_on = lambda x, back=0: jax.lax.ppermute(x, "stage", RING[back])
 varying = lambda x: jax.lax.pcast(x, "stage", to="varying")  # may differ by stage
 
 # %% [markdown]
-# Stage 0 processes all 32 rows and passes them on, then stage 1 does, then 2, then 3. The result is right,
-# but three of the four devices are always idle. This is as slow as one device.
+# Suppose that stage 0 processes all 32 rows and passes them on, then stage 1 does the same, then 2, then 3.
+# The result is right, but three of the four devices are always idle. This is as slow as one device.
 #
 # ## Microbatches
 #
-# Rows do not depend on each other. So let a stage start its second *microbatch*, the next N rows, while its
-# neighbor works on the first. One program runs on all devices, in *ticks*: in tick t, stage s processes
-# microbatch t - s. Then every stage sends its output to the next along `stage`, with one `ppermute`, and the
-# last stage adds the microbatch to the loss. A stage without a microbatch computes anyway, on zeros or on
-# the last microbatch again, because all devices must take part in a collective. Its result is not used, but
-# it has to be finite, because the backward pass multiplies it by 0. And the carry of a scan must keep its
-# type, so it starts as `varying` along every axis along which its later values vary.
+# Rows do not depend on each other. So let a stage start its second *microbatch*, the next N rows, while the
+# next stage works on the first. One program runs on all devices, in time steps called *ticks*: in tick t,
+# stage s processes microbatch t - s. Then every stage sends its output to the next stage, with one
+# `ppermute`, and the last stage adds the microbatch's loss. A stage without a microbatch computes anyway, on
+# zeros or on the last microbatch again, because all devices must take part in a collective. This result is
+# not used, but it has to be finite, because the backward pass multiplies it by 0. And the carry of a scan
+# must keep its type, so it starts as `varying` along every axis along which its later values vary.
 #
 # > **Predict.** How many ticks do 8 microbatches take to pass through 4 stages?
 
@@ -104,12 +104,12 @@ batch = x_ZND, y_ZND
 forward = on_stages(gpipe, P())
 found = lesson.compiled(forward, four, w_LDD, *batch)
 (message,) = [one for one in found.collectives if one.kind == "collective-permute"]
-lesson.predicted("messages, one per tick", my_prediction, int(message.count))
+lesson.predicted("sends, one per tick", my_prediction, int(message.count))
 through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
 one_device = jax.value_and_grad(lambda w_LDD: share(through(w_LDD), y_ZND))
 pipelined = jax.value_and_grad(forward)(w_LDD, *batch)
 assert lesson.same(pipelined, one_device(w_LDD))
-print("loss and gradient are those of one device")
+print("loss and gradient match one device")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Above, four long boxes one after the other; below, four staggered rows of short ones."}}
 figure, axes = plt.subplots(2, figsize=(5, 3.6), sharex=True)
@@ -125,31 +125,31 @@ for ax, many in zip(axes, (1, Z), strict=True):
     ax.set(yticks=range(n), ylabel="stage", title=title)
     ax.invert_yaxis()
 axes[1].set(xlabel=f"time, in passes of {N} rows through a stage")
-title = "In microbatches, the same rows take a third of the time"
+title = "With microbatches, the same rows take a third of the time"
 title = figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# The picture assumes that 4 rows take an eighth of the time of 32. That is true until a microbatch is too
-# small to use the whole device. The last microbatch enters in tick Z - 1, and n - 1 more stages follow. Each
-# stage works in Z of these Z + n - 1 ticks, so its share of idle time, the *bubble*, is (n - 1)/(Z + n - 1):
-# here 3/11, or 27%. With Z = 4n it is below a fifth; the authors of
-# [GPipe](https://arxiv.org/abs/1811.06965) found it negligible from there on.
+# The figure assumes that 4 rows take an eighth of the time of 32 rows. That is true unless a microbatch is
+# too small to use the whole device. The last microbatch enters in tick Z - 1, and needs n - 1 more ticks for
+# the other stages. Each stage works in Z of these Z + n - 1 ticks, so its fraction of idle time, the
+# *bubble*, is (n - 1)/(Z + n - 1): here 3/11, or 27%. With Z = 4n it is below a fifth, which the authors of
+# [GPipe](https://arxiv.org/abs/1811.06965) found negligible.
 #
 # ## What has to be saved
 #
 # `jax.grad` of this loop runs the ticks in reverse, after all forward passes: that is GPipe. The activations
 # that a backward pass needs stay in memory until then, for all Z microbatches. Other orders need less memory
-# or less time. A *schedule* is such an order, one for each stage: F3 is the forward pass of microbatch 3, B3
-# its backward pass. Every stage runs its list from left to right, and each entry waits until its input has
-# arrived.
+# or less time. A *schedule* lists the order of the passes for each stage: F3 is the forward pass of
+# microbatch 3, B3 its backward pass. Every stage runs its list from left to right, and each pass waits until
+# its input has arrived.
 #
 # A backward pass computes two gradients, and each takes about as long as the forward pass: the gradient of
-# the inputs, for which the previous stage waits, and the gradient of the weights, for which nothing waits.
-# So F takes 1 unit, and B takes 2. `pipeline.schedules` has four published schedules, and `simulate` runs
-# them:
+# the inputs, which the previous stage waits for, and the gradient of the weights, which can be computed
+# later. So F takes 1 unit, and B takes 2. `pipeline.schedules` has four published schedules, and `simulate`
+# runs them:
 
 # %%
-names = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1}  # chunks of a stage
+names = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1}  # chunks per stage
 published = {name: schedules.schedule(name, n, Z, v) for name, v in names.items()}
 alone = {name: schedules.simulate(x, 1, 1, 1) for name, x in published.items()}
 for name in ("gpipe", "1f1b"):
@@ -162,9 +162,9 @@ assert [one.makespan for one in alone.values()] == [33, 33, 28.5, 27]
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four timelines: GPipe and 1F1B end at 33, interleaved at 28.5, zero-bubble at 27."}}
 SAYS = {
     "gpipe": "GPipe, all forward passes first",
-    "1f1b": "1F1B idles as long, saves less",
+    "1f1b": "1F1B, as long, fewer saved activations",
     "interleaved": "Interleaved (light: second chunk)",
-    "zb": "Zero-bubble, weight gradients fill gaps",
+    "zb": "Zero-bubble, gaps filled",
 }
 figure, axes = plt.subplots(4, figsize=(5, 8.2), sharex=True)
 for ax, (name, says) in zip(axes, SAYS.items(), strict=True):
@@ -178,28 +178,31 @@ labels = ["forward", "backward", "weight gradient"]
 legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 
 # %% [markdown]
-# Each stage does 24 units of work in all of them. The rest is idle time, which you can derive:
+# In all four schedules, each stage does 24 units of work. The rest is idle time, which you can derive:
 #
 # - **GPipe, 1F1B.** The first microbatch reaches the last stage after n - 1 forward passes, and the last
-#   gradient comes back over n - 1 backward passes: (n - 1)(1 + 2) = 9. 1F1B, which alternates one forward
-#   and one backward pass after a few forward passes, is *not* faster. But its stages save only 4, 3, 2 and 1
-#   microbatches, for any Z.
-# - **Interleaved.** Each stage has v thin *chunks* of layers: with v = 2, stage 0 of 4 has the first and the
-#   fifth eighth of the layers, and a microbatch travels through the stages v times. The first passes are v
-#   times shorter: 9/v. The price is v times the messages, and more saved activations.
+#   gradient comes back over n - 1 backward passes. So each stage is idle for (n - 1)(1 + 2) = 9 units. 1F1B
+#   (after a few forward passes, one backward pass follows each forward pass) is *not* faster. But its stages
+#   save only 4, 3, 2 and 1 microbatches, for any Z.
+# - **Interleaved.** Each stage has v smaller *chunks* of layers (virtual stages): with v = 2, stage 0 of 4
+#   has the first and the fifth eighth of the layers, and a microbatch travels through the stages v times.
+#   Each pass is v times shorter, so the pipeline fills and drains v times faster: 9/v idle units. The price
+#   is v times as many sends, and more saved activations.
 # - **Zero-bubble.** A stage sends the gradient of its inputs back first, and computes the gradient of its
-#   weights when it would be idle. A backward pass then delays the next stage by 1 unit instead of 2, and a
-#   weight gradient fills a gap: (n - 1)(1 + 1 - 1) = 3.
+#   weights when it would be idle. A backward pass then delays the next stage by 1 unit instead of 2, and
+#   weight gradients fill gaps. With 1 unit for the forward pass, plus 1 for the input gradient, minus 1 for
+#   the weight gradient that fills a gap, (n - 1)(1 + 1 - 1) = 3 idle units remain.
 #
 # ## One program: all stages run in lock-step
 #
 # The published schedules assume a separate program for each stage, which sends its output and continues. JAX
-# compiles *one* program for all devices. There each tick ends with messages in which all devices take part,
-# so no stage starts the next tick before its neighbors' messages have arrived. In a tick a stage does at
-# most one F, then one B. What it sends can be used in the next tick. GPipe does not mind: 33 as before.
+# compiles *one* program for all devices. In it, each tick ends with a `ppermute` of all devices, so no stage
+# starts the next tick before its neighbors' data has arrived. In a tick a stage does at most one forward pass
+# (F), then one backward pass (B). The next stage can use the result in the next tick. GPipe still takes 33
+# units.
 #
-# > **Predict.** How many units does 1F1B take in lock-step? (33 without. Stage 0 holds four microbatches
-# > here. In which tick is the first of them back, so that a fifth can start?)
+# > **Predict.** How many units does 1F1B take in lock-step? (Without, it takes 33. Stage 0 has at most four
+# > microbatches in flight. In which tick is the first of them back, so that a fifth can start?)
 
 # %%
 my_prediction = None  # units
@@ -212,14 +215,15 @@ print("in lock-step:", in_step)
 assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48
 
 # %% [markdown]
-# A column is a tick. F0 is in tick 0. Its output needs 3 ticks to reach the last stage, and its gradient 3
-# ticks back: B0 is in tick 6. Until then the published schedule allows stage 0 only 4 microbatches in
-# flight, so F4 waits until tick 7. That is 4 microbatches in 7 ticks. A tick lasts as long as its busiest
-# stage, and in each of these ticks some stage does both F and B: 3 units. Zero-bubble loses as much. The
-# interleaved schedule loses nothing: it takes 28.5 in lock-step too.
+# Each column is a tick. Stage 0 does F0 in tick 0. Its output needs 3 ticks to reach the last stage, and the
+# gradient 3 ticks back: B0 is in tick 6. Until then the published schedule allows stage 0 only 4 microbatches
+# in flight. Within a tick, F comes before B, so F4 waits until tick 7. That is 4 microbatches in 7 ticks. A
+# tick lasts as long as its busiest stage, and in each of these ticks some stage does both F and B: 3 units.
+# Zero-bubble slows down by a similar amount. The interleaved schedule does not: it takes 28.5 units in
+# lock-step too.
 #
-# The remedy: to process a microbatch in every tick, 7 have to be in flight. Let stage s do F of microbatch m
-# in tick m + s, as before, and B of it as soon as its gradient can arrive, in tick m + 2(n - 1) - s:
+# To process a microbatch in every tick, you need 7 of them in flight. Let stage s do F of microbatch m in
+# tick m + s, as before, and B as soon as the gradient can arrive, in tick m + 2(n - 1) - s:
 
 # %%
 ahead = {name: schedules.schedule(name, n, Z, v, lead=2) for name, v in names.items()}
@@ -231,18 +235,18 @@ for name, sched in ahead.items():
 assert schedules.lock_step(ahead["1f1b"], 1, 1, 1) == 33
 
 # %% [markdown]
-# 1F1B is now as fast as GPipe again, and saves 7 microbatches instead of 4, for any Z. (`lead=2`: each stage
-# is twice as far ahead of the next as in the published schedule.) Zero-bubble saves 3 units in lock-step
-# instead of 6. It fills the gaps of some stages, but a tick lasts as long as its busiest stage. Megatron-LM
-# and PyTorch run a program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374) does so for JAX.
-# They avoid lock-step, and need a scheduler on the hosts.
+# 1F1B is now as fast as GPipe again, and keeps 7 microbatches in memory instead of 4, for any Z. (`lead=2`:
+# each stage is twice as far ahead of the next as in the published schedule.) In lock-step, zero-bubble is 3
+# units faster than 1F1B instead of 6, because it fills the gaps of some stages, but not of the busiest one.
+# Megatron-LM and PyTorch run a separate program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374)
+# does so for JAX. They avoid lock-step, but need a scheduler on the hosts.
 #
 # ## 1F1B by hand
 #
-# The two formulas are the whole schedule. A microbatch is saved from its F to its B, less than 2n - 1 ticks,
-# so it uses slot m mod (2n - 1) of a buffer. `jax.vjp` recomputes the stage from the saved input, and
-# returns the backward pass. On the last stage, F and B of a microbatch are in the same tick, and its
-# gradient starts with the loss:
+# These two formulas are the whole schedule. The input of a microbatch is saved from its F to its B, less than
+# 2n - 1 ticks, in slot m mod (2n - 1) of a buffer. `jax.vjp` recomputes the stage from the saved input, and
+# returns the backward pass. On the last stage, F and B of a microbatch are in the same tick, and the backward
+# pass starts from the loss:
 
 
 # %% tags=["by-hand"]
@@ -276,10 +280,10 @@ through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
 right = jax.value_and_grad(lambda w_LDD: share(through(w_LDD), y_ZND))(w_LDD)
 for mine, one_device in zip(step(w_LDD, x_ZND, y_ZND), right, strict=True):
     np.testing.assert_allclose(mine, one_device, rtol=1e-4, atol=1e-5)
-print("loss and gradient are those of one device")
+print("loss and gradient match one device")
 
 # %% [markdown]
-# The compiler reports how much memory is used. With 8 and with 32 microbatches of the same size:
+# The compiler reports the memory used. Here it is for 8 and for 32 microbatches of the same size:
 
 # %%
 gpipe_step = jax.jit(jax.grad(forward))
@@ -294,16 +298,15 @@ for many in (8, 32):
 Z = 8
 
 # %% [markdown]
-# The rows of a microbatch have 384 bytes. GPipe's loop saves about four such arrays for each microbatch;
-# 1F1B has seven slots, however many there are.
+# The rows of a microbatch have 384 bytes. GPipe's loop saves about four arrays of this size for each
+# microbatch; 1F1B has seven slots, for any number of microbatches.
 #
 # ## In the model
 #
 # The trainer runs these schedules with whole layers instead of `layer`, and with the other mesh axes inside
-# each stage (`work.schedule`, `work.microbatches`). The claim is that of every chapter: the mesh changes
-# where the model is computed, not what. Here is a dense model of 4 layers on three axes: 2 stages of 2
-# layers, each weight in 2 shards, each matmul split in 2, and a batch in which 30% of the targets do not
-# count:
+# each stage (`work.schedule`, `work.microbatches`). As in every chapter, the mesh changes where the
+# computation runs, not its result. Here is a dense model with 4 layers on three axes: 2 stages of 2 layers,
+# each weight in 2 shards, each matmul split in 2, and a batch in which 30% of the targets are masked:
 
 # %% tags=["hide-input"]
 import model
@@ -324,7 +327,7 @@ def settings(mesh="data=1", schedule="gpipe", Z=1, batch=16):
 def batch_of(cfg):
     shape, rng = (cfg.data.batch_size, cfg.data.seq_len), np.random.default_rng(1)
     numbers = lambda: rng.integers(0, cfg.model.vocab_size, shape, dtype=np.int32)
-    real = np.float32(rng.random(shape) < 0.7)  # 1 where a target counts
+    real = np.float32(rng.random(shape) < 0.7)  # 0: a masked target
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     segments = np.ones(shape, np.int32)  # one document per row
     return {"tokens_BT": numbers(), "targets_BT": numbers(), "weights_BT": real,
@@ -362,7 +365,7 @@ program, args = compile_step(settings())
 LOSS, _, GRADS = jax.tree.map(np.asarray, program(*args))
 cfg = settings("stage=2,fsdp=2,tensor=2", "1f1b", 4)
 text = compare(cfg).as_text()
-shares = compiled.shares(cfg, text)  # a branch counts as often as it runs
+shares = compiled.shares(cfg, text)  # how often each branch runs
 found = lesson.ledger.read(text, sharding.make_mesh(cfg.mesh), shares)
 for axis in ("fsdp", "tensor", "stage"):
     one = found.totals_by("axes")[axis]
@@ -370,27 +373,27 @@ for axis in ("fsdp", "tensor", "stage"):
 
 # %% [markdown]
 # Every layer communicates along `tensor` and `fsdp`, and each microbatch gathers the weights again. Along
-# `stage` there are 2 messages in each of 6 ticks, however many layers a stage has. The rest of its bytes are
-# for the loss and for the gradients of the two vocabulary tables. All stages share the work on the loss;
-# otherwise they would wait for the last stage, which alone would compute the logits.
+# `stage`, each device sends 2 messages in each of 6 ticks, for any number of layers per stage. The other
+# bytes along `stage` are for the loss and for the gradients of the two vocabulary tables (embedding and
+# unembedding). The work on the loss is divided among all stages; otherwise they would wait while the last
+# stage computes the logits.
 #
-# ## When it pays
+# ## When a pipeline pays off
 #
-# A stage's messages are small and rare, so it belongs on the slowest network. Let one slow network connect
-# two groups of g devices. P is the number of parameters, N is now the number of tokens per step, and D is
-# the width. What does a device send over the slow network?
+# A stage sends little and rarely, so use `stage` on the slowest network. Let one slow network connect two
+# groups of g devices. P is the number of parameters, N is now the number of tokens per step, and D is the
+# width. How much does a device send over the slow network?
 #
-# - `data=2`: it all-reduces its shard of the gradients with the other group's, in float32: 4P/g bytes (an
-#   all-reduce of two devices sends 2 · 1/2 of the array).
-# - `stage=2`: a vector of width D for each of N/g tokens forward, and as much backward. In lock-step every
-#   device sends in both directions in every tick, even zeros. In bfloat16: 4 N D/g bytes. Both stages share
-#   the work on logits and loss, so the last one sends half of its outputs over, and their gradients come
-#   back: 2 N D/g more.
+# - `data=2`: each device all-reduces its shard of the gradients with a device of the other group, in float32:
+#   4P/g bytes (an all-reduce of two devices sends 2 · 1/2 of the array).
+# - `stage=2`: a vector of width D for each of N/g tokens forward, and as much backward, because in lock-step
+#   every device sends in both directions in every tick, even zeros. In bfloat16 that is 4 N D/g bytes. The
+#   work on logits and loss is divided between both stages, so the last stage sends half of its outputs to the
+#   first, and their gradients come back: 2 N D/g more.
 #
-# So a pipeline sends less as long as **6 N D < 4 P**, but it also has a bubble: the time of n - 1
-# microbatches. The planner counts all of it, here for Llama 3 8B on two nodes of 8 H100s with a slow network
-# between them, 100 Gbit/s, which the 8 GPUs share. Each device processes one sequence of 8,192 tokens at a
-# time.
+# So a pipeline sends less if **6 N D < 4 P**, but it also has a bubble: the time of n - 1 microbatches. The
+# planner counts both, here for Llama 3 8B on two nodes of 8 H100s. The network between the nodes is slow: 100
+# Gbit/s, shared by the 8 GPUs of a node. Each device processes one sequence of 8,192 tokens at a time.
 
 # %% tags=["hide-input"]
 slow = dataclasses.replace(hardware.CHIPS["h100"], dcn_bytes_per_s=12.5e9 / 8)
@@ -425,8 +428,8 @@ tables = 8 * plan.cfg.model.vocab_size * width / g / wire  # their gradients, fl
 ends = 4 * 2 * each * width / g / wire  # the 2 ticks more than microbatches
 left = 4 * P_ / g / wire - bubble - tables - ends
 by_hand = left / (6 * width / g / wire)
-print(f"4 P/g takes {4 * P_ / g / wire:.2f} s; of it go {bubble:.2f} s for the bubble,")
-print(f"{tables:.2f} for tables, {ends:.2f} for the ends:", end=" ")
+print(f"4 P/g takes {4 * P_ / g / wire:.2f} s. Subtract {bubble:.2f} s for the bubble,")
+print(f"{tables:.2f} for the tables, {ends:.2f} for the 2 extra ticks:", end=" ")
 print(f"equal at {by_hand / 1e6:.2f} million tokens")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds per token against tokens per step: stage=2 is faster at left, data=2 at right."}}
@@ -445,14 +448,14 @@ assert abs(by_hand / 1e6 / equal - 1) < 0.05, "formula and planner disagree"
 axes.axvline(by_hand / 1e6, color=lesson.NEUTRAL, linewidth=0.8)
 axes.text(by_hand / 1e6 - 0.02, 1, "by hand", ha="right", color=lesson.NEUTRAL)
 axes.set(xlabel="tokens per step, millions", ylabel="s per million tokens", ylim=0)
-axes.set(title="Over a slow network, a pipeline wins while the batch is small")
+axes.set(title="Over a slow network, a pipeline is faster for small batches")
 legend = axes.legend(loc="upper center")
 
 # %% [markdown]
-# Formula and curves agree. (No communication overlaps with compute here: the planner knows what a TPU's
-# compiler overlaps, but not what a GPU's does. Overlap would help `data` more, whose one all-reduce can run
-# during the backward pass.) All this is for the slow network. Now 400 Gbit/s for each GPU, the planner's
-# default for H100, and then one node alone:
+# Formula and curves agree. (No communication overlaps with compute here: the planner knows what the TPU
+# compiler overlaps, but not the GPU compiler. Overlap would help `data` more, because its one all-reduce can
+# run during the backward pass.) So much for the slow network. Next, 400 Gbit/s for each GPU, the planner's
+# default for H100, and then a single node:
 
 # %%
 for on, splits in {
@@ -466,26 +469,27 @@ for on, splits in {
 # %% [markdown]
 # There are two practical reasons for stages:
 #
-# - **A batch too small for more `fsdp`** over a slow network: 6 N D well below 4 P. (Measured with nodes of
-#   8 GPUs in the [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook): from
-#   one node to two, a pipeline with few microbatches lost 14% of its speed, tensor parallelism about 43%.)
-#   Between TPU slices only `data` is allowed: `sharding.make_mesh` refuses any other axis there.
-# - **Sparse models.** All of their parameters would be gathered for few FLOPs per token (chapter 03), but
-#   stages leave them in place: DeepSeek-V3 has 16 stages
+# - **A batch too small for more `fsdp`** over a slow network: 6 N D well below 4 P. (The [Ultra-Scale
+#   Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured nodes of 8 GPUs: from one
+#   node to two, a pipeline with few microbatches lost 14% of its speed, tensor parallelism about 43%.) In
+#   this project only `data` may span TPU slices: `sharding.make_mesh` raises an error for any other axis.
+# - **Sparse models.** FSDP would gather all of their parameters for few FLOPs per token (chapter 03), but
+#   stages don't move parameters: DeepSeek-V3 was trained with 16 stages
 #   ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.2).
 #
-# Memory alone is no reason: `fsdp` shards parameters, gradients and optimizer state as finely. And use
-# enough microbatches: with Z = n = 4 the bubble is 3/7 of the time. (A microbatch's message here is 67 MB,
-# far above the size where latency decides, chapter 01.)
+# Memory alone is no reason: `fsdp` can shard parameters, gradients and optimizer state over as many devices.
+# And use enough microbatches: with Z = n = 4 the bubble is 3/7 of the time. (Here a stage sends 67 MB per
+# microbatch, far more than the size below which latency dominates, chapter 01.)
 #
-# Simulated devices cannot show time. They share this machine's cores, so while one is idle another works.
-# Bubbles here are computed from schedules; ticks, messages, bytes and memory come from the compiled program.
+# Simulated devices cannot show time. They share this machine's cores, so while one device is idle, another
+# works. Bubbles here are computed from schedules; ticks, sends, bytes and memory come from the compiled
+# program.
 
 # %% [markdown]
 # ## Exercise 1: the missing stage
 #
-# This is the published 1F1B with 4 stages and 6 microbatches, but the order of stage 1 is missing. Write it
-# down.
+# This is the published 1F1B schedule for 4 stages and 6 microbatches, but the order of stage 1 is missing.
+# Write this order.
 
 
 # %% tags=["hide-input"]
@@ -508,10 +512,10 @@ def deadlock(words):
     """Why an order cannot run."""
     first = next(n for n, word in enumerate(words) if word[0] == "B")
     if first == 1:
-        return "Deadlock: B0 waits for stage 2, which needs F1 before it sends any."
+        return "Deadlock: B0 waits for stage 2, which needs F1 before it sends B0."
     if first > 4:
         return "Deadlock: F4 waits for stage 0, which needs B0 before it sends F4."
-    return "Deadlock: gradients come as B0, B1, B2, .., forward passes as F0, F1, .."
+    return "Deadlock: gradients arrive as B0, B1, B2, .., activations as F0, F1, .."
 
 
 # %% tags=["hide-input"]
@@ -527,11 +531,11 @@ def check_stage(answer):
     except ValueError:
         return deadlock(words)
     if (time, keeps) == (27, 3):
-        return "Right: 27 units of time, and 3 saved."
-    said = f"{time:g} units of time, and {keeps} saved. "
+        return "Right: 27 units of time, and 3 microbatches saved."
+    said = f"{time:g} units of time, and {keeps} microbatches saved. "
     if keeps > 3:
-        return said + "Each F starts later than it could. Which stage's order is this?"
-    return said + "Late. What fits in while a gradient is in flight?"
+        return said + "Which stage's order is this?"
+    return said + "Late. What can you run while a gradient is in flight?"
 
 
 # %%
@@ -544,9 +548,9 @@ print(check_stage(stage_1))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `"F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"`. Two stages follow, so n - 1 - s = 2 more forward passes start
-# before B0 arrives. Then forward and backward passes alternate. An order that cannot work fails in `check`:
-# it is a deadlock, found before any device hangs.
+# `"F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"`. Two stages follow stage 1, so n - 1 - s = 2 more forward passes
+# start before B0 arrives. Then forward and backward passes alternate. `check` reports an order that cannot
+# work as a deadlock, before any device hangs.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -557,8 +561,8 @@ assert said(order_of(2)).startswith("39 units") and "Late" in said(order_of(2))
 assert "F1 before" in said(order_of(3))
 assert "needs B0" in said("F0 F1 F2 F3 F4 F5 B0 B1 B2 B3 B4 B5")
 assert "needs B0" in said("F0 F1 F2 F3 F4 F5 B5 B4 B3 B2 B1 B0")
-assert "gradients come" in said("F0 F1 F2 B2 F3 B1 F4 B0 F5 B3 B4 B5")
-assert "gradients come" in said("B0 F0 F1 F2 B1 F3 B2 F4 B3 F5 B4 B5")
+assert "gradients arrive" in said("F0 F1 F2 B2 F3 B1 F4 B0 F5 B3 B4 B5")
+assert "gradients arrive" in said("B0 F0 F1 F2 B1 F3 B2 F4 B3 F5 B4 B5")
 assert said("F0 F1 F2 B0 B1 F3 F4 B2 B3 F5 B4 B5").startswith("33 units")
 assert said("f0, f1, f2, b0, f3, b1, f4, b2, f5, b3, b4, b5").startswith("Right")
 for odd in ("F0 F1 B0", "huh", "F0,F1", "f0 f1", order_of(1) + " B5"):
@@ -567,10 +571,11 @@ for nothing in (..., None, "", ["F0"]):
     assert said(nothing) == lesson.NOTHING
 
 # %% [markdown]
-# ## Exercise 2: how many slots
+# ## Exercise 2: how many saved microbatches
 #
-# In 1F1B by hand, how many microbatches does stage s save at most, with n stages and Z microbatches? The
-# buffer has 2n - 1 slots on all stages. How long is the path of a microbatch from stage s and back?
+# In 1F1B by hand, how many microbatches does stage s save at the same time, at most, with n stages and Z
+# microbatches? The buffer has 2n - 1 slots on all stages. How long does a microbatch take from stage s to the
+# last stage and back?
 
 
 # %% tags=["hide-input"]
@@ -579,15 +584,15 @@ def check_kept(answer):
     sched = lambda n, Z: schedules.one_f_one_b(n, Z, lead=2)
     right = lambda n, Z, s: schedules.live_activations(sched(n, Z))[s]
     hints = {
-        lambda n, s: n - s: "As published. In lock-step, how far away is a gradient?",
-        lambda n, s: 2 * (n - 1 - s): "Too few. And the last stage?",
+        lambda n, s: n - s: "As published. In lock-step, when is the gradient back?",
+        lambda n, s: 2 * (n - 1 - s): "Too few. What does the last stage save?",
         lambda n, s: 2 * (n - s): "Too many. In a tick, is F or B first?",
         lambda n, s: 2 * n - 1: "Every stage has that many slots. Which are used?",
-        lambda n, s: 2 * n - 1 - s: "The path begins at stage s. Where does it end?",
+        lambda n, s: 2 * n - 1 - s: "It starts at stage s. Where does it come back to?",
     }
     mistakes = [
         (lambda n, Z, s: Z, "That is GPipe's number. When is the first one read?"),
-        (lambda n, Z, s: 2 * (n - 1 - s) + 1, "Right for large Z. And for Z = 3?"),
+        (lambda n, Z, s: 2 * (n - 1 - s) + 1, "Right for large Z, but not for Z = 3."),
         *((lambda n, Z, s, f=f: f(n, s), hint) for f, hint in hints.items()),
         *((lambda n, Z, s, f=f: min(f(n, s), Z), hint) for f, hint in hints.items()),
     ]
@@ -604,9 +609,9 @@ print(check_kept(kept))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return min(2 * (n - 1 - s) + 1, Z)`. What stage s sends needs n - 1 - s ticks to reach the last stage,
-# becomes a gradient in that tick, and needs as many ticks back. In each of these ticks the stage starts one
-# more microbatch, and there is the first one itself.
+# `return min(2 * (n - 1 - s) + 1, Z)`. The output of stage s needs n - 1 - s ticks to reach the last stage,
+# where the backward pass starts in the same tick. The gradient needs n - 1 - s ticks back. In each of these
+# ticks stage s starts one more microbatch; add 1 for the first.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -622,24 +627,24 @@ assert "published" in check_kept(lambda n, Z, s: n - s)
 assert "Too few" in check_kept(lambda n, Z, s: 2 * (n - 1 - s))
 assert "Too many" in check_kept(lambda n, Z, s: 2 * (n - s))
 assert "Which are used" in check_kept(lambda n, Z, s: 2 * n - 1)
-assert "begins at stage s" in check_kept(lambda n, Z, s: min(2 * n - 1 - s, Z))
+assert "starts at stage s" in check_kept(lambda n, Z, s: min(2 * n - 1 - s, Z))
 assert "Not yet" in check_kept(lambda n, Z, s: 5)
 assert "Nothing" in check_kept(lambda n, Z, s: ...)
 
 # %% [markdown]
 # ## Exercise 3: choose a layout
 #
-# Take the two nodes above with the slow network, Llama 3 8B, and 262,144 tokens per step. Both layouts of
-# the planner's first lines are too slow. Find one with a step of at most 2.45 s that needs at most 40 GiB on
-# each GPU. You can choose the mesh (16 devices), the schedule (`gpipe`, `1f1b` or `zb`), and how often
-# weights are gathered (`layer` or `step`). Work out Z: how many sequences does each group of devices that
-# share one sequence get?
+# Take the two nodes above with the slow network, Llama 3 8B, and 262,144 tokens per step. The first two
+# layouts above, `data=2,fsdp=8` and `stage=2,fsdp=8`, are too slow. Find a layout with a step of at most 2.45
+# s that needs at most 40 GiB on each GPU. You can choose the mesh (16 devices), the schedule (`gpipe`, `1f1b`
+# or `zb`), and how often weights are gathered (`layer` or `step`). Start with Z: how many sequences does each
+# group of devices that work on the same sequence get?
 
 
 # %% tags=["hide-input"]
 TOO_SLOW = {
-    "compute": "Matmuls take {compute:.2f} s, 1.10 without zb: each half recomputes.",
-    "data": "Gradients take {data:.2f} s between the nodes. What else could go there?",
+    "compute": "Compute takes {compute:.2f} s, 1.10 without zb: each half recomputes.",
+    "data": "Gradients take {data:.2f} s between the nodes. Which axis sends less?",
     "fsdp": "Gathering weights takes {fsdp:.2f} s. Over which link, and how often?",
     "tensor": "Activations take {tensor:.2f} s along tensor. Is that axis too long?",
     "stage": "Stage messages take {stage:.2f} s. How many stages need that network?",
@@ -668,11 +673,11 @@ def check_design(answer):
     try:
         one = planned(**chosen)
     except (ValueError, TypeError) as error:
-        return f"The planner refuses: {error}"
+        return f"The planner rejects this: {error}"
     said = f"{one.step_s:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
     if one.peak_bytes > 40 * 2**30:
         part = max(one.memory_bytes, key=one.memory_bytes.get)
-        return said + f"Too large: most of it is {part}. Which axes would divide that?"
+        return said + f"Too large: most of it is {part}. Which axes would shard that?"
     return said + ("That is fast enough." if one.step_s <= 2.45 else why_slow(one))
 
 
@@ -690,11 +695,11 @@ print(check_design(design))
 # <details><summary>Solution</summary>
 #
 # `{"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": "1f1b", "work.gather": "step"}`: 2.32 s, 31 GiB. With
-# `fsdp=8` a stage has 8 groups, each with 4 of the 32 sequences, so Z is 4. `tensor=2` inside a node leaves
-# 4 groups with 8 sequences: Z = 8, and half the bubble. It also halves the gathered weights of
-# `gather=step`, which were 55 GiB. `gpipe` is even faster by 0.04 s, with 33 GiB: its ticks send one message
-# instead of two, 18 in all instead of 20. `zb` is slower: its two halves both recompute, and lock-step takes
-# back half of what it saves.
+# `fsdp=8` each device works on its own 4 of the 32 sequences, so Z is 4. With `tensor=2` inside a node there
+# are 4 groups with 8 sequences each: Z = 8, and half the bubble. `tensor=2` also halves the gathered weights
+# of `gather=step`; with `fsdp=8`, such a step needs 55 GiB. `gpipe` is even faster by 0.04 s, with 33 GiB: it
+# sends one message per tick instead of two, 18 in total instead of 20. `zb` is slower: the two halves of its
+# backward pass both recompute, and lock-step takes away half of the time that it saves.
 # </details>
 
 
@@ -708,8 +713,8 @@ solved = said("stage=2,fsdp=4,tensor=2", gather="step")
 assert solved == "2.32 s, 31 GiB. That is fast enough.", solved
 assert "2.27 s, 33 GiB. That" in said("stage=2,fsdp=4,tensor=2", "gpipe", "step")
 assert "That is fast enough" in said("stage=2,fsdp=2,tensor=4", gather="step")
-assert "What else" in said("data=2,fsdp=8")
-assert "What else" in said("data=2,tensor=8")
+assert "Which axis" in said("data=2,fsdp=8")
+assert "Which axis" in said("data=2,tensor=8")
 assert "Over which link" in said("fsdp=16")
 assert "Z larger" in said("stage=2,fsdp=8")
 assert "how often" in said("stage=2,fsdp=4,tensor=2")
@@ -718,9 +723,9 @@ assert "need that network" in said("stage=4,fsdp=4")
 assert "need that network" in said("stage=16")
 assert "each half recomputes" in said("stage=2,fsdp=4,tensor=2", "zb", "step")
 assert "too long" in said("stage=2,tensor=8")
-assert "refuses" in said("tensor=16")
-assert "refuses" in said("stage=4")
-assert "refuses" in said("stages=2")
+assert "rejects" in said("tensor=16")
+assert "rejects" in said("stage=4")
+assert "rejects" in said("stages=2")
 assert "as in START" in check_design(lambda: "stage=2,fsdp=8")
 assert said(...) == lesson.NOTHING
 for one, messages in (("gpipe", 18), ("1f1b", 20)):
@@ -732,12 +737,12 @@ for one, messages in (("gpipe", 18), ("1f1b", 20)):
 # ## A bug to find
 #
 # A colleague trains a classifier with 1F1B by hand; some rows are padding (`real_ZN` is 0). The loss is
-# right, and with AdamW the pipeline trains as one device does. With SGD it does not.
+# right, and with AdamW the pipeline trains as well as one device. With SGD it does not.
 
 
 # %%
 def nats(out_ND, target_N, real_N):
-    """Sum of -log softmax over the targets that count."""
+    """Sum of -log softmax over the targets that are not masked."""
     log_p_ND = jax.nn.log_softmax(out_ND)
     return -jnp.sum(real_N * jnp.take_along_axis(log_p_ND, target_N[:, None], 1)[:, 0])
 
@@ -794,7 +799,7 @@ def trained(run, optimizer, update, steps=15):
 
 
 four_stages = functools.partial(lambda f, w: f(w, *batch), on_four(classify))
-print(f"loss {one_device(w_LDD)[0]:.5f}, by the pipeline {four_stages(w_LDD)[0]:.5f}")
+print(f"loss {one_device(w_LDD)[0]:.5f}, in the pipeline {four_stages(w_LDD)[0]:.5f}")
 for name, optimizer in {"AdamW": optax.adamw(0.01), "SGD": optax.sgd(1.0)}.items():
     update = jax.jit(optimizer.update)
     after = [trained(run, optimizer, update) for run in (one_device, four_stages)]
@@ -819,9 +824,9 @@ MISTAKES = [
     (lambda: right * tokens / Z, "Smaller, and it depends on Z. Should it?"),
     (lambda: right * tokens / n, "Does it depend on how many stages there are?"),
     (lambda: right / n, "n times too small. Does each device have part of the count?"),
-    (lambda: right * tokens / (Z * N), "Nearly right. Do all 32 rows count?"),
+    (lambda: right * tokens / (Z * N), "Nearly right. Are all 32 rows valid?"),
     (lambda: sum_of_means(*batch) / Z, "Do all microbatches have as many targets?"),
-    (lambda: sum_of_means(*batch), "Each by its own count? And there are Z of them."),
+    (lambda: sum_of_means(*batch), "A sum of Z means, each over its own count."),
 ]
 
 
@@ -840,7 +845,7 @@ def check_pipeline(function):
         return f"{said} It is {lesson.ratio(found[1], right)}."
     if said or not lesson.same(found[0], loss):
         return said or "The gradient is right, but now the loss it reports is not."
-    return "Right: loss and gradient equal one device's."
+    return "Right: loss and gradient match one device's."
 
 
 # %% tags=["hide-output"]
@@ -849,19 +854,19 @@ print(check_pipeline(classify))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The function divides the *loss* by the number of targets, when all backward passes have already run. On one
-# device `grad` sees the division. Here the schedule calls the backward passes, and they start with the
-# gradient of a sum: 21 times too big, once for each target that counts. Fix it where they start, `pull(d_ND
-# / tokens)` on the last stage, or at the end: `dw_DD[None] / jnp.sum(real_ZN)`. Dividing each microbatch by
-# its own count would be a mean of means.
+# The function divides the *loss* by the number of targets after all backward passes have already run. On one
+# device, `grad` differentiates the division too. Here the schedule runs the backward passes, and they start
+# with the gradient of a sum: 21 times too big, for 21 unmasked targets. Divide where they start, `pull(d_ND /
+# tokens)` on the last stage, or at the end: `dw_DD[None] / jnp.sum(real_ZN)`. Dividing each microbatch by its
+# own count would be a mean of means.
 #
 # torchtitan had the mean of means ([#2206](https://github.com/pytorch/torchtitan/pull/2206), January 2026),
 # and after that change this bug ([#2972](https://github.com/pytorch/torchtitan/issues/2972), April 2026;
 # again in another trainer of that repository, [#4194](https://github.com/pytorch/torchtitan/pull/4194),
 # August). The printed loss was right, because it is divided separately. Adam cancels constant factors, and
-# clipping reduces any norm to its limit. NVIDIA's Automodel lost the gradients of all microbatches but the
-# last as silently ([#3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530)): "only the gradient
-# norm gave it away".
+# clipping reduces any larger norm to its limit. NVIDIA's Automodel silently lost the gradients of all
+# microbatches except the last ([#3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530)): "only the
+# gradient norm gave it away".
 # </details>
 
 
@@ -886,7 +891,7 @@ own_part = lambda g_LDD: g_LDD[jax.lax.axis_index("stage")][None]
 assert "has not changed" in check_pipeline(classify)
 assert "one device's" in check_pipeline(mended)
 assert "depends on Z" in said(lambda g, x, t, r: g * r.sum() / len(x))
-assert "32 rows" in said(lambda g, x, t, r: g * r.sum() / r.size)
+assert "32 rows valid" in said(lambda g, x, t, r: g * r.sum() / r.size)
 assert "as many targets" in said(lambda g, *batch: means(g, *batch) / len(batch[0]))
 assert "its own count" in said(means)
 assert "how many stages" in said(lambda g, x, t, r: g * r.sum() / 4)
@@ -901,28 +906,28 @@ assert check_pipeline(None) == check_pipeline(lambda *a: (..., ...)) == lesson.N
 # x_ND enters `layers[s]` on stage s, y_ND goes to stage s + 1, and dx_ND to stage s - 1. A stage stores 1/n
 # of the layers with their gradients and optimizer state, and runs Z microbatches.
 #
-# | schedule | idle, of Z + idle | saves, first stage | sends, forward and backward | in PyTorch |
+# | schedule | idle, of Z + idle | microbatches saved, first stage | sends, forward and backward | in PyTorch |
 # |---|---|---|---|---|
 # | GPipe | n - 1 | Z | y and dx of each microbatch | `ScheduleGPipe` |
 # | 1F1B | n - 1 | n; in lock-step 2n - 1 | the same; in lock-step both in every tick | `Schedule1F1B` |
 # | interleaved, v chunks | (n - 1)/v | more | v times as much | `ScheduleInterleaved1F1B` |
 # | zero-bubble | (n - 1)/3 | as 1F1B, and more | as 1F1B | `ScheduleInterleavedZeroBubble` |
 #
-# All messages are on the critical path in the first and last n - 1 ticks. Between them they can overlap with
-# work on other microbatches, if the runtime allows it. **When:** 6 N D < 4 P over the slow network, with Z
-# at least 4n; P counts all parameters of a sparse model. That is N < 2 P/(3 D) tokens per step: 1.3 million
-# for Llama 3 8B, of which bubble, tables and ends leave 0.9, as above. The formula does not depend on the
-# chip, but the bubble does: it costs the time of n - 1 microbatches. So on two nodes with fast networks, 400
-# Gbit/s per GPU, and inside a node, stages lose.
+# All sends are exposed in the first and last n - 1 ticks. In the other ticks they can overlap with compute on
+# other microbatches, if the runtime allows it. **When to use it:** 6 N D < 4 P over the slow network, with Z
+# at least 4n; P includes all experts of a sparse model. That is N < 2 P/(3 D) tokens per step: 1.3 million
+# for Llama 3 8B, or 0.9 million with the bubble, the tables and the 2 extra ticks. The formula does not
+# depend on the chip, but the bubble does: it costs the time of n - 1 microbatches. So with 400 Gbit/s per GPU
+# between two nodes, and inside a node, stages are slower.
 #
 # ## Three lines to keep
 #
 # 1. A schedule is an order of operations for each stage. GPipe *and* 1F1B are idle for (n - 1)/(Z + n - 1)
 #    of the time; they differ in the activations that they save.
-# 2. In one program for all devices, a tick ends for all of them. There the published 1F1B takes 48 units
-#    instead of 33, and nearly twice the microbatches have to be in flight before it is as fast as GPipe.
-# 3. A stage sends little and rarely, so it belongs on the slowest network, as long as 6 N D and its bubble
-#    are less than 4 P. And a right loss says nothing about the gradient.
+# 2. In one program for all devices, all devices wait for the end of each tick. There the published 1F1B takes
+#    48 units instead of 33, and needs nearly twice as many microbatches in flight to be as fast as GPipe.
+# 3. A stage sends little and rarely, so use `stage` on the slowest network, as long as 6 N D and the bubble
+#    cost less than 4 P. And a right loss says nothing about the gradient.
 #
 # **Sources.** GPipe, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965), section 2; PipeDream-Flush, which
 # became 1F1B, [arXiv:2006.09503](https://arxiv.org/abs/2006.09503), section 3.2; interleaving, Megatron-LM,
