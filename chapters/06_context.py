@@ -1,16 +1,16 @@
 # %% [markdown]
 # # 06 · Context parallelism
 #
-# **Question.** One sequence has 131,072 positions, and the activations that a model saves for it do not fit
-# on one device. Its positions can be sharded. But in attention every position looks at all earlier ones:
-# what has to be sent, and how much of the work does each device do?
+# **Question.** One sequence has 131,072 positions, and the saved activations do not fit on one device. You
+# can shard the positions. But in attention every position attends to all earlier ones: what has to be sent,
+# and how much of the work does each device do?
 #
-# **Why it hurts not to know.** Sharded in the order of the text, devices are idle for up to half of
+# **Why it hurts not to know.** If you shard positions in order, devices are idle for up to half of
 # attention's time, and no error tells you. And the program at the end of this page trains, but learns the
 # wrong targets.
 #
-# *Before this:* 01 (`shard_map`, the six collectives), 02 (gradients). *Mesh:* `context=4`, then 8,
-# simulated. *Runs in* 40 s on 2 cores. *Reading takes* 25 minutes, and the exercises an hour.
+# *Before this:* chapters 01 (`shard_map`, the six collectives) and 02 (gradients). *Mesh:* `context=4`, then
+# 8, simulated. *Runs in* 40 s on 2 cores. *Reading takes* 25 minutes, and the exercises an hour.
 
 # %%
 from devices import simulate_devices
@@ -35,11 +35,11 @@ from chapters import lesson
 # which is 34 GB. So shard the sequence itself: each of n devices along the mesh axis `context` holds S/n of
 # its S positions.
 #
-# Norms, projections and the feed-forward treat each position independently, so for them nothing changes.
-# Attention is the exception. Here it is for one whole sequence. S positions have keys and s of them have
-# queries. There are H query heads and G heads of keys and values (H/G query heads share one), each of width
-# K. Capital letters are whole dims, lower-case letters a device's shard. `at_s` is the position of each
-# query in the text: it sees the keys up to its own position.
+# Norms, projections and the MLP treat each position independently, so for them nothing changes. Attention is
+# the exception. Here it is, for S positions with keys and s positions with queries. There are H query heads
+# and G heads of keys and values (H/G query heads share each of them), all of width K. Capital letters are
+# whole dims, lower-case letters a device's shard. `at_s` is the position of each query in the sequence: the
+# query sees the keys up to this position.
 
 # %%
 n, S, H, G, K = 4, 64, 8, 4, 8
@@ -79,12 +79,12 @@ for i, off_s in enumerate(np.split(off_S, n)):
 assert off_S[:16].max() < 1e-5 < 0.5 < off_S[16:].max()
 
 # %% [markdown]
-# Device 0 is right, because nothing comes before its positions. The others attend to a text that begins at
-# their first position. A model trained like this learns short contexts only, and its loss falls.
+# Device 0 is right, because its positions are the first. The others see only the text from their own first
+# position on. A model trained like this learns only short contexts, but the loss falls.
 #
-# ## Three exchanges
+# ## Three ways to communicate
 #
-# Queries and keys of different devices have to meet. There are three ways, drawn for device 1. A row is a
+# Every query needs the keys and values of other devices. There are three ways, shown for device 1. A row is a
 # quarter of the positions, a column a quarter of the heads.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four grids of positions by heads: device 1 holds one row of keys; all rows after a gather; one other row at a time in a ring; one column after an all-to-all."}}
@@ -93,7 +93,7 @@ PANELS = {
     "before: its own positions": lambda row, column: 0.6 * (row == 1),
     "gathered: all keys and values": lambda row, column: 0.6,
     "a ring: one more row at a time": lambda row, column: {1: 0.6, 0: 0.3}.get(row, 0),
-    "all-to-all: a share of the heads": lambda row, column: 0.6 * (column == 1),
+    "all-to-all: a part of the heads": lambda row, column: 0.6 * (column == 1),
 }
 figure, axes = plt.subplots(2, 2, figsize=(5.4, 5))
 for ax, (title, shade) in zip(axes.flat, PANELS.items(), strict=True):
@@ -110,14 +110,14 @@ says = "Keys (green) that device 1 has, and its queries (q)"
 title = figure.suptitle(says, size=11)
 
 # %% [markdown]
-# - **All-gather the keys.** One all-gather of keys and values, then the device's queries attend to all of
-#   them. It is the simplest to write, and every device holds all keys of a layer for a while.
-# - **Ring attention.** The devices pass their keys and values on, n - 1 times, and attend to what has
-#   arrived. The bytes are the same, but a device holds at most two devices' keys, and can compute while the
-#   next message is in flight.
-# - **All-to-all over heads** (Ulysses). Heads are independent, so devices exchange positions for heads: each
-#   sends away the other heads of its positions, and receives the other positions of its heads. A second
-#   exchange brings the result back.
+# - **All-gather the keys.** After one all-gather of keys and values, each device's queries attend to all of
+#   them. This is the simplest to write, but every device temporarily holds all keys of a layer.
+# - **Ring attention.** The devices pass keys and values on, n - 1 times, and attend to those that have
+#   arrived. They send the same bytes, but a device holds at most two devices' keys, and can compute while the
+#   next ones are in flight.
+# - **All-to-all over heads** (Ulysses). Heads are independent, so an all-to-all reshards from positions to
+#   heads: each device gets all positions of some heads. A second all-to-all reshards the result back to
+#   positions.
 #
 # Here are the first and the third in code, with `attend` as above:
 
@@ -133,7 +133,7 @@ def gathered(q_sHK, k_sGK, v_sGK, at_s):
 
 def over_heads(q_sHK, k_sGK, v_sGK, at_s):
     trade = functools.partial(jax.lax.all_to_all, axis_name="context", tiled=True)
-    give = lambda x: trade(x, split_axis=1, concat_axis=0)  # heads for positions
+    give = lambda x: trade(x, split_axis=1, concat_axis=0)  # positions to heads
     at_S = join(at_s)
     o_ShK = attend(give(q_sHK), give(k_sGK), give(v_sGK), at_S, at_S)
     return trade(o_ShK, split_axis=0, concat_axis=1)  # and back
@@ -142,11 +142,11 @@ def over_heads(q_sHK, k_sGK, v_sGK, at_s):
 arrays = q_SHK, k_SGK, v_SGK, at_S
 for way in (gathered, over_heads):
     assert lesson.same(on_mesh(way)(*arrays), right_SHK), f"{way.__name__} is wrong"
-print("both equal one device")
+print("both match one device")
 
 # %% [markdown]
-# A device's keys have 16 positions x 4 heads x width 8 x 4 bytes = 2,048 bytes, and its values as many. Its
-# queries have twice as many, because there are 8 query heads, and so does the output of attention.
+# A device's keys have 16 positions x 4 heads x width 8 x 4 bytes = 2,048 bytes, and its values as many. The
+# queries have twice as many, because there are 8 query heads, and so does attention's output.
 #
 # > **Predict.** How many bytes does a device send in `gathered`, and how many in `over_heads`? (Each of n
 # > devices sends (n - 1)/n of the gathered array in an all-gather, and (n - 1)/n of its own array in an
@@ -170,13 +170,13 @@ assert (sent(gathered), sent(over_heads)) == (12_288, 9_216), "the sizes have ch
 
 # %% [markdown]
 # Per position and unit of width, the all-gather sends keys and values, 2G numbers, to each of n - 1 other
-# devices. The all-to-all sends queries, keys, values and results, 2H + 2G numbers, each to *one* place,
-# which is another device in (n - 1)/n of the cases. So
+# devices. The all-to-all sends queries, keys, values and results, 2H + 2G numbers, each to *one* device, and
+# (n - 1)/n of them to another device. So
 #
 # $$\frac{\text{gather}}{\text{all-to-all}} = \frac{(n-1)\,2G}{\frac{n-1}{n}(2H+2G)} = \frac{n\,G}{H+G}$$
 #
-# and the all-to-all sends less as soon as **n is more than 1 + H/G**: here 4 x 4/12 = 1.33 times less. The
-# more query heads share a key head, the fewer bytes the keys have, and the larger n has to be:
+# and the all-to-all sends less if **n is more than 1 + H/G**: here the gather sends 4 x 4/12 = 1.33 times as
+# much. The more query heads share a key head, the smaller the keys, and the larger n has to be:
 
 
 # %% tags=["hide-input"]
@@ -194,24 +194,24 @@ against("DeepSeek-V3", lambda n: n * (512 + 64) / sides, 128)
 print("*: more devices than key heads, see exercise 2")
 
 # %% [markdown]
-# The stars mark the other limit: **n must divide the number of heads**. With 8 key heads the exchange works
-# for up to 8 devices, or up to 2 if `tensor=4` has already split the heads. DeepSeek's attention computes
-# the keys of all 128 heads from one latent of 576 numbers per position. Sending that is so cheap that
-# exchanging heads does not pay at these sizes.
+# The stars mark the other limit: **n must divide the number of heads**. With 8 key heads the all-to-all works
+# for up to 8 devices, or up to 2 if `tensor=4` has already split the heads. DeepSeek's attention computes the
+# keys of all 128 heads from one latent of 576 numbers per position. Gathering the latent is so cheap that the
+# all-to-all does not pay off at these sizes.
 #
 # ## The ring, by hand
 #
 # A ring needs one more idea: two softmaxes over different keys can be merged if you know the sum of
-# exponentials of each. The result is their mean, weighted by those sums. The program stores the logarithm of
-# the sum, as FlashAttention does. It has no shared heads; you can paste it into an empty file. `at_s` is
-# sent along with the keys, and the program counts, by device and step, the pairs of query and key that
-# causal attention allows. That is the work: two matmuls of width K per pair and head. (If a query sees none
-# of the keys, its log is -1e30, so its weight is exp(-1e30) = 0. And the backward pass of this program saves
-# the keys of every step. A ring that is meant to save memory in training sends them around again in the
-# backward pass.)
+# exponentials of each. The merged result is the mean of the two, weighted by those sums. The program stores
+# the logarithm of the sum, as FlashAttention does. It has no shared heads; you can paste it into an empty
+# file. `at_s` is sent along with the keys, and the program counts, by device and step, the query-key pairs
+# that causal attention allows. They measure the work: two matmuls of width K per pair and head. (If a query
+# sees none of the keys, the log is -1e30, so the weight is exp(-1e30) = 0. This program saves the keys of
+# every step for the backward pass. A ring that should save memory in training sends them around again
+# instead.)
 #
-# > **Predict.** The text is sharded in order: device 0 has the first 16 positions, device 3 the last. Of all
-# > allowed pairs, 64 x 65/2 = 2,080, how many belong to device 3?
+# > **Predict.** The positions are sharded in order: device 0 has the first 16, device 3 the last. There are
+# > 64 x 65/2 = 2,080 allowed pairs. For how many of them does device 3 have the query?
 
 
 # %% tags=["by-hand"]
@@ -245,8 +245,8 @@ def ring(q_sHK, k_sHK, v_sHK, at_s):
         travelling = [jax.lax.ppermute(x, "context", ONWARD) for x in travelling]
         new_HsK, new_Hs, pairs = meet(q_sHK, at_s, *travelling)
         both_Hs = jnp.logaddexp(sum_Hs, new_Hs)
-        share, new_share = jnp.exp(sum_Hs - both_Hs), jnp.exp(new_Hs - both_Hs)
-        mixed_HsK = mixed_HsK * share[..., None] + new_HsK * new_share[..., None]
+        old_part, new_part = jnp.exp(sum_Hs - both_Hs), jnp.exp(new_Hs - both_Hs)
+        mixed_HsK = mixed_HsK * old_part[..., None] + new_HsK * new_part[..., None]
         sum_Hs = both_Hs
         counted.append(pairs)
     return mixed_HsK.swapaxes(0, 1), jnp.stack(counted)[None]
@@ -269,7 +269,7 @@ on_ring = lambda *qkv: run(*qkv, in_order)
 got, pull_ring, pairs = jax.vjp(on_ring, q_SHK, k_SHK, v_SHK, has_aux=True)
 for ours, theirs in zip((got, *pull_ring(d_SHK)), (want, *pull(d_SHK)), strict=True):
     assert jnp.abs(ours - theirs).max() < 1e-4, "the ring differs from one device"
-print("result and three gradients equal one device's")
+print("result and three gradients match one device's")
 
 # %%
 my_prediction = None  # pairs
@@ -279,27 +279,26 @@ print("pairs: a row per device, a column per step of the ring:")
 print(pairs)
 busiest = np.asarray(pairs).max(axis=0)
 print(f"busiest device of each step: {busiest}, in total {busiest.sum()}")
-print(f"evenly shared it would be {pairs.sum()} / {n} = {pairs.sum() // n} pairs")
+print(f"evenly divided it would be {pairs.sum()} / {n} = {pairs.sum() // n} pairs")
 
 # %% tags=["remove-cell"]
 assert by_device.tolist() == [136, 392, 648, 904] and busiest.sum() == 904
 assert round(1 - 520 / 904, 2) == 0.42, "the text says 42% idle"
 
 # %% [markdown]
-# In step r a device receives the keys of the device r places before it, modulo n. For device 0 these are
-# *later* keys, of which it may see none: three of its four steps have no work. Every step waits for the
-# slowest device, so the ring takes the time of 904 pairs where the average is 520: for 42% of attention's
-# time, the average device is idle. With n devices the last one has nearly (2n - 1)/n times its fair share,
-# so **with many devices half of attention's time is idle time**, however long the sequence. An all-gather
-# does not help, because device 3's work is the same. (A real kernel skips blocks that no query sees; this
-# program computes them and discards the result.)
+# In step r a device has the keys of the device r places before it, modulo n. For device 0 these are *later*
+# keys, which its queries must not see: three of its four steps have no work. Every step waits for the slowest
+# device, so the ring takes the time of 904 pairs instead of the average 520: the average device is idle for
+# 42% of attention's time. With n devices, the last one has nearly (2n - 1)/n times the average work, so
+# **with many devices half of attention's time is idle time**, for any sequence length. An all-gather does not
+# help, because device 3's work is the same. (A real kernel skips blocks that no query sees; this program
+# computes them and discards the result.)
 #
 # ## Zig-zag
 #
-# The work of a position grows with its place in the text, so each device should get an early part and a late
-# one. Split the text into 2n chunks, and give device i **chunk i and chunk 2n - 1 - i**. The ring needs no
-# new line, because the positions are sent with the keys. Only the order changes in which positions are
-# assigned to devices.
+# Later positions have more work, so each device should get an early chunk and a late chunk. Split the
+# sequence into 2n chunks, and give device i **chunk i and chunk 2n - 1 - i**. The ring's code stays the same,
+# because the positions are sent with the keys. Only the assignment of positions to devices changes.
 
 
 # %%
@@ -335,16 +334,16 @@ says = "With an early and a late chunk, all devices have the same work"
 title = figure.suptitle(says, size=11)
 
 # %% [markdown]
-# Now every device has the same work in each step, 136 and then 128 pairs: half of what two full shards would
-# have. The balance holds in the sum *and* in each step of the ring. Llama 3 was trained this way ([section
-# 3.3.2](https://arxiv.org/abs/2407.21783)). The all-to-all does not need it: each device has all positions
-# of its heads, so the work is equal for any mask.
+# Now every device has the same work in each step, 136 and then 128 pairs: about half of all 16 x 16. The work
+# is balanced in total *and* in each step of the ring. Llama 3 was trained this way ([section
+# 3.3.2](https://arxiv.org/abs/2407.21783)). The all-to-all does not need zig-zag: each device has all
+# positions of its heads, so the work is equal for any mask.
 #
 # ## Packed documents
 #
-# Training text is packed: one sequence contains many documents, and a query sees only its own document. The
-# work of a position then depends on its place *in its document*, and zig-zag no longer balances. Below are
-# 4,096 positions for 8 devices, in documents of random lengths.
+# Training sequences are often packed: one sequence contains many documents, and a query sees only its own
+# document. The work of a position then depends on its place *in its document*, and zig-zag no longer balances
+# the work. Below are 4,096 positions for 8 devices, in documents of random lengths.
 
 # %%
 MANY, LONG = 8, 4096
@@ -359,9 +358,10 @@ one = LONG * (LONG + 1) / 2  # pairs of one long document
 print(f"{work_S.sum():,} allowed pairs, {work_S.sum() / one:.0%} of one document's")
 
 # %% [markdown]
-# A *layout*, `owner_S`, says for each position which device owns it. All devices own equally many, because
-# arrays have equal shapes. We count allowed pairs by the device of the query and the device of the key. With
-# gathered keys, a device's row sum is its work. In a ring, each step waits for its busiest device.
+# A *layout*, `owner_S`, says for each position which device owns it. All devices own equally many positions,
+# because all shards have the same shape. We count allowed pairs by the device of the query (row) and of the
+# key (column). With gathered keys, a device's work is the sum of its row. In a ring, each step waits for its
+# busiest device.
 
 
 # %%
@@ -374,7 +374,7 @@ def between(owner_S):
 
 
 def costs(owner_S):
-    """Time with gathered keys and in a ring; 1 is the time of evenly shared work."""
+    """Time with gathered keys and in a ring; 1 is evenly divided work."""
     pairs_nn = between(owner_S)
     step = lambda r: max(pairs_nn[i, (i - r) % MANY] for i in range(MANY))
     fair = pairs_nn.sum() / MANY
@@ -388,12 +388,11 @@ def owners(order_S):
 
 
 # %% [markdown]
-# > **Predict.** With these documents and zig-zag over the whole sequence, how many times its fair share of
-# > the work does the busiest of 8 devices have? (For one document sharded in order it is 15/8. A guess is
-# > enough.)
+# > **Predict.** With these documents and zig-zag over the whole sequence, how many times the average work
+# > does the busiest of 8 devices have? (For one document sharded in order it is 15/8. A guess is enough.)
 
 # %%
-my_prediction = None  # times the fair share
+my_prediction = None  # times the average work
 plain, zz = owners(np.arange(LONG)), owners(zigzag(MANY, LONG))
 times = float(costs(zz)[0])
 lesson.predicted("the busiest of 8", my_prediction, times, "x", within=0.15)
@@ -401,10 +400,10 @@ lesson.predicted("the busiest of 8", my_prediction, times, "x", within=0.15)
 # %% [markdown]
 # Two layouts take documents into account.
 #
-# - **Zig-zag in each document.** Every document is split into its own 2n chunks, which are assigned as
-#   above. The rest, fewer than 2n positions at the end of each document, is dealt to the devices in turn.
-# - **Greedy.** Blocks of 32 positions are assigned in order of decreasing work, each to the device that has
-#   the least work so far and room left.
+# - **Zig-zag in each document.** Every document is split into its own 2n chunks, assigned as above. The
+#   remaining positions, fewer than 2n at the end of each document, go to the devices in turn.
+# - **Greedy.** Blocks of 32 positions are assigned in order of decreasing work, each to the device with the
+#   least work so far that still has room.
 
 
 # %%
@@ -434,7 +433,7 @@ def greedy(work_S, block=32):
 # %%
 LAYOUTS = {"in order": plain, "zig-zag": zz}
 LAYOUTS |= {"zig-zag in each document": by_document(lengths), "greedy": greedy(work_S)}
-print(f"{'':25} gathered    ring     (1: evenly shared)")
+print(f"{'':25} gathered    ring     (1: evenly divided)")
 for name, owner_S in LAYOUTS.items():
     assert (np.bincount(owner_S) == LONG // MANY).all(), f"{name}: unequal positions"
     print(f"{name:25} {costs(owner_S)[0]:8.2f} {costs(owner_S)[1]:7.2f}")
@@ -450,28 +449,28 @@ for ax, (name, owner_S) in zip(axes, LAYOUTS.items(), strict=True):
         floor += step_n
     ax.axhline(1, color=lesson.NEUTRAL, lw=0.8)
     ax.set(title=name, ylim=(0, 2.4), ylabel="work")
-axes[-1].set(xlabel="device (1: a fair share; lighter: later steps of a ring)")
-title = figure.suptitle("Documents unbalance zig-zag over the sequence", size=11)
+axes[-1].set(xlabel="device (work 1: the average; lighter: later steps of a ring)")
+title = figure.suptitle("With documents, zig-zag is not balanced", size=11)
 
 # %% [markdown]
-# With zig-zag over the sequence, the busiest device takes 1.36 times the fair time if keys are gathered. In
-# a ring it is 2.09 times, because there the busiest device of *every step* counts: a long document is on few
-# devices, which meet each other's keys in a few steps while the others wait. Zig-zag in each document is
-# balanced in both. Greedy balances only the sums, so it suits an all-gather. (Llama 3 gathers, partly for
-# this reason.)
+# With zig-zag over the sequence, attention takes 1.36 times as long as with balanced work if keys are
+# gathered. In a ring it takes 2.09 times as long, because *every step* waits for its busiest device: a long
+# document is on few devices, which receive each other's keys in a few steps while the others wait. Zig-zag in
+# each document is balanced in both cases. Greedy balances only the totals, so it suits an all-gather. (Llama
+# 3 gathers, partly for this reason.)
 #
-# This has three costs. The layout differs from batch to batch, so the host has to reorder tokens, targets
-# and positions. A kernel must skip hidden pairs based on this data, not on a fixed table. And pairs are not
-# time: a chunk of 7 positions does not fill a kernel's block of 128, so it is better to keep a short
-# document on one device.
+# Layouts by document have three costs. They differ from batch to batch, so the host has to reorder tokens,
+# targets and positions. A kernel must skip masked pairs based on this data, not on a fixed table. And time is
+# not proportional to pairs: a chunk of 7 positions does not fill a kernel's block of 128, so it is better to
+# keep a short document on one device.
 #
-# ## In seconds
+# ## What it costs, in seconds
 #
-# Simulated devices show no seconds. What follows is arithmetic with the speeds in `plan/hardware.py`, for
+# Simulated devices cannot show time, so these times are computed from the speeds in `plan/hardware.py`, for
 # one layer of Llama 3 8B and one sequence of 131,072 positions, in bfloat16, forward pass only. A pair costs
 # two matmuls of width K in each head: 4HK FLOPs. In a step of the ring with zig-zag, half of s times s pairs
-# meet: 2HKs² FLOPs. The message for the next step has the keys and values of s positions, 4GKs bytes. It is
-# fully overlapped if it takes less time than the matmuls:
+# are allowed: 2HKs² FLOPs. Meanwhile a device sends the keys and values of s positions for the next step,
+# 4GKs bytes. This overlaps fully if it takes less time than the matmuls:
 #
 # $$s \ge 2\,\frac{G}{H}\cdot\frac{\text{FLOP/s of a device}}{\text{bytes/s to the next device}}$$
 
@@ -506,17 +505,17 @@ for chips in ("v5p:2x2x2", "h100:8", "h100:16"):
     print(f"          n = {n_}, s = {s_:,}; a ring overlaps from s = {least:,.0f}")
 
 # %% [markdown]
-# Two of the 16 messages between two H100 nodes cross through one network card of 50 GB/s, and all others
-# wait for these two. The all-gather uses all cards at once. (An all-to-all of 16 repeats the 8 key heads: a
-# fifth more bytes than the column says.) On v5p the all-to-all sends fewer bytes than the all-gather and
-# still takes longer, because on a torus most of them cross several links. Matmuls run at the chip's peak
-# here. A kernel that reaches half of it overlaps the message from half of that s. The backward pass has 2.5
-# times the FLOPs and twice the bytes: the keys again (the program above saves them) and their gradients.
+# On two H100 nodes, two of the 16 devices of a ring send to the other node, each over one network card of 50
+# GB/s, and all others wait for them. The all-gather uses all cards at once. (An all-to-all over 16 devices
+# repeats the 8 key heads: a fifth more bytes than in that column.) On v5p the all-to-all sends fewer bytes
+# than the all-gather and still takes longer, because on a torus most bytes cross several links. The matmuls
+# here run at peak. At half of it, half of that s is enough. The backward pass has 2.5 times the FLOPs and
+# twice the bytes: the keys again (unless saved, as above) and their gradients.
 #
-# Inside a node the all-gather takes about 5% of the matmuls' time, so overlapping it saves no more than
-# that. What a ring then saves is memory: the gathered keys and values of a layer have 4GK bytes x 131,072 =
-# 537 MB, and a ring of 8 holds two messages of 67 MB. If a message has a latency of 1 microsecond, latency
-# decides below 22 positions per device on v5p (90 kB) and 110 on NVLink (450 kB).
+# Inside a node the all-gather takes about 5% of the matmuls' time, so overlap saves at most that. There a
+# ring mainly saves memory: the gathered keys and values of a layer have 4GK bytes x 131,072 = 537 MB, and a
+# ring of 8 holds two shards of 67 MB. At 1 microsecond per message, latency dominates below 22 positions per
+# device on v5p (90 kB) and 110 on NVLink (450 kB).
 #
 # So the rules are:
 #
@@ -524,18 +523,18 @@ for chips in ("v5p:2x2x2", "h100:8", "h100:16"):
 #   sequences (`data`, `fsdp`), attention sends nothing.
 # - **Context before tensor for long sequences.** A layer's two all-gathers and two reduce-scatters along
 #   `tensor` send 4D numbers per position in the forward pass. Context sends 2GK, an eighth of that for Llama
-#   3 8B (2,048 instead of 16,384). It splits no matmul's weights, so weights are gathered for it; in this
-#   project `context` shards the stored weights, as `fsdp` does.
+#   3 8B (2,048 instead of 16,384). But each device then needs whole weights; in this project `context` shards
+#   the stored weights, as `fsdp` does, and gathers them.
 # - **All-to-all** on switched networks, if n is more than 1 + H/G and divides G. **All-gather** if the keys
 #   fit in memory. **Ring** if they do not, or if s is above the threshold of your link.
 #
 # ## In the project
 #
-# `work.context_attention` is `gather`, `ring` or `all_to_all`. `model.py` calls
-# `overlap.context.over_context` and does not depend on the choice. It passes queries, the data of its own
-# positions (`parts`), and a function that computes keys and values from them. Below, `to_sequence_order` puts
-# gathered zig-zag chunks into the order of the text, `to_zigzag_order` is its inverse, and
-# `partial_attention` is `attend` in blocks and within documents (`segments`).
+# `work.context_attention` is `gather`, `ring` or `all_to_all`. For all three, `model.py` calls
+# `overlap.context.over_context` with queries, data of the local positions (`parts`), and a function that
+# computes keys and values from this data. Below, `to_sequence_order` sorts gathered zig-zag chunks by
+# position, `to_zigzag_order` is the inverse, and `partial_attention` is `attend` in blocks and within
+# documents (`segments`).
 
 # %% tags=["hide-output"]
 from config import preset
@@ -564,15 +563,15 @@ for way in ("gather", "ring", "all_to_all"):
     print(f"{way:10} sends {wire:7,.0f} bytes: {kinds}")
 
 # %% [markdown]
-# All three equal one device. Each also sends 192 bytes of document numbers. (H = G here, so the all-to-all
+# All three match one device. Each also sends 192 bytes of document numbers. (H = G here, so the all-to-all
 # sends half as much.) The layout is zig-zag over the whole sequence, and the kernels visit every earlier
-# block, of any document. So the work is balanced, but the work that documents could save is not saved.
+# block of any document. So the work is balanced, but blocks of other documents are not skipped.
 #
 # ## Exercise 1: two softmaxes
 #
-# Write what the ring needs: merge two attention results over different keys. `a_HsK` is the mean of the
-# values of some keys, weighted by their softmax, and `a_Hs` is the log of the sum of their exponentials; b
-# has the same.
+# Write the function that the ring needs: merge two attention results over different keys. `a_HsK` is the mean
+# of some values, weighted by the softmax over their keys, and `a_Hs` is the log of the sum of exponentials;
+# the same for b.
 
 
 # %%
@@ -582,7 +581,7 @@ def merged(a_HsK, a_Hs, b_HsK, b_Hs):
 
 # %% tags=["hide-input"]
 def ring_with(merge, times):
-    """Attention on 4 devices with `merge`, with queries scaled by `scale`."""
+    """Attention on 4 devices with `merge`, with queries multiplied by `times`."""
 
     def device(q_sHK, k_sHK, v_sHK, at_s):
         travelling = (k_sHK, v_sHK, at_s)
@@ -614,13 +613,13 @@ BAD_MERGES = {
         by_shares(lambda a, b: (ones(a) / 2, ones(b) / 2), both),
     "A sum. Each is already a mean: what do its weights add up to?":
         by_shares(lambda a, b: (ones(a), ones(b)), both),
-    "Each has the other's weight.": by_shares(lambda a, b: rescaled(b, a), both),
+    "You swapped the weights.": by_shares(lambda a, b: rescaled(b, a), both),
     "Weighted by the logarithms of the sums, not by the sums.":
         by_shares(lambda a, b: (a / (a + b), b / (a + b)), both),
     FIRST + "is the log of a sum the sum of the logs?":
         by_shares(rescaled, lambda a, b: a + b),
     FIRST + "the larger log is that of one sum only.": by_shares(rescaled, jnp.maximum),
-    FIRST + "what came before is forgotten.": by_shares(rescaled, lambda a, b: b),
+    FIRST + "your log sum ignores a.": by_shares(rescaled, lambda a, b: b),
 }  # fmt: skip
 made_by = functools.cache(lambda hint, times: ring_with(BAD_MERGES[hint], times))
 
@@ -660,11 +659,11 @@ assert check_merged(merged) == lesson.NOTHING
 assert "It stops" in check_merged(lambda *_: 1 / 0)
 
 # %% [markdown]
-# ## Exercise 2: fewer key heads than devices
+# ## Exercise 2: more devices than key heads
 #
 # With 8 devices and 2 key heads, repeat each head of keys and values until there is one for every device (n
-# is a multiple of G, or G of n). How many bytes does a device then send for one attention, forward, in
-# float32? s is its number of positions. The checker counts the compiled program.
+# is a multiple of G, or G of n). How many bytes does a device then send in the forward pass of one attention,
+# in float32? s is its number of positions. The check counts bytes in the compiled program.
 
 
 # %%
@@ -700,7 +699,7 @@ BAD_TRADES = [
     (by_formula(lambda n, H, G: 2 * H + 2 * G),
      "Keys are repeated before they are sent: how many heads are sent?"),
     (by_formula(lambda n, H, G: H + 2 * max(n, G)),
-     "Nothing comes back: where are the results needed?"),
+     "The results are missing: which devices need them?"),
     (by_formula(lambda n, H, G: 2 * H + max(n, G)), "Count keys and values."),
     (by_formula(ALL_FOUR, lambda n: 1), "One part is not sent."),
     (by_formula(ALL_FOUR, lambda n: n - 1),
@@ -713,7 +712,7 @@ BAD_TRADES = [
 # %% tags=["hide-input"]
 def check_trade(answer):
     cases = [(4, 16, 8, 4, 8), (8, 8, 16, 2, 4), (4, 6, 8, 2, 8), (2, 8, 8, 4, 8)]
-    done = "Right: equal to the compiled program in all four cases."
+    done = "Right: the bytes of the compiled program in all four cases."
     return lesson.diagnose(answer, cases, counted_trade, BAD_TRADES, done)
 
 
@@ -723,9 +722,9 @@ print(check_trade(trade_bytes))
 # <details><summary>Solution</summary>
 #
 # `(n - 1) / n * s * K * 4 * (2 * H + 2 * max(n, G))`. Queries are sent and results come back, H heads each.
-# Keys and values are sent with max(n, G) heads each. Of every array, (n - 1)/n leaves the device. For Llama
-# 3 405B (H = 128, G = 8) at n = 16 that is 288 heads instead of 272, while gathered keys take 16 x 16 = 256
-# in the same units: there the all-gather still sends less.
+# Keys and values are sent with max(n, G) heads each. Of every array, a device sends away (n - 1)/n. For Llama
+# 3 405B (H = 128, G = 8) at n = 16 that is 288 heads instead of 272, while gathered keys and values take 16 x
+# 16 = 256 in the same units, so the all-gather still sends less.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -738,10 +737,10 @@ assert "Not yet" in check_trade(lambda n, s, H, G, K: 1)
 # %% [markdown]
 # ## Exercise 3: sliding-window attention
 #
-# In many models most layers look back only a window of positions: a query at position p sees the keys p -
-# window + 1 to p. Here the window is 20, on 4 devices with 16 positions each. Choose the order in which
-# positions are assigned to devices, and how often keys are passed on (3 times is all the way around), so
-# that the result is right and as little as possible is sent.
+# In many models, most layers attend only to a window: a query at position p sees the keys p - window + 1 to
+# p. Here the window is 20, on 4 devices with 16 positions each. Choose the order in which positions are
+# assigned to devices, and how often keys are passed on (3 times is all the way around), so that the result is
+# right and devices send as little as possible.
 
 # %%
 WINDOW = 20
@@ -789,11 +788,11 @@ def why_not(order, steps):
     whole, (got, pairs) = ring_window(order, n - 1)[0], ring_window(order, steps)
     off = np.flatnonzero(np.abs(got - whole).max(axis=(1, 2)) > 1e-4)
     if len(off):
-        return f"Position {off[0]} is wrong: not all of its keys reach its device."
+        return f"Position {off[0]} is wrong: its device does not get all keys it needs."
     if steps == 2:
-        return f"Right, with 2 messages. Pairs by device: {pairs}."
+        return f"Right, with 2 sends. Pairs by device: {pairs}."
     if np.abs(ring_window(order, steps - 1)[0] - whole).max() < 1e-4:
-        return f"Right, but no query sees the last of {steps} messages."
+        return f"Right, but no query sees the keys of the last of {steps} sends."
     return f"Right, but keys go all the way. Do late positions have more work? {pairs}"
 
 
@@ -808,7 +807,7 @@ def check_window(answer):
     if order.shape != (S,) or sorted(order.tolist()) != list(range(S)):
         return "The order has to contain each of the 64 positions once."
     if steps not in range(n):
-        return "Keys can be passed on 0 to 3 times: after 3, all have been everywhere."
+        return "Pass keys on 0 to 3 times: after 3, every device has had all of them."
     return why_not(tuple(order.tolist()), int(steps))
 
 
@@ -817,15 +816,15 @@ print(check_window(windowed))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `np.arange(S), 2`. With a window every position from 19 on has the same work, so zig-zag has nothing to
-# balance. It even does harm, because it puts distant positions next to each other. Sharded in order, the 19
-# earlier keys of a device's first query reach back over two neighbors, ceil((window - 1)/s) = ceil(19/16) =
-# 2. A layer with a window of 128 on shards of 16,384 needs one message, and of that only the last 127
-# positions.
+# `np.arange(S), 2`. With a window, every position from 19 on has the same work, so zig-zag has nothing to
+# balance. It even does harm, because it puts distant positions on the same device. If positions are sharded
+# in order, the 19 earlier keys of a device's first query are on the two devices before it, because
+# ceil((window - 1)/s) = ceil(19/16) = 2. A layer with a window of 128 and shards of 16,384 needs one send, of
+# only the last 127 positions.
 # </details>
 
 # %% tags=["remove-cell"]
-assert "Right, with 2" in check_window(lambda: (np.arange(S), 2))
+assert "Right, with 2 sends" in check_window(lambda: (np.arange(S), 2))
 assert "no query sees" in check_window(lambda: (np.arange(S), 3))
 assert "Position 16 is" in check_window(lambda: (np.arange(S), 0))
 assert "Position 32 is" in check_window(lambda: (np.arange(S), 1))
@@ -840,9 +839,9 @@ assert check_window(windowed) == lesson.NOTHING
 # ## A bug to find
 #
 # A colleague trains a small language model on one long sequence, sharded in zig-zag order. The text is easy:
-# every word is always followed by the same word. `join`, `attend` and `zigzag` are those of this page, and
-# they are right. On one device the loss approaches zero. On several it stays higher, and more so the more
-# devices there are.
+# every word is always followed by the same word. `join`, `attend` and `zigzag` are the correct functions from
+# this page. On one device the loss approaches zero. On several devices it stays higher, and the more devices,
+# the higher.
 
 # %%
 V, WIDTH = 32, 32
@@ -859,7 +858,7 @@ def text(seed):
 
 # %%
 def loss_on(n):
-    """fn(w, tokens_S) -> mean nats of all words but the first, on n devices."""
+    """fn(w, tokens_S) -> mean loss of all words but the first, on n devices."""
     automatic, order = (jax.sharding.AxisType.Auto,), zigzag(n, S)
     devices = jax.make_mesh((n,), ("context",), axis_types=automatic)
 
@@ -943,9 +942,9 @@ def wrong_targets(n, kind):
 # %% tags=["hide-input", "hide-output"]
 BAD_TARGETS = {
     "as it was": "Unchanged. What follows the last word that a device holds?",
-    "whole": "Words of the next device: right only if sharded in order.",
+    "whole": "The next device's words: right only if sharded in order.",
     "mask one": "You masked one end. But a device has two chunks.",
-    "mask both": "Nothing wrong is learned, but words at the ends never are.",
+    "mask both": "No wrong targets, but the model never learns words at chunk ends.",
     "same": "The target of a word is that word.",
 }
 
@@ -957,29 +956,29 @@ def check_loss(answer):
     right = lambda n: judged(start, np.roll(TEXTS[0], -1), np.arange(S) < S - 1)
     made = lambda kind: lambda n: judged(start, *wrong_targets(n, kind))
     mistakes = [(made(kind), hint) for kind, hint in BAD_TARGETS.items()]
-    done = "Right: loss and gradient equal one device's."
+    done = "Right: loss and gradient match one device's."
     return lesson.diagnose(run, [(4,), (8,)], right, mistakes, done)
 
 
 print(check_loss(loss_on))
 
 # %% [markdown]
-# Fix `loss_on` so that the checker agrees. It compares loss and gradient with one device, on 4 and on 8.
+# Fix `loss_on`. The check compares loss and gradient on 4 and on 8 devices with one device.
 #
 # <details><summary>Solution</summary>
 #
-# `jnp.roll` takes as the next word whatever is next *on the device*. At the end of a chunk that is the first
-# word of another chunk. Shift in the order of the text, then shard: `targets_S = jnp.roll(tokens_S, -1)`, a
-# fourth array `targets_S[order]` with spec `cut`, and `target_s` an argument of `device`. Of 2n chunks, 2n -
-# 2 end with a wrong target (one is followed by its own neighbor, one ends the text): 14 of 63 words here. Of
-# 8,192 words on 8 devices it would also be 14, or 0.2%: a loss that nobody would look at twice.
+# `jnp.roll` takes the next word *on the device*. At the end of a chunk that is the first word of another
+# chunk. Shift in the order of the text, then shard: `targets_S = jnp.roll(tokens_S, -1)`, a fourth array
+# `targets_S[order]` with spec `cut`, and `target_s` an argument of `device`. Of 2n chunks, 2n - 2 end with a
+# wrong target (one is followed by its own neighbor, one ends the text): 14 of 63 words here. Of 8,192 words
+# on 8 devices it would also be 14, or 0.2%: you would not notice that in the loss.
 #
-# This bug is common, because libraries for one device shift inside of the loss. Hugging Face's transformers
-# did when Ulysses was ported to it: "we lose label 5 once shifted"
+# This bug is common, because libraries for one device shift inside the loss. Hugging Face's transformers did
+# so when Ulysses was ported to it: "we lose label 5 once shifted"
 # ([#36607](https://github.com/huggingface/transformers/pull/36607), March 2025). It has accepted
 # `shift_labels` since, and models that ignore them are still found
-# ([#48570](https://github.com/huggingface/transformers/pull/48570), September 2026). NVIDIA's BioNeMo
-# recipes sharded in zig-zag order and let the loss shift, exactly as above, until February 2026
+# ([#48570](https://github.com/huggingface/transformers/pull/48570), September 2026). NVIDIA's BioNeMo recipes
+# sharded in zig-zag order and let the loss shift, exactly as above, until February 2026
 # ([#1449](https://github.com/NVIDIA-BioNeMo/bionemo-recipes/pull/1449)).
 # </details>
 
@@ -1027,10 +1026,10 @@ for many in (2, 4, 8):
 # |---|---|---|---|
 # | in letters | `q_sHK, k_SGK -> o_sHK` | the same, `k_sGK` by `k_sGK` | `q_ShK, k_SgK -> o_ShK -> o_sHK` |
 # | a device holds | all keys of a layer | two devices' keys | all positions of H/n heads |
-# | forward | keys, values: all-gather | keys, values: n - 1 permutes | queries, keys, values, results: all-to-all |
+# | forward | keys, values: all-gather | keys, values: n - 1 `ppermute`s | queries, keys, values, results: all-to-all |
 # | backward | their gradients: reduce-scatter | their gradients; keys too, if not saved | the four back: all-to-all |
 # | numbers sent | (n - 1) s 2GK | (n - 1) s 2GK | (n - 1)/n s (2H + 2G) K |
-# | critical path | exposed | overlapped from some s on | exposed, twice |
+# | exposed | yes | no, if s is large enough | yes, twice |
 # | balance | zig-zag, or by documents | the same, in every step | any mask |
 # | Llama 3 8B: v5p | short s | s from 2,550 | documents |
 # | one H100 node (8) | n to 5 | s from 1,099 | n from 6 |
@@ -1038,20 +1037,20 @@ for many in (2, 4, 8):
 # | PyTorch | `context_parallel`, `allgather` | `context_parallel`, `alltoall` | Ulysses: DeepSpeed `DistributedAttention` |
 # | Megatron | `cp_comm_type` `all_gather` | `p2p` | `a2a` |
 #
-# Beware: the rotate method `alltoall` of PyTorch's `context_parallel` is a ring and exchanges no heads.
+# Beware: the rotate method `alltoall` of PyTorch's `context_parallel` is a ring and does not reshard heads.
 # Zig-zag is called *head-tail* there. A prototype, `_PerDocumentHeadTailLoadBalancer`, splits each document
 # as above, if its length is divisible by 2n.
 #
 # ## Three lines to keep
 #
-# 1. Sharding positions affects only attention. Either keys are sent to the queries, all at once or in a
-#    ring, for the same bytes; or positions are exchanged for heads, for fewer bytes as soon as n is more
-#    than 1 + H/G.
-# 2. Sharded in order, the last device has nearly twice the work; an early and a late chunk on each device is
-#    balanced. With packed documents count pairs again, by device and by step of the ring.
+# 1. Sharding positions affects only attention. An all-gather and a ring both send keys and values, the same
+#    bytes; an all-to-all reshards from positions to heads, with fewer bytes if n is more than 1 + H/G.
+# 2. If positions are sharded in order, the last device has nearly twice the average work; an early and a late
+#    chunk per device balance it. With packed documents, count the query-key pairs again, by device and by
+#    ring step.
 # 3. Compute whatever depends on the next position, such as the target, before you shard positions.
 #
 # **Sources.** Ring attention, [arXiv:2310.01889](https://arxiv.org/abs/2310.01889); DeepSpeed-Ulysses,
 # [arXiv:2309.14509](https://arxiv.org/abs/2309.14509); Llama 3,
-# [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2; the merge of softmaxes,
+# [arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.2; merging partial softmaxes,
 # FlashAttention-2, [arXiv:2307.08691](https://arxiv.org/abs/2307.08691).
