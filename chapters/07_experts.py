@@ -1,16 +1,16 @@
 # %% [markdown]
 # # 07 · Expert parallelism
 #
-# **Question.** A mixture-of-experts layer has 256 feed-forward networks (experts), and each token uses 8 of
-# them. The experts are sharded over the devices, and so are the tokens. Which tokens are sent where, and
-# how much of that communication is exposed?
+# **Question.** A mixture-of-experts layer has 256 MLPs (experts), and each token uses 8 of them. Experts and
+# tokens are both sharded over the devices. Which tokens are sent where, and how much of this communication is
+# exposed?
 #
 # **Why it hurts not to know.** Sparse layers save FLOPs but communicate a lot: between GPU nodes the
-# all-to-all can take several times as long as the matmuls. And a router with a bug still trains. Half of
-# the experts sit idle, or no expert can specialize, and the loss still goes down.
+# all-to-all can take several times as long as the matmuls. And a model with a router bug still trains. Half
+# of the experts are idle, or no expert can specialize, but the loss goes down.
 #
-# *Before this:* 01 (`shard_map`, collectives), 02, 03. *Mesh:* `expert=8`, simulated. *Runs in* 40 s on 2
-# cores. Reading takes about 25 minutes, the exercises as long again.
+# *Before this:* chapters 01 (`shard_map`, collectives), 02, 03. *Mesh:* `expert=8`, simulated. *Runs in* 40 s
+# on 2 cores. *Reading takes* 25 minutes, 50 with the exercises.
 
 # %%
 from devices import simulate_devices
@@ -27,15 +27,15 @@ from chapters import lesson
 # %% [markdown]
 # ## What a router does
 #
-# A dense transformer layer has one feed-forward network. A mixture-of-experts (MoE) layer has E of them,
-# called *experts*. A small matrix, the *router*, gives each token one score per expert. The layer picks the
-# k experts with the highest scores (`top_k`). It sums their outputs, each weighted by its *gate*: its score
-# divided by the sum of the k chosen scores.
+# A dense transformer layer has one MLP. A mixture-of-experts (MoE) layer has E of them, called *experts*. A
+# small matrix, the *router*, gives each token one score per expert. The layer picks the k experts with the
+# highest scores (`top_k`). It sums the outputs of these experts, each weighted by a *gate*: the expert's
+# score divided by the sum of the k chosen scores.
 #
 # The scores are a softmax over all experts (Switch, Mixtral), or a sigmoid per expert (DeepSeek-V3), which
 # makes them independent of each other.
 #
-# The letters are those of `model.py`: N tokens, E experts, D the model width, M the hidden width of an
+# The letters are those of `model.py`: N tokens, E experts, D the model width, M the hidden dimension of an
 # expert, k experts per token. A *choice* is one (token, expert) pair, so there are A = N k choices.
 
 # %%
@@ -49,10 +49,10 @@ for name, score in (("softmax", jax.nn.softmax), ("sigmoid", jax.nn.sigmoid)):
 # Both scores pick the same two experts here. The choice itself has no gradient. The router learns only
 # through the gates of the chosen experts.
 #
-# Each token pays the FLOPs of k experts, while the number of parameters grows with E. So you have to shard
-# the parameters, which come in E equal blocks: device d of n stores experts d E/n up to (d + 1) E/n. This
-# is *expert parallelism* (EP), with the mesh axis `expert`. The tokens are sharded over this axis too.
-# Otherwise n devices would compute the same attention.
+# Each token needs the FLOPs of k experts, while the number of parameters grows with E. So shard the
+# parameters by expert: device d of n stores experts d E/n up to (d + 1) E/n. This is *expert parallelism*
+# (EP), with the mesh axis `expert`. The tokens are sharded over this axis too. Otherwise n devices would
+# compute the same attention.
 #
 # First try it without communication: each device applies only its own experts to its own tokens. How many
 # choices does it skip?
@@ -61,25 +61,25 @@ for name, score in (("softmax", jax.nn.softmax), ("sigmoid", jax.nn.sigmoid)):
 rng = np.random.default_rng(0)
 n, E, k, tokens = 8, 16, 2, 512
 choices_Nk = np.argsort(rng.random((tokens, E)), axis=1)[:, :k]  # k experts, at random
-home_N1 = np.arange(tokens)[:, None] * n // tokens  # the device that has the token
-holder_Nk = choices_Nk // (E // n)  # the device that has the expert
+home_N1 = np.arange(tokens)[:, None] * n // tokens  # the device with the token
+holder_Nk = choices_Nk // (E // n)  # the device with the expert
 at_home = np.mean(holder_Nk == home_N1)
 none_at_home = np.mean((holder_Nk != home_N1).all(axis=1))
-print(f"{at_home:.1%} of the choices find their expert on the token's own device;")
-print(f"{none_at_home:.1%} of the tokens find none of their experts there")
+print(f"{at_home:.1%} of the choices have their expert on the token's own device;")
+print(f"{none_at_home:.1%} of the tokens have none of their experts there")
 assert abs(at_home - 1 / n) < 0.03, "a random expert should be local once in n"
 
 # %% [markdown]
-# Only about one choice in n finds its expert on its own device. Three quarters of the tokens would skip the
-# layer, and the model would still train. So the tokens have to be sent to the devices of their experts
+# Only about one choice in n has its expert on the token's own device. Three quarters of the tokens would skip
+# the layer, and the model would still train. So the tokens have to be sent to the devices of their experts
 # (*dispatch*), and the results have to be sent back (*combine*).
 #
 # ## Dispatch and combine with an all-to-all
 #
 # In an all-to-all, each device sends a different block to each other device. The block size is fixed at
-# compile time, but the router decides anew in every step. So each device reserves a fixed number X of
-# *slots* per expert, and writes each token into the next free slot of every expert that it chose. The
-# all-to-all then sends whole blocks of slots.
+# compile time, but the routing changes in every step. So each device reserves a fixed number X of *slots* per
+# expert, and writes each token into the next free slot of every expert that it chose. The all-to-all then
+# sends blocks of slots.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four devices with eight blocks each. Before the all-to-all each device has all colors; after it each has one color."}}
 figure, axes = plt.subplots(2, figsize=(6, 4.6))
@@ -101,13 +101,13 @@ axes[1].set_xlabel(meaning)
 labels = axes[1].xaxis.label.set_size(9)
 
 # %% [markdown]
-# **An all-to-all over `expert` turns the [E, X, D] slots of a device's own tokens into the [E/n, n X, D]
-# slots of its experts' tokens. A second all-to-all reverses this.** The figure shows four devices and eight
-# experts.
+# **Before an all-to-all over `expert`, a device has [E, X, D] slots with its own tokens. Afterwards it has
+# [E/n, n X, D] slots with the tokens of its experts. A second all-to-all reverses this.** The figure shows
+# four devices and eight experts.
 #
-# If more than X tokens of a device choose the same expert, the excess tokens are *dropped*: only the
-# residual connection carries them on. Slots that stay empty are still sent and multiplied. With t tokens on
-# a device, an expert gets k t/E choices on average, and X is that mean times the *capacity factor*.
+# If more than X tokens on a device choose the same expert, the excess tokens are *dropped*: they skip this
+# expert. Empty slots are still sent and multiplied. With t tokens on a device, an expert gets k t/E choices
+# on average, and X is that mean times the *capacity factor*.
 #
 # > **Predict.** A device has 64 tokens. Each token chooses 2 of 16 experts at random. The capacity factor
 # > is 1, so there are exactly as many slots as choices. What percentage of the choices is dropped?
@@ -117,7 +117,7 @@ my_prediction = None  # percent
 
 
 def dropped(factor, t, popular=0.0):
-    """Share of choices without a free slot, over 200 devices with t tokens each."""
+    """Fraction of choices without a slot, over 200 devices with t tokens each."""
     rng = np.random.default_rng(1)
     preference_E = popular * rng.normal(size=E)  # 0: all experts are equal
     noisy = preference_E + rng.gumbel(size=(200, t, E))
@@ -139,21 +139,19 @@ assert dropped(1.25, 4096) < 0.001, "noise should average out over many tokens"
 assert dropped(1.25, 4096, 1) > 0.05, "a preference should not average out"
 
 # %% [markdown]
-# Random choices are equal on average, but not in each draw: some experts get too many tokens, while others
-# have empty slots. With more tokens per device this noise averages out, and a capacity factor of 1.25 drops
-# nothing.
+# Random choices are balanced only on average: some experts get too many tokens, while others have empty
+# slots. With more tokens per device this noise averages out, and a capacity factor of 1.25 drops nothing.
 #
-# A preference does not average out. If the router prefers some experts (here: a normal random number is
-# added to each logit), a factor of 1.25 drops 8% of the choices, however many tokens there are. So a
-# capacity requires a balanced router (see below). To never drop a choice, an expert needs one slot for
-# every token of a device.
+# A preference does not average out. If the router prefers some experts (here: a normal random number is added
+# to each logit), a factor of 1.25 drops 8% of the choices, for any number of tokens. So a capacity requires a
+# balanced router (see below). To never drop a choice, each device needs one slot per token for every expert.
 #
 # ## The program by hand
 #
 # The next four cells are the whole layer in plain JAX. You can paste them into an empty file. The reference
-# on one device, `on_one`, sends *every* token through *every* expert and weights the outputs with the
-# gates, most of which are 0. It has no slots: it finds the dropped choices by comparing each choice with
-# all earlier ones of the same device.
+# on one device, `on_one`, sends *every* token through *every* expert and weights the outputs with the gates,
+# most of which are 0. It has no slots: it finds the dropped choices by comparing each choice with all earlier
+# choices on the same device.
 
 # %% tags=["by-hand"]
 import os
@@ -234,7 +232,7 @@ assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "this test needs dropped tok
 #   blocks along dim 1.
 # - The backward pass needs no extra code. The transpose of an all-to-all is the opposite all-to-all. The
 #   gradient of an expert is complete on its device, because all tokens that chose it were sent there. The
-#   router is replicated, so its gradient is summed over `expert` (02).
+#   router is replicated, so JAX sums its gradient over `expert` (chapter 02).
 #
 # With 8 slots, both versions drop the same choices, because `on_one` counts each device's tokens
 # separately. So which tokens are dropped depends on the number of devices.
@@ -266,13 +264,14 @@ def gathered(w, x_tD):
 
 
 # %% [markdown]
-# > **Predict.** Eight devices, k = 2, capacity factor 1. This program sends every token to every device,
-# > needed there or not. How many times the bytes of the all-to-alls does a device send in the forward pass?
+# > **Predict.** Eight devices, k = 2, capacity factor 1. This program sends every token to every device, even
+# > if it is not needed there. In the forward pass, how many times as many bytes does a device send as with
+# > all-to-alls?
 
 
 # %%
 def compiled_on(n, device):
-    """The compiled layer on n devices, and the ledger of its collectives."""
+    """The compiled layer on n devices, and its collectives."""
     mesh = jax.make_mesh((n,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.P("expert")
     specs = {"router_DE": jax.P(), "up_EDM": split, "down_EMD": split}, split
@@ -305,17 +304,17 @@ dropless = compiled_on(8, gathered)[0](w, x_ND)
 assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing"
 
 # %% [markdown]
-# Each device has t = N/n tokens. The all-to-all sends k copies of each token, and the all-gather sends
-# n - 1. So gathering sends **n/k times** the bytes, divided by the capacity factor if that is not 1. With k
-# above n, gathering sends less: a token goes to each device once, rather than once per chosen expert. In
-# return nothing is dropped, and no slot is empty.
+# Each device has t = N/n tokens. The all-to-all sends k copies of each token, and the all-gather sends n - 1.
+# So gathering sends **n/k times** as many bytes, divided by the capacity factor. With k above n, gathering
+# sends less: a token goes to each device once, rather than once per chosen expert. And nothing is dropped,
+# and no slot is empty.
 #
-# The other price is memory. The arrays above have N k rows, because in the worst case all choices belong to
-# this device. On average only 1/n of them do. A kernel can skip the other rows, as `kernels/grouped.py`
-# does, but their memory is still allocated. JAX's
-# [`ragged_all_to_all`](https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html) sends
-# each device only what it needs. It does [not run on CPUs](https://github.com/jax-ml/jax/issues/34755), and
-# it also needs a buffer for the worst case.
+# The other cost is memory. The arrays above have N k rows, because in the worst case all choices belong to
+# this device. On average only 1/n of them do. A kernel can skip the other rows, as `kernels/grouped.py` does,
+# but their memory is still allocated. JAX's
+# [`ragged_all_to_all`](https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html) sends each
+# device only what it needs. It does [not run on CPUs](https://github.com/jax-ml/jax/issues/34755), and also
+# needs a worst-case buffer.
 #
 # ## Node-limited routing
 #
@@ -334,7 +333,7 @@ scores = rng.random((drawn, all_experts))
 
 
 def nodes_of(scores):
-    """Whether a token has a chosen expert on a node. [token, node]"""
+    """Whether each token has a chosen expert on each node: [token, node]."""
     best = np.argsort(-scores, axis=1)[:, :top]
     return (best[:, :, None] // (all_experts // nodes) == np.arange(nodes)).any(axis=1)
 
@@ -384,17 +383,17 @@ axes.set(title="A limit reduces the nodes that a token is sent to")
 legend = axes.legend()
 
 # %% [markdown]
-# Seven transfers per token become 3.5, so the bytes are halved.
-# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs,
-# sends each token to a node once and forwards it there over NVLink. An all-gather also sends a token to
-# each node once, but always to *all* nodes.
+# That is 3.5 transfers per token instead of seven, so half the bytes.
+# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs, sends
+# each token to a node once and forwards it there over NVLink. An all-gather also sends a token to each node
+# once, but always to *all* nodes.
 #
 # ## Is the communication exposed?
 #
-# Simulated devices cannot show time, so this section computes seconds from the planner's hardware table.
-# Take the forward pass of a layer of DeepSeek-V3: D = 7168, M = 2048, 8 of 256 experts. As in the paper,
-# dispatch sends fp8 (1 byte per number) and combine sends bfloat16 (2 bytes). Matmuls run in bfloat16 at
-# the peak of the chip. First, the bandwidths:
+# Simulated devices cannot show time, so this section computes times from the planner's hardware table. Take
+# the forward pass of a layer of DeepSeek-V3: D = 7168, M = 2048, 8 of 256 experts. As in the paper, dispatch
+# sends fp8 (1 byte per number) and combine sends bfloat16 (2 bytes). Matmuls run in bfloat16 at the peak of
+# the chip. First, the bandwidths:
 
 # %% tags=["hide-input"]
 from config import MeshConfig
@@ -406,7 +405,7 @@ print("dispatch only, bfloat16, 4,096 tokens per device")
 
 
 def link_of(place):
-    """The links of a mesh axis `expert` over all devices of a topology."""
+    """The links of the mesh axis `expert` over all devices of a topology."""
     mesh = MeshConfig.parse(f"expert={PLACES[place]}")
     return hardware.layout(mesh, hardware.Topology.parse(place))["expert"]
 
@@ -420,11 +419,11 @@ for place, m in PLACES.items():
               f"{1e3 * size / speed:.1f} ms")  # fmt: skip
 
 # %% [markdown]
-# Bytes are not seconds. On a torus, much of an all-to-all has to cross the middle, so its bandwidth on
-# these two TPU slices is 1.7 and 3 times lower than that of an all-gather. Over two nodes of H100s,
-# gathering sends twice the bytes in half the time, because a token crosses between the nodes once rather
-# than four times. So measured in time, gathering pays beyond n = k: up to n = 16 in this list. At n = 64
-# its memory rules it out: N k rows are 4,096 * 64 * 8 * 7,168 * 2 bytes, or 30 GB.
+# More bytes don't always take longer. On a torus, much of an all-to-all has to cross the middle, so the
+# bandwidth on these two TPU slices is 1.7 and 3 times lower than for an all-gather. Over two nodes of H100s,
+# gathering sends twice the bytes in half the time, because each token is sent to the other node once rather
+# than four times. So gathering is faster even beyond n = k: up to n = 16 in this list. At n = 64 it needs too
+# much memory: N k rows are 4,096 * 64 * 8 * 7,168 * 2 bytes, or 30 GB.
 #
 # Now compare the all-to-alls with the matmuls. Would more tokens per device help?
 
@@ -482,9 +481,9 @@ label = axes[1].set_xlabel("tokens per device; gray area: latency dominates")
 
 # %% [markdown]
 # With few tokens, the matmuls take as long as reading their weights from HBM: 105 us on 64 H100. Up to 35
-# tokens per device, the all-to-all takes less than that, but there latency dominates. Each of the 63 other
-# GPUs gets 896 bytes per token, and a message below about 50 kB costs latency rather than bandwidth. That
-# holds for up to 56 tokens (the gray area).
+# tokens per device, the all-to-all would take less than that, but there latency dominates. Each of the 63
+# other GPUs gets 896 bytes per token, and below about 50 kB per message, latency exceeds the transfer time.
+# That holds for up to 56 tokens (the gray area).
 #
 # From 148 tokens on, compute and communication grow at the same rate, so **their ratio is fixed. It depends
 # on M and on the bandwidth, not on the batch.** The all-to-all takes 0.6 of the compute time on v5p, at any
@@ -492,19 +491,19 @@ label = axes[1].set_xlabel("tokens per device; gray area: latency dominates")
 # If a token is sent to a node only once, two nodes need 0.6. With at most 4 nodes per token, eight nodes
 # need 2.1. (Forwarding over NVLink is not counted.)
 #
-# The exchange of a token cannot overlap with its own matmuls. It can overlap with another microbatch, with
-# attention, or with shared experts. DeepSeek-V3 reports a ratio of about 1:1 between nodes, and overlaps
+# The all-to-alls of a token cannot overlap with its own matmuls. They can overlap with another microbatch,
+# with attention, or with shared experts. DeepSeek-V3 reports a ratio of about 1:1 between nodes, and overlaps
 # the communication of one microbatch with the compute of another (DualPipe, section 3.2.1).
 #
 # ## Load balancing
 #
 # A capacity needs a balanced router. Without a capacity, all devices wait for the one with the most popular
-# expert. Training works against balance: an expert that is chosen more often learns more, and is then
+# expert. Training makes the loads less equal: an expert that is chosen more often learns more, and is then
 # chosen even more often.
 #
-# To watch this happen, use a toy problem with 8 kinds of text. The tokens of each kind are scattered around
-# a different center, and the layer has to learn a different matrix for each kind. Everything runs on one
-# device, without capacity. `load` is the share of the choices that an expert gets.
+# To see this, use a toy problem with 8 kinds of text. The tokens of each kind are scattered around a
+# different center, and the layer has to learn a different matrix for each kind. Everything runs on one
+# device, without capacity. `load` is the fraction of the choices that an expert gets.
 
 # %% tags=["hide-input"]
 import optax
@@ -524,19 +523,19 @@ def draw(step):
 
 
 def statistics(experts_Nk, scores_NE):
-    """Each expert's share of the choices, and its mean score."""
+    """Each expert's fraction of the choices, and its mean score."""
     return jnp.mean(jax.nn.one_hot(experts_Nk, E), axis=(0, 1)), scores_NE.mean(0)
 
 
 # %% [markdown]
-# There are two standard remedies. The **balance loss** (Switch; called *aux loss* in PyTorch libraries)
-# adds this term to the loss, times a small weight: E times the sum over experts of load times mean score.
-# The term is 1 if all experts are equal. The load has no gradient, so it acts as a weight that pushes down
-# the scores of overloaded experts.
+# There are two standard remedies. The **load-balancing loss** (Switch; *aux loss* in PyTorch libraries) is a
+# term of the loss, with a small weight: E times the sum over experts of load times mean score. The term is 1
+# if all experts are equal. The load has no gradient, so it acts as a weight that lowers the scores of
+# overloaded experts.
 #
-# The **selection bias** (DeepSeek-V3) adds nothing to the loss. It adds a number to the score of each
-# expert when experts are chosen, but not in the gate. After each step, the bias of an expert goes up by a
-# fixed amount if its load was below the mean, and down otherwise.
+# The **selection bias** (DeepSeek-V3) does not change the loss. It is added to the score of each expert when
+# experts are chosen, but not in the gate. After each step, the bias of an expert goes up by a fixed amount if
+# its load was below the mean, and down otherwise.
 
 
 # %%
@@ -570,7 +569,7 @@ def dense_loss(weight):
     return loss
 
 
-RUNS = {"no remedy": train(dense_loss(0)), "balance loss": train(dense_loss(0.1)),
+RUNS = {"no remedy": train(dense_loss(0)), "balancing loss": train(dense_loss(0.1)),
         "selection bias": train(dense_loss(0), rate=0.01)}  # fmt: skip
 
 
@@ -587,7 +586,7 @@ for name, run in RUNS.items():
 idle = [(end(run)[1] < 0.25).sum() for run in RUNS.values()]
 assert idle[0] >= 6 and idle[1] == 0 and idle[2] <= 2, "as the text says"
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Sorted loads of 16 experts in three runs: without a remedy eight experts do nothing; with either remedy all work."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Sorted loads of 16 experts in three runs: without a remedy eight experts are idle; with either remedy all work."}}
 figure, axes = plt.subplots(3, figsize=(5, 4.6), sharex=True, sharey=True)
 for ax, (name, run) in zip(axes, RUNS.items(), strict=True):
     error, load_E = end(run)
@@ -598,15 +597,15 @@ axes[2].set_xlabel("experts, sorted by load; a load of 1 is the mean")
 ticks = axes[2].set_xticks([])
 
 # %% [markdown]
-# Without a remedy, half of the experts do nothing. The error still falls, so it does not show the waste.
-# With the selection bias, all or nearly all experts work, averaged over 20 steps. In a single step one
-# expert can still get several times the mean load, because here all tokens of a kind switch experts
-# together. That is also why its error is hardly better than without a remedy. Models of real text did
-# better with the bias than with the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
+# Without a remedy, half of the experts are idle. The error still falls, so you don't see this. With the
+# selection bias, all or nearly all experts work, averaged over 20 steps. In a single step one expert can
+# still get several times the mean load, because here all tokens of a kind switch experts together. For the
+# same reason the error is hardly better than without a remedy. Models of real text did better with the bias
+# than with the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
 #
-# Both remedies need the load of the step's *whole batch*. On a mesh this is an all-reduce of E numbers, 1
-# kB for 256 experts. The bias must also be *identical* on all devices, and no gradient reduction keeps its
-# copies equal.
+# Both remedies need the load of the step's *whole batch*. On a mesh this is an all-reduce of E numbers, 1 kB
+# for 256 experts. The bias must also be *identical* on all devices. It has no gradient, so no all-reduce of
+# gradients keeps the copies equal.
 #
 # ## In `model.py`
 #
@@ -615,10 +614,10 @@ ticks = axes[2].set_xticks([])
 # `model.router_statistics` sums the counts over all devices before `model.balance_loss` multiplies them.
 # `optimizer.update_selection_bias` moves the bias once per step.
 #
-# ## Exercise 1: how many slots
+# ## Exercise 1: the number of slots
 #
-# A step has `tokens` tokens, sharded over `devices`. How many slots X does each device need for each
-# expert? Round up, so that nothing is dropped with a capacity factor of 1 and equal loads.
+# A step has `tokens` tokens, sharded over `devices`. How many slots X does each device need for each expert?
+# Round up, so that nothing is dropped with a capacity factor of 1 if loads are equal.
 
 
 # %%
@@ -661,8 +660,8 @@ print(check_slots(slots_of))
 # <details><summary>Solution</summary>
 #
 # `return math.ceil(factor * k * tokens / devices / experts)`. If you forget the k, half of all choices are
-# dropped at k = 2 even if every load is equal, and the loss still falls. (We measured a published guide in
-# which a quarter of the choices is dropped for this reason.)
+# dropped at k = 2 even if every load is equal, and the loss still falls. (We ran the code of a published
+# guide: for this reason it drops a quarter of the choices.)
 # </details>
 
 # %% tags=["remove-cell"]
@@ -755,9 +754,9 @@ print(check_moved(moved))
 # return bias_E + RATE * jnp.sign(load_E.mean() - load_E)
 # ```
 #
-# The sign of a sum is not the sum of the signs. With `out_specs=jax.P()` and `check_vma` on, JAX rejects
-# the first wrong answer, which gives each device a different bias. Without that check, the program runs.
-# Each rank then routes with a different bias, and the checkpoint stores only one of them.
+# The sign of a sum is not the sum of the signs. With `out_specs=jax.P()` and `check_vma` on, JAX rejects the
+# first wrong answer, which gives each device a different bias. Without this check, the program runs. Then
+# each device routes with a different bias, and the checkpoint stores only one of them.
 # </details>
 
 
@@ -782,12 +781,12 @@ assert "only the change" in check_moved(lambda b, x: RATE * sign(x))
 assert check_moved(moved) == lesson.NOTHING == check_moved(None)
 
 # %% [markdown]
-# ## Exercise 3: how wide must an expert be
+# ## Exercise 3: the width of an expert
 #
-# Design it: how large must the expert width M be, so that the exchange of a layer takes no longer than its
-# matmuls? Count the forward pass with many tokens. Dispatch and combine both send bfloat16. An expert has
-# three matrices (gate, up, down). `bytes_per_s` is a device's bandwidth in an all-to-all over n devices. (D
-# and k do not matter. Why?)
+# How large must the expert width M be, so that the all-to-alls of a layer take no longer than its matmuls?
+# Count the forward pass with many tokens. Dispatch and combine both send bfloat16. An expert has three
+# matrices (gate, up, down). `bytes_per_s` is a device's bandwidth in an all-to-all over n devices. (D and k
+# do not matter. Why?)
 
 
 # %%
@@ -804,9 +803,9 @@ def width(bytes_a_number, flops, away=True):
 
 WIDTHS = [
     (width(2, 6), "Half of it: the outputs of the experts have to come back, too."),
-    (width(4, 6, False), "Almost. What share of the choices stays on its own device?"),
+    (width(4, 6, False), "Almost. Which fraction of choices stays on its own device?"),
     (width(4, 4), "Too wide: you count two matrices, but an expert has three."),
-    (width(4, 3), "Twice too wide: a multiply and an add are two FLOPs."),
+    (width(4, 3), "Two times too wide: a multiply and an add are two FLOPs."),
     (width(4, 2), "Too wide: you count one matrix, but an expert has three."),
     (width(3, 6), "That assumes fp8 dispatch. Here both directions are bfloat16."),
     (width(2, 6, False), "You count one direction, and no choice stays local."),
@@ -827,10 +826,10 @@ print(check_narrowest(narrowest))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# A choice costs 6 D M FLOPs. It sends D numbers of 2 bytes in each direction, 4 D bytes in total, and
-# (n - 1)/n of them leave the device. The times are equal if 6 D M / peak = 4 D (n - 1)/n / bandwidth, so
-# `return 4 / 6 * (n - 1) / n * flops_per_s / bytes_per_s`. D and k appear on both sides and cancel. So
-# narrow experts are expensive to communicate, however many of them a token chooses.
+# A choice costs 6 D M FLOPs. It sends D numbers of 2 bytes in each direction, 4 D bytes in total, and (n -
+# 1)/n of them leave the device. The times are equal if 6 D M / peak = 4 D (n - 1)/n / bandwidth, so `return 4
+# / 6 * (n - 1) / n * flops_per_s / bytes_per_s`. D and k appear on both sides and cancel. So communication is
+# expensive for narrow experts, no matter how many of them a token chooses.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -850,15 +849,14 @@ assert check_narrowest(narrowest) == lesson.NOTHING
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague moved the training above to eight devices: the layer by hand with enough slots for every
-# token, the error, and the balance loss. Each device reads different files, with one of the 8 kinds of
-# text. Nothing is dropped. On the same batches, one device reaches an error below 0.1. Eight devices do
-# not.
+# A colleague moved the training above to eight devices: the layer by hand with enough slots for every token,
+# the error, and the load-balancing loss. Each device reads a different file, with one of the 8 kinds of text.
+# Nothing is dropped. On the same batches, one device reaches an error below 0.1. Eight devices do not.
 
 
 # %%
 def device_loss(w, x_tD, y_tD):
-    """The loss, and (error, loads) for the log. Identical on all devices."""
+    """The loss, and (error, loads) for the log; the same on all devices."""
     out_tD = on_device(w, x_tD, slots=x_tD.shape[0])
     squares = jax.lax.psum(jnp.sum((out_tD - y_tD) ** 2), "expert")
     error = squares / (n * y_tD.size)
@@ -880,7 +878,7 @@ def loss_on(device_loss):
 eight = train(loss_on(device_loss))
 figure, axes = plt.subplots(figsize=(5, 3))
 for name, errors, colour in (
-    ("one device", RUNS["balance loss"][0], lesson.NEUTRAL),
+    ("one device", RUNS["balancing loss"][0], lesson.NEUTRAL),
     ("eight devices", eight[0], lesson.COLORS["expert"]),
 ):
     axes.plot(errors, color=colour, label=name)
@@ -888,14 +886,13 @@ axes.set(xlabel="step", ylabel="error", ylim=(0, 2), title="Same batches, same s
 legend = axes.legend()
 error, load_E = end(eight)
 busiest, at_rest = load_E.max(), (load_E < 0.25).sum()
-one, _ = end(RUNS["balance loss"])
+one, _ = end(RUNS["balancing loss"])
 print(f"error at the end: {one:.3f} on one device, {error:.3f} on eight")
 print(f"eight devices: top load {busiest:.1f} times the mean, {at_rest} experts idle")
 assert one < 0.1 and error > 2.5 * one and at_rest <= 1, "as the text says"
 
 # %% [markdown]
-# No expert is idle. Fix `device_loss`. The checker compares loss and gradient with one device, on two
-# batches.
+# No expert is idle. Fix `device_loss`. The check compares loss and gradient with one device, on two batches.
 
 
 # %% tags=["hide-input"]
@@ -915,7 +912,7 @@ def measured(loss):
 
 
 def parts_loss(balance_of):
-    """On one device, with balance_of(loads, scores) of the n parts as balance loss."""
+    """On one device; balance_of(loads, scores) of the n parts is the balancing loss."""
 
     def loss(w, bias_E, x_ND, y_ND):
         error, (_, load_E) = dense_loss(0)(w, bias_E, x_ND, y_ND)
@@ -940,7 +937,7 @@ HINTS = {
     "8 times too strong: you summed one of the means.":
         lambda l, s: n * whole_product(l, s),
     "8 times too weak: did you average twice?": lambda l, s: whole_product(l, s) / n,
-    "Without a balance loss it trains, but experts are idle.": lambda l, s: 0.0,
+    "Without a balancing loss it trains, but experts are idle.": lambda l, s: 0.0,
 }  # fmt: skip
 
 
@@ -950,7 +947,7 @@ MISTAKES = [(parts_loss(balance_of), hint) for hint, balance_of in HINTS.items()
 
 def check_loss(device_loss):
     tried = measured(loss_on(lesson.answered(device_loss)))
-    done = "Right: loss and gradient are those of one device."
+    done = "Right: loss and gradient match one device's."
     return lesson.diagnose(tried, [(0,), (7,)], ONE, MISTAKES, done, share=1e-3)
 
 
@@ -960,20 +957,20 @@ print(check_loss(device_loss))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The balance loss is a product of two means, and the mean of products is not the product of means. So
-# average first, `load_E, score_E = jax.lax.pmean((load_E, score_E), "expert")`, and multiply afterwards.
-# The product is then the same on all devices. (It is enough to average `load_E` alone: the mean of the
-# products is then right, and you send only E numbers.) The original code requires each device's *own* text
-# to use all experts equally. A kind of text that is on only one device then cannot have its own experts,
-# even if the whole batch would be balanced. The logged loads look balanced, because they are.
+# The load-balancing loss is a product of two means, and the mean of products is not the product of means. So
+# average first, `load_E, score_E = jax.lax.pmean((load_E, score_E), "expert")`, and multiply afterwards. The
+# product is then the same on all devices. (It is enough to average `load_E` alone: the mean of the products
+# is then right, and you send only E numbers.) The original code pushes each device's *own* text to use all
+# experts equally. A kind of text that is on only one device then cannot have its own experts, even if the
+# whole batch would be balanced. The logged loads look balanced, because they are.
 #
 # [Demons in the Detail](https://arxiv.org/abs/2501.11873) found this bug in large-scale MoE training.
-# Frameworks computed the balance loss per micro-batch of a few sequences, and averaged it over devices.
-# With loads summed over the whole batch, models of up to 42.8 billion parameters reached a better
+# Frameworks computed the load-balancing loss per micro-batch of a few sequences, and averaged it over
+# devices. With loads summed over the whole batch, models of up to 42.8 billion parameters reached a better
 # perplexity, and their experts specialized by domain. Megatron-LM [added
-# it](https://github.com/NVIDIA/Megatron-LM/issues/1498) on request, citing that paper. Here each device has
-# a single kind of text, which is the extreme case. With shuffled text the damage is smaller and harder to
-# see. DeepSeek-V3 also balances within each sequence, but on purpose, with a weight of 0.0001.
+# it](https://github.com/NVIDIA/Megatron-LM/issues/1498) on request, citing that paper. Here each device has a
+# single kind of text, which is the extreme case. With shuffled text the damage is smaller and harder to see.
+# DeepSeek-V3 also balances within each sequence, but on purpose, with a weight of 0.0001.
 # </details>
 
 
@@ -1003,8 +1000,7 @@ assert check_loss(lambda *_: ...) == lesson.NOTHING
 # %% [markdown]
 # ## In one table
 #
-# All bytes are sent per device in the forward pass, for t tokens of width D in bfloat16 and a capacity
-# factor of 1.
+# Bytes are per device in the forward pass, for t tokens of width D in bfloat16 and a capacity factor of 1.
 #
 # | | all-to-all of slots | gathered tokens (dropless) |
 # |---|---|---|
@@ -1014,14 +1010,14 @@ assert check_loss(lambda *_: ...) == lesson.NOTHING
 # | backward pass | two all-to-alls; the router's gradient is summed | all-gather, reduce-scatter; the router's gradient is summed |
 # | bytes sent | 2 * 2 k t D (n - 1)/n | 2 * 2 t D (n - 1), which is n/k times as much |
 # | dropped | choices beyond X | nothing |
-# | on the critical path | yes, unless it overlaps with another microbatch, attention or shared experts | the same |
+# | exposed | yes, unless it overlaps with another microbatch, attention or shared experts | the same |
 # | use it if | n is well above k, and the router is balanced | n is at most about k; in this chapter's examples up to n = 16 on a torus and over two nodes |
 #
-# | devices, for D = 7168, M = 2048, k = 8 | exchange time / compute time |
+# | devices, for D = 7168, M = 2048, k = 8 | time of all-to-alls / compute time |
 # |---|---|
 # | 64 TPU v5p | 0.6 with fp8 dispatch, 0.8 with bfloat16 both ways: can overlap with an equal amount of work |
 # | one node of 8 H100 | 0.5 |
-# | two nodes of 8 H100 | 2.4; or 0.6 if a token is sent to a node once, as when gathered or by DeepEP |
+# | two nodes of 8 H100 | 2.4; or 0.6 if a token is sent to a node once, as with an all-gather or with DeepEP |
 # | eight nodes of 8 H100 | 4.2; or 2.1 with at most 4 nodes per token: use wider experts, or overlap more work |
 #
 # | here | JAX | PyTorch | Megatron-LM |
@@ -1030,21 +1026,21 @@ assert check_loss(lambda *_: ...) == lesson.NOTHING
 # | dispatch and combine, `on_device` | `lax.all_to_all`, `lax.ragged_all_to_all` | `all_to_all_single`; DeepEP: dropless, a token is sent to a node once | token dispatcher `alltoall` |
 # | gathered tokens | `lax.all_gather`, `lax.psum_scatter` | `all_gather`, `reduce_scatter` | token dispatcher `allgather` |
 # | grouped matmul | `lax.ragged_dot` | MegaBlocks | `--moe-grouped-gemm` |
-# | balance loss, selection bias | your own code | aux loss, `expert_bias` | `--moe-aux-loss-coeff`, `--moe-router-enable-expert-bias` |
+# | load-balancing loss, selection bias | your own code | aux loss, `expert_bias` | `--moe-aux-loss-coeff`, `--moe-router-enable-expert-bias` |
 #
 # ## Three lines to keep
 #
-# 1. Tokens travel to their experts and back: two all-to-alls forward and two backward, each with k copies
-#    of a token. Gathering sends n/k times as much, drops nothing, and is often faster up to about 16
-#    devices.
-# 2. Communication and compute both grow with the tokens, so a larger batch does not hide the exchange. The
-#    expert width, the bandwidth and the number of nodes per token decide.
+# 1. Tokens are sent to their experts, and the outputs back: two all-to-alls forward and two backward, each
+#    with k copies of a token. Gathering sends n/k times as much, drops nothing, and is often faster up to
+#    about 16 devices.
+# 2. Communication and compute both grow with the tokens, so a larger batch does not change their ratio. It
+#    depends on the expert width, the bandwidth and the number of nodes per token.
 # 3. Load balancing needs the loads of the whole batch: sum them over devices before you multiply, compare
 #    or take a sign.
 #
 # **Sources.** GShard, [arXiv:2006.16668](https://arxiv.org/abs/2006.16668), section 2.2 (capacity,
-# all-to-all); Switch Transformer, [arXiv:2101.03961](https://arxiv.org/abs/2101.03961), equation 4 (balance
-# loss); MegaBlocks, [arXiv:2211.15841](https://arxiv.org/abs/2211.15841); the selection bias,
+# all-to-all); Switch Transformer, [arXiv:2101.03961](https://arxiv.org/abs/2101.03961), equation 4
+# (load-balancing loss); MegaBlocks, [arXiv:2211.15841](https://arxiv.org/abs/2211.15841); the selection bias,
 # [arXiv:2408.15664](https://arxiv.org/abs/2408.15664); DeepSeek-V3,
 # [arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 2.1.2 and 3.2; the scaling book on
 # [all-to-all](https://jax-ml.github.io/scaling-book/sharding) and on
