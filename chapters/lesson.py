@@ -1,4 +1,4 @@
-"""Code that all chapters share: predictions, checkers and pictures. Readers never need to open it."""
+"""Code that all chapters use: predictions, checks of answers, and figures. Readers never need to open it."""
 
 import ast
 import dataclasses
@@ -17,8 +17,8 @@ from matplotlib.patches import Rectangle
 from sharding import CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, as_tuple
 from xla import ledger
 
-# Each mesh axis has one color in the whole guide; NEUTRAL is for anything else. In dark mode the site inverts pictures
-# and restores the hues, and these colors stay distinct.
+# Each mesh axis has the same color in the whole guide; NEUTRAL is for everything else. In dark mode the site inverts
+# figures and restores the hues, and these colors stay distinct.
 COLORS = {DATA: "#8c6d4f", STAGE: "#e08a1e", FSDP: "#3f74b5", EXPERT: "#9a5fb0", CONTEXT: "#3f9a4d", TENSOR: "#cf4446"}
 NEUTRAL = "#7d7d7d"
 DEVICES = matplotlib.colormaps["tab10"].colors  # colors of devices 0, 1, ..
@@ -43,7 +43,7 @@ else:
 def predicted(what: str, prediction: float | None, counted: float, unit: str = "", within: float = 0.005) -> None:
     """Print a counted value, and compare the reader's prediction with it.
 
-    within  largest relative error of a right prediction
+    within  largest relative error at which a prediction counts as right
     """
     number = lambda x: f"{x:,}" if isinstance(x, int) or x == int(x) else f"{x:,.4g}"
     text = f"{what}: {number(counted)} {unit}".rstrip()
@@ -62,7 +62,7 @@ def predicted(what: str, prediction: float | None, counted: float, unit: str = "
 
 
 def same(a, b, share: float = 1e-4) -> bool:
-    """Return whether two numbers, arrays or trees agree, up to `share` times the largest entry of each array."""
+    """Return whether two numbers, arrays or trees agree within `share` times the largest entry of each array in b."""
     a, b = ([np.asarray(x, dtype=object if x is None else None) for x in jax.tree.leaves(t)] for t in (a, b))
     if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
         return False
@@ -76,14 +76,14 @@ NOTHING = "Nothing there yet: replace the dots with your answer."
 
 
 class Unanswered(Exception):
-    """The reader's function still returns the dots."""
+    """Raised if the reader's function still returns `...`."""
 
 
 def answered(function):
-    """Wrap a reader's function for use in other programs: it raises Unanswered instead of returning None or dots.
+    """Wrap a reader's function so that it raises Unanswered instead of returning None or `...`.
 
-    `diagnose` reports that as NOTHING, so a checker may run an answer in a `shard_map`, or add to its result, without
-    checking it first.
+    `diagnose` reports Unanswered as NOTHING, so a check may use the answer inside a `shard_map` or in arithmetic without
+    testing it first.
     """
     if function is None or function is ...:
         raise Unanswered
@@ -101,12 +101,12 @@ def answered(function):
 
 
 def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str, share: float = 1e-4) -> str:
-    """Check a reader's function on every case. Returns one line: `done`, or what is wrong with the answer.
+    """Check a reader's function on every case. Returns one line: `done`, or a hint that says what is wrong.
 
-    cases     tuples of arguments, chosen so that mistakes and right results differ
-    right     function of the same arguments that returns the right result
-    mistakes  pairs (function of the same arguments, hint): the hint of the first function whose results equal those of
-              a wrong answer in all cases is returned
+    cases     tuples of arguments, chosen so that no mistake gives the right result in all of them
+    right     function with the same arguments that returns the right result
+    mistakes  pairs (function with the same arguments, hint). If the answer's results equal those of such a function in
+              all cases, its hint is returned.
     """
     if answer is None or answer is ...:
         return NOTHING
@@ -117,7 +117,7 @@ def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str
             found.append(function(*case))
         except Unanswered:
             found.append(...)
-        except Exception as error:  # show any error of the reader's code in one line
+        except Exception as error:  # show any error in the reader's code as one line
             line = (str(error).strip().splitlines() or [""])[0]
             return f"It stops{at(function, case)}: {type(error).__name__}" + f": {line[:200]}" * bool(line)
     if all(x is None or x is ... for x in found):
@@ -140,7 +140,7 @@ def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str
 
 
 def at(function, case: tuple) -> str:
-    """Describe the arguments of a case: " at n=4, Z=8", or "" if there are none."""
+    """Describe the arguments of a case, e.g. " at n=4, Z=8"; "" if it has none."""
     try:
         names = [name for name, one in inspect.signature(function).parameters.items() if one.kind < one.VAR_POSITIONAL]
     except (TypeError, ValueError):
@@ -165,7 +165,7 @@ def brief(x) -> str:
 
 
 def ratio(got, want) -> str:
-    """Describe how a gradient differs from the right one: "equal", "2 times too big", "another direction"."""
+    """Describe how a gradient differs from the right one, e.g. "equal", "2 times too big" or "another direction"."""
     got, want = (np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(t)]) for t in (got, want))
     times = got @ want / (want @ want)
     if np.abs(got - times * want).max() > 1e-3 * np.abs(want).max():
@@ -217,14 +217,14 @@ def source(*functions) -> None:
 PACKAGES = ("pipeline", "kernels", "plan", "train", "weights", "data", "xla", "chapters")
 
 
-# Pictures -------------------------------------------------------------------------------------------------------------
+# Figures --------------------------------------------------------------------------------------------------------------
 
 
 def slices(axes, mesh, spec, dims: str, title: str = "", colour_by: str | None = None) -> None:
     """Draw an array of one or two dims, sharded by `spec`. Each shard shows the numbers of the devices that hold it.
 
     dims       one letter per dim, e.g. "BD"
-    colour_by  mesh axis that gives the color of the shards; by default the first that shards the array
+    colour_by  mesh axis whose color the shards get; by default the first axis that shards the array
     """
     spec = (*spec, *(None,) * (len(dims) - len(spec)))
     cuts = [int(np.prod([mesh.shape[a] for a in as_tuple(axis)])) for axis in spec]
