@@ -181,7 +181,7 @@ axes.set(xlabel="FLOPs per byte", ylabel="GFLOP/s at most")
 # | `data` | sequences |
 # | `stage` | layers (pipeline parallelism) |
 # | `fsdp` | sequences, and shards of every weight |
-# | `expert` | sequences, and experts (in layers with several feed-forward networks to choose from) |
+# | `expert` | sequences, and experts (in layers with several MLPs to choose from) |
 # | `context` | positions of the same sequences |
 # | `tensor` | shards of the same weight matrices, for the same tokens |
 #
@@ -627,7 +627,7 @@ for wrong, hint in (
 # Return how many bytes of a float32 array with a given `shape` one device stores. `spec` is a tuple with an
 # entry for each of the first dims: `None`, one axis, or a tuple of axes that split the dim together
 # (`as_tuple` turns any of them into a tuple). Dims after the end of a short spec are not split.
-# `mesh.shape[axis]` is the size of an axis. The checker puts real arrays on two meshes.
+# `mesh.shape[axis]` is the size of an axis. The check puts real arrays on two meshes.
 
 
 # %% tags=["hide-input"]

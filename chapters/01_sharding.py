@@ -297,7 +297,7 @@ picture(title, (rows, columns), (rows, whole), (rows, OWN), None)
 lesson.listed(counted(case_4))
 
 # %% [markdown]
-# ## What it costs, and when it pays
+# ## What it costs, and when it pays off
 #
 # Simulated devices show what is sent, but not how long it takes. So take a realistic size: 2,048 rows times a
 # 4,096 x 14,336 weight of Llama 3 8B, in *bfloat16*, with 2 bytes per number. `plan/hardware.py` lists each

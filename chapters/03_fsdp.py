@@ -48,7 +48,7 @@ def problem(D, L):
     return [draw(D, D) / D**0.5 for _ in range(L)], draw(B, D), draw(B, D)
 
 
-def share_of_loss(w, x_bD, y_bD):
+def partial_loss(w, x_bD, y_bD):
     """The sum over these rows, divided by the number of entries in all rows."""
     for w_DD in w:
         x_bD = x_bD + jnp.tanh(x_bD @ w_DD)
@@ -63,19 +63,19 @@ def share_of_loss(w, x_bD, y_bD):
 
 # %%
 w, x_BD, y_BD = problem(D=16, L=1)
-on_all_rows = lambda w: share_of_loss(w, x_BD, y_BD)
+on_all_rows = lambda w: partial_loss(w, x_BD, y_BD)
 stepped = lambda w, d, rate: jax.tree.map(lambda w, d: w - rate * d, w, d)
 cut = P(FSDP)
 added = dict(mesh=mesh, in_specs=(P(), cut, cut), out_specs=P())
-added_gradient = jax.shard_map(jax.grad(share_of_loss), **added)
+added_gradient = jax.shard_map(jax.grad(partial_loss), **added)
 
 
 @jax.jit
 def step_of_both(copies, shared):
     own_rows = [a_BD.reshape(n, B // n, -1) for a_BD in (x_BD, y_BD)]
-    losses, d_copies = jax.vmap(jax.value_and_grad(share_of_loss))(copies, *own_rows)
+    losses, d_copies = jax.vmap(jax.value_and_grad(partial_loss))(copies, *own_rows)
     values = losses.sum(), on_all_rows([w[0] for w in copies]), on_all_rows(shared)
-    # A device alone minimizes the mean over its own rows: n times its share.
+    # A device alone minimizes the mean over its own rows: n times the partial loss.
     copies = stepped(copies, d_copies, n * 1.0)
     return copies, stepped(shared, added_gradient(shared, x_BD, y_BD), 1.0), values
 
@@ -108,7 +108,7 @@ assert lesson.same(added_gradient(w, x_BD, y_BD), d_one)
 # To find the bug, compare the copies, or evaluate one of them on all rows.
 #
 # The fix is a sum, and `grad` inserts it. You must make the eight partial losses add up to *one* mean.
-# `share_of_loss` divides by the number of entries in all B rows, which it knows in advance. Often you don't
+# `partial_loss` divides by the number of entries in all B rows, which it knows in advance. Often you don't
 # know it:
 #
 # ## Exercise 1: which mean?
@@ -142,11 +142,11 @@ def padded_gradient(answer, name):
 
 
 # %% tags=["hide-input"]
-def check_share(answer):
+def check_masked(answer):
     run = lambda f: lambda name: padded_gradient(f, name)
     one_device = lambda e, r: jnp.sum(e * r) / REAL_B.sum()
     right = lambda name: padded_gradient(one_device, "fsdp=1")
-    hints = [(run(wrong), hint) for wrong, hint in SHARE_HINTS]
+    hints = [(run(wrong), hint) for wrong, hint in MASKED_HINTS]
     cases = [("fsdp=2",), ("fsdp=8",)]
     done = "Right on 2 and 8 devices: the result does not depend on their number."
     line = lesson.diagnose(run(answer), cases, right, hints, done)
@@ -157,7 +157,7 @@ def check_share(answer):
 total = lambda x: sharding.psum(jnp.sum(x), FSDP)
 devices = lambda: sharding.axis_size(FSDP)
 ALONE = "A mean of means. Does a row count more on a device with fewer real rows?"
-SHARE_HINTS = [
+MASKED_HINTS = [
     (lambda e, r: jnp.sum(e * r) / jnp.sum(r),
      "Each device divides by its own rows, and you add. How many means is that?"),
     (lambda e, r: jnp.sum(e * r) / jnp.sum(r) / devices(), ALONE),
@@ -177,11 +177,11 @@ SHARE_HINTS = [
 
 
 # %%
-def share_of_mean(error_b, real_b):
+def masked_loss(error_b, real_b):
     return ...
 
 
-print(check_share(share_of_mean))
+print(check_masked(masked_loss))
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -194,14 +194,14 @@ print(check_share(share_of_mean))
 
 # %% tags=["remove-cell"]
 answer_1 = lambda e, r: jnp.sum(e * r) / sharding.psum(jnp.sum(r), FSDP)
-assert check_share(answer_1).startswith("Right")
+assert check_masked(answer_1).startswith("Right")
 total_first = lambda e, r: sharding.psum(jnp.sum(e * r), FSDP) / REAL_B.sum()
-assert check_share(total_first).startswith("Right")
-for wrong, hint in SHARE_HINTS:
-    assert check_share(wrong) == hint, hint
-assert "gradient of your loss" in check_share(lambda e, r: jnp.sum(e))
-for nothing in (share_of_mean, lambda e, r: None, ...):
-    assert check_share(nothing) == lesson.NOTHING
+assert check_masked(total_first).startswith("Right")
+for wrong, hint in MASKED_HINTS:
+    assert check_masked(wrong) == hint, hint
+assert "gradient of your loss" in check_masked(lambda e, r: jnp.sum(e))
+for nothing in (masked_loss, lambda e, r: None, ...):
+    assert check_masked(nothing) == lesson.NOTHING
 
 # %% [markdown]
 # ## The memory of full copies
@@ -300,7 +300,7 @@ def train_step(params, grads, moments, Z=1, added=None):
         mine = sharding.vary([moved(one, params, WHOLE) for one in w], FSDP)
 
         def microbatch(total, rows):  # `mine` varies: `summed` adds, not `grad`
-            d = jax.grad(share_of_loss)(mine, *rows)
+            d = jax.grad(partial_loss)(mine, *rows)
             d = [summed(one, SLICES) for one in d] if grads == SLICES else d
             return jax.tree.map(jnp.add, total, d), None
 
@@ -360,7 +360,7 @@ LAYOUTS = {
     "DDP": (WHOLE, WHOLE, WHOLE), "ZeRO 1": (WHOLE, WHOLE, SLICES),
     "ZeRO 2": (WHOLE, SLICES, SLICES), "ZeRO 3": (SLICES, SLICES, SLICES),
 }  # fmt: skip
-d = jax.grad(share_of_loss)(w, x_BD, y_BD)
+d = jax.grad(partial_loss)(w, x_BD, y_BD)
 want = [adam(*one) for one in zip(w, zeros, zeros, d, strict=True)]  # on one device
 on_first = lambda x: x.addressable_shards[0].data.nbytes
 held = lambda tree: sum(map(on_first, jax.tree.leaves(tree)))
@@ -485,11 +485,11 @@ def adam(w, m, v, d):
 
 
 def fsdp_step(w_LdD, m_LdD, v_LdD, x_bD, y_bD):
-    def my_share(w_LdD):
+    def my_loss(w_LdD):
         out_bD, _ = jax.lax.scan(layer, x_bD, w_LdD)
         return jnp.sum((out_bD - y_bD) ** 2) / (B * D)  # B: the rows of all devices
 
-    return adam(w_LdD, m_LdD, v_LdD, jax.grad(my_share)(w_LdD))
+    return adam(w_LdD, m_LdD, v_LdD, jax.grad(my_loss)(w_LdD))
 
 
 slices, rows = P(None, "fsdp"), P("fsdp")  # [L, D/8, D] and [B/8, D]
@@ -725,7 +725,7 @@ for nothing in (slice_of_sum, lambda x: None, ...):
 
 # %% tags=["hide-input"]
 def plain_step(w, m, v, x_BD, y_BD):
-    d = jax.grad(share_of_loss)(w, x_BD, y_BD)
+    d = jax.grad(partial_loss)(w, x_BD, y_BD)
     after = [adam(*one) for one in zip(w, m, v, d, strict=True)]
     return tuple(map(list, zip(*after, strict=True)))
 
@@ -1020,7 +1020,7 @@ def train(name):
     def step(w, x_bD, y_bD):
         def loss(w):
             gathered = [sharding.all_gather(one, FSDP, dim=0) for one in w]
-            return share_of_loss(gathered, x_bD, y_bD)
+            return partial_loss(gathered, x_bD, y_bD)
 
         d = jax.grad(loss)(w)
         norm = jnp.sqrt(sum(jnp.sum(one**2) for one in d))
@@ -1036,9 +1036,9 @@ def train(name):
 
 
 # %%
-print(f"at the start: loss {share_of_loss(START, X_BD, Y_BD):.3f}")
+print(f"at the start: loss {partial_loss(START, X_BD, Y_BD):.3f}")
 for name in ("fsdp=1", "fsdp=2", "fsdp=4", "fsdp=8"):
-    print(f"{name}: loss {share_of_loss(train(name), X_BD, Y_BD):.3f}")
+    print(f"{name}: loss {partial_loss(train(name), X_BD, Y_BD):.3f}")
 
 # %% [markdown]
 # The rows and the initial weights are the same, nothing is random, and the loss falls on all four meshes. Fix
@@ -1052,7 +1052,7 @@ def alone(scale, parts):
 
     @jax.jit
     def step(w):
-        d = jax.grad(share_of_loss)(w, X_BD, Y_BD)
+        d = jax.grad(partial_loss)(w, X_BD, Y_BD)
         squares_n = sum(jnp.sum(one.reshape(parts, -1) ** 2, axis=1) for one in d)
         scale_n = scale(squares_n) * jnp.ones(parts)
         scaled = [one.reshape(parts, -1) * scale_n[:, None] for one in d]
@@ -1127,7 +1127,7 @@ def with_norm(norm_of, divided=lambda: 1):
     def train(name):
         def step(w, x_bD, y_bD):
             gather = lambda w: [sharding.all_gather(one, FSDP, dim=0) for one in w]
-            d = jax.grad(lambda w: share_of_loss(gather(w), x_bD, y_bD))(w)
+            d = jax.grad(lambda w: partial_loss(gather(w), x_bD, y_bD))(w)
             d = [one / divided() for one in d]
             norm = norm_of(sum(jnp.sum(one**2) for one in d))
             return stepped(w, d, jnp.minimum(1.0, LARGEST / norm))

@@ -90,7 +90,7 @@ title = figure.suptitle(title, x=0.02, ha="left")
 #
 # ## Sum before a nonlinear function
 #
-# A feed-forward layer is two matmuls with a GELU between them. FSDP stores the first matrix in shards of
+# An MLP is two matmuls with a GELU between them. FSDP stores the first matrix in shards of
 # rows, and gathers it for every use. Could you save this gather? Let each device multiply by the rows it has,
 # continue, and sum at the end:
 
@@ -639,7 +639,7 @@ for function in (gathered, in_turn):
 # - `moe1b`, v4, `stage=2,fsdp=8,tensor=2`: 0.418 s against 0.470, 11% less;
 # - `llama3_8b`, v5e, `fsdp=16,tensor=4`: 2.576 s against 2.452, 5% more.
 #
-# So a ring pays if communication is a large part of the step, and if the compiler starts each `ppermute`
+# So a ring pays off if communication is a large part of the step, and if the compiler starts each `ppermute`
 # before the matmul that should overlap with it. The compiler for v5e runs them one after another. On GPUs,
 # PyTorch
 # [reports](https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487)

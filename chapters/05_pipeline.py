@@ -55,7 +55,7 @@ draw_normal = np.random.default_rng(0).normal
 w_LDD = np.float32(draw_normal(size=(n, D, D)) / D**0.5)
 x_ZND, y_ZND = np.float32(draw_normal(size=(2, Z, N, D)))
 layer = lambda w_DD, x_ND: x_ND + jnp.tanh(x_ND @ w_DD)
-share = lambda out_ND, y_ND: jnp.sum((out_ND - y_ND) ** 2) / (Z * N * D)  # add Z: mean
+partial_loss = lambda out_ND, y_ND: jnp.sum((out_ND - y_ND) ** 2) / (Z * N * D)
 RING = [(s, (s + 1) % n) for s in range(n)], [(s, (s - 1) % n) for s in range(n)]
 pass_on = lambda x, back=0: jax.lax.ppermute(x, "stage", RING[back])
 varying = lambda x: jax.lax.pcast(x, "stage", to="varying")  # may differ by stage
@@ -85,7 +85,7 @@ def gpipe(w_lDD, x_ZND, y_ZND):
         m = jnp.clip(t - s, 0, Z - 1)
         out_ND = layer(w_lDD[0], jnp.where(s == 0, x_ZND[m], inbox_ND))
         real = (s == n - 1) & (m == t - s)
-        loss = jnp.where(real, share(out_ND, y_ZND[m]), 0.0)
+        loss = jnp.where(real, partial_loss(out_ND, y_ZND[m]), 0.0)
         return pass_on(out_ND), loss
 
     empty_ND = varying(jnp.zeros((N, D)))
@@ -106,7 +106,7 @@ found = lesson.compiled(forward, four, w_LDD, *batch)
 (message,) = [one for one in found.collectives if one.kind == "collective-permute"]
 lesson.predicted("sends, one per tick", my_prediction, int(message.count))
 through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
-one_device = jax.value_and_grad(lambda w_LDD: share(through(w_LDD), y_ZND))
+one_device = jax.value_and_grad(lambda w_LDD: partial_loss(through(w_LDD), y_ZND))
 pipelined = jax.value_and_grad(forward)(w_LDD, *batch)
 assert lesson.same(pipelined, one_device(w_LDD))
 print("loss and gradient match one device")
@@ -260,7 +260,7 @@ def one_f_one_b(w_lDD, x_ZND, y_ZND):
         kept = kept.at[f % slots].set(x_ND)
         out_ND, pull = jax.vjp(layer, w_lDD[0], kept[b % slots])
         y_ND, real = y_ZND[jnp.clip(b, 0, Z - 1)], (b >= 0) & (b < Z)
-        value, d_ND = jax.value_and_grad(share)(out_ND, y_ND)
+        value, d_ND = jax.value_and_grad(partial_loss)(out_ND, y_ND)
         dw, dx_ND = pull(jnp.where(s == last, d_ND, back_ND))
         loss += jnp.where(real & (s == last), value, 0)
         dw_DD += jnp.where(real, dw, 0)
@@ -277,7 +277,7 @@ def one_f_one_b(w_lDD, x_ZND, y_ZND):
 specs = dict(in_specs=(P("stage"), P(), P()), out_specs=(P(), P("stage")))
 step = jax.jit(jax.shard_map(one_f_one_b, mesh=four, **specs))
 through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
-right = jax.value_and_grad(lambda w_LDD: share(through(w_LDD), y_ZND))(w_LDD)
+right = jax.value_and_grad(lambda w_LDD: partial_loss(through(w_LDD), y_ZND))(w_LDD)
 for mine, one_device in zip(step(w_LDD, x_ZND, y_ZND), right, strict=True):
     np.testing.assert_allclose(mine, one_device, rtol=1e-4, atol=1e-5)
 print("loss and gradient match one device")

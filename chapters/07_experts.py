@@ -358,7 +358,7 @@ def limited(scores, most=4):
 
 
 few = nodes_of(limited(scores)).sum(axis=1)
-away = (nodes - 1) / nodes  # share of random destinations on another node
+away = (nodes - 1) / nodes  # fraction of random destinations on another node
 transfers = {
     "one per expert": top * away,
     "one per node": free.mean() * away,
@@ -902,7 +902,7 @@ import functools
 def measured(loss):
     """fn(step) -> loss, error, loads, gradient of one batch."""
 
-    @functools.cache  # the checker calls it several times per batch
+    @functools.cache  # it is called several times per batch
     def of(step):
         (total, (error, load_E)), grads = run(start, jnp.zeros(E), *draw(step))
         return total, error, load_E, grads
