@@ -5,8 +5,8 @@
 # device have to send to which other devices?
 #
 # **Why it hurts not to know.** A mistake here raises no error. Below, eight devices return an array of the
-# right shape with wrong numbers. Later, a training run looks healthy, but saves weights that work only on its
-# own mesh.
+# right shape with wrong numbers. Later, a training run looks healthy, but saves weights that only its own
+# mesh can use.
 #
 # *Before this:* chapter 00 (devices, meshes, specs, the all-reduce). *Mesh:* `fsdp=8`, simulated; in the bug
 # `data=2,fsdp=4`. *Runs in* 30 s on 2 cores. *Reading takes* 25 minutes, 90 with the exercises.
@@ -132,8 +132,7 @@ for case, (*in_specs, out_spec) in CASES.items():
 
 # %% [markdown]
 # (`tiled=True` concatenates the shards along an existing dim. Without it JAX stacks them along a new one.) In
-# the figures below, **dark** is what device 2 stores, **light** is what it receives, and **hatched** is a
-# partial sum.
+# the figures below, **dark** is stored by device 2, **light** is what it receives, **hatched** a partial sum.
 
 
 # %% tags=["hide-input"]
@@ -358,15 +357,13 @@ for name, latency in LATENCY.items():
 # %% [markdown]
 # The rule: **gather weights if each device has about two thousand rows or more; otherwise send rows or
 # partial sums.** (The ratios of TPU v5e and v5p are similar.) And send one large array instead of a thousand
-# small ones. For small messages NCCL has another protocol, LL, that takes 0.6 us per step, at a lower
-# bandwidth.
+# small ones. For small messages, NCCL's LL protocol takes 0.6 us per step, at a lower bandwidth.
 #
 # ## Output specs concatenate
 #
 # `out_specs` is the reverse of `in_specs`: it says how to **concatenate** what the devices return. If it
 # leaves out an axis, you promise that the devices along that axis return equal arrays, and JAX takes one of
-# them. In this figure each of four devices returns the two rows that it received. Only the output spec
-# differs:
+# them. In this figure four devices return the two rows that each received. Only the output spec differs:
 
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Eight rows of numbers; next to them the same pairs of rows, side by side."}}

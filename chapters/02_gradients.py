@@ -100,8 +100,7 @@ assert CURVES[-1] > CURVES[0], "on 8 devices the loss should grow"
 
 # %% [markdown]
 # On two and four devices, the extra sum looks like good news. With Adam you would see almost no difference,
-# because Adam divides a gradient by its own size. Only gradient clipping and the printed gradient norm would
-# be wrong.
+# because Adam divides a gradient by its own size. Only gradient clipping and the printed norm would be wrong.
 #
 # ## The gradient by hand
 #
@@ -176,8 +175,8 @@ for name, (gradient, spec) in GRADIENTS.items():
 #
 # JAX records for every value inside `shard_map` the mesh axes along which it is **varying**: each device has
 # its own value. Along the other axes it is **invariant**: all devices have the same value. This record is
-# part of the value's type, like its shape. JAX maintains it if `check_vma` ("varying manual axes") is True,
-# the default.
+# part of the value's type, like its shape. JAX does this if `check_vma` ("varying manual axes") is True, the
+# default.
 
 
 # %%
@@ -322,8 +321,7 @@ for to in ("varying", "invarying"):
 # %% [markdown]
 # Both give the right gradient. If the gathered weight is varying, it gets eight gradients, and one
 # reduce-scatter adds them and splits the sum. If it is invariant, all devices first need the whole gradient,
-# which takes an all-reduce: twice the bytes. So keep gathered values varying, unless there is no backward
-# pass.
+# which takes an all-reduce: twice the bytes. So keep gathered values varying if there is a backward pass.
 #
 # ## All the ways to write it
 #
@@ -395,7 +393,7 @@ for name, times in {"grad(partial)": "equal", "grad(total)": "8 times too big"}.
 #   (exercise 1).
 #
 # Compare on two meshes, because on one mesh a factor of 2 might come from an axis of two devices or from the
-# derivative of a square. And compare each weight separately: only a weight with a different sharding may be
+# derivative of a square. And compare each weight separately: only those with a different sharding may be
 # wrong.
 #
 # ## What it costs
@@ -419,7 +417,7 @@ for name in ("v4:2x2x2", "h100:8", "h100:16"):
 # all-reduce. With fewer tokens the communication is exposed, even if each layer's gradient is sent while the
 # next gradient is computed. If you have few tokens per device, accumulate gradients over several microbatches
 # and send them once (exercise 3). Latency dominates if each array is below 0.4 MB (TPU v4), 11 MB (a node of
-# H100s) or 25 MB (two nodes), as in chapter 01. That is why compilers and DDP combine small gradients into
+# H100s) or 25 MB (two nodes), as in chapter 01. That is why compilers and DDP send small gradients in
 # buckets.
 #
 # ## In `model.py`
@@ -514,8 +512,8 @@ for nothing in (masked_loss, None, ...):
 #
 # The mesh is now `tensor=4`, and all devices have the same rows. The first matrix is sharded by columns, the
 # second by rows, f = F/n on each device: `h_Bf = x_BD @ w_Df`, then `y_BD = psum(h_Bf @ v_fD)`. Write the
-# backward pass without `jax.grad`: compute the gradients of `x`, `w` and `v` from `d_y_BD`, which is the same
-# on all devices.
+# backward pass without `jax.grad`: from `d_y_BD`, the same on all devices, compute the gradients of `x`, `w`
+# and `v`.
 
 # %% tags=["hide-input"]
 TENSOR_SPECS = (P(), P(), P(None, "tensor"), P("tensor"))  # of d_y, x, w, v
@@ -872,8 +870,7 @@ for nothing in (lambda devices: ..., lambda devices: None, None):
 # ## In one table
 #
 # The table counts the numbers that a device sends, with (n - 1)/n taken as 1. W is the number of weights,
-# which is also the size of their gradient. A float32 number has 4 bytes. The letters show what each device
-# stores.
+# which is also the size of their gradient. A float32 number has 4 bytes. Letters show what a device stores.
 #
 # | layout | forward | backward | numbers | PyTorch |
 # |---|---|---|---|---|

@@ -408,8 +408,7 @@ for size in (2, 8):
 #
 # The unembedding (LM head) is sharded by columns, so each device has v = V/n of every token's logits (V is
 # the size of the vocabulary). The loss needs the logarithm of a sum over all V. You can add the sums of the
-# shards, so the devices need to send only three numbers per token: the largest logit, the sum, and the
-# target's logit.
+# shards, so devices send only three numbers per token: the largest logit, the sum, and the target's logit.
 
 
 # %%
@@ -975,8 +974,7 @@ for answer, hint in [
 # ## A bug to find
 #
 # This is a colleague's attention. It has H = 4 heads of width K = 8, so each matrix has 32 columns (the
-# output matrix, 32 rows). A device has i of them. The training task is to repeat the vector at the previous
-# position.
+# output matrix, 32 rows). A device has i of them. The training task: repeat the previous position's vector.
 
 # %%
 H, K = 4, 8

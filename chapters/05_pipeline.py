@@ -198,7 +198,7 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 # The published schedules assume a separate program for each stage, which sends its output and continues. JAX
 # compiles *one* program for all devices. In it, each tick ends with a `ppermute` of all devices, so no stage
 # starts the next tick before its neighbors' data has arrived. In a tick a stage does at most one forward pass
-# (F), then one backward pass (B). The next stage can use the result in the next tick. GPipe still takes 33
+# (F), then one backward pass (B). The next stage gets the result in the next tick. GPipe still takes 33
 # units.
 #
 # > **Predict.** How many units does 1F1B take in lock-step? (Without, it takes 33. Stage 0 has at most four
@@ -219,8 +219,7 @@ assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48
 # gradient 3 ticks back: B0 is in tick 6. Until then the published schedule allows stage 0 only 4 microbatches
 # in flight. Within a tick, F comes before B, so F4 waits until tick 7. That is 4 microbatches in 7 ticks. A
 # tick lasts as long as its busiest stage, and in each of these ticks some stage does both F and B: 3 units.
-# Zero-bubble slows down by a similar amount. The interleaved schedule does not: it takes 28.5 units in
-# lock-step too.
+# Zero-bubble slows down similarly. The interleaved schedule does not: it takes 28.5 units in lock-step too.
 #
 # To process a microbatch in every tick, you need 7 of them in flight. Let stage s do F of microbatch m in
 # tick m + s, as before, and B as soon as the gradient can arrive, in tick m + 2(n - 1) - s:

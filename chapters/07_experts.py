@@ -239,11 +239,10 @@ assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "this test needs dropped tok
 #
 # ## Dropless: gather the tokens instead
 #
-# To drop nothing without guessing X, every device all-gathers *all* tokens, keeps the choices that belong
-# to its own experts, and sorts them by expert. It then multiplies groups of unequal size.
-# `jax.lax.ragged_dot` does this: consecutive groups of rows are each multiplied by their own matrix (a
-# *grouped matmul*, made popular by MegaBlocks). A reduce-scatter then sums the outputs and returns each
-# token to its device.
+# To drop nothing without guessing X, every device all-gathers *all* tokens, keeps the choices that belong to
+# its own experts, and sorts them by expert. It then multiplies groups of unequal size. `jax.lax.ragged_dot`
+# does this: consecutive groups of rows are each multiplied by their own matrix (a *grouped matmul*, made
+# popular by MegaBlocks). A reduce-scatter then sums the outputs and returns each token to its device.
 
 
 # %%
