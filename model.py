@@ -4,28 +4,30 @@ Every function here runs inside one `shard_map`: its arrays are this device's sh
 an explicit call. A collective over a mesh axis of size 1 is the identity, so the same code runs on a laptop
 and on a pod.
 
-A tensor's name ends with its shape, one letter per dim. Capital: whole dim; lower case: this device's part.
+A tensor's name ends with its shape, one letter per dim. A capital is the whole dim; a lower-case letter is
+this device's shard of it. Weights (w_up_DF) and inputs (tokens_BT) are named after their unsharded shape.
 
     B  sequences                     K  head: query and key        E  routed experts
-    T  positions; t: this device's   R  head: rotary part          M  hidden width of an expert
-       slice between blocks          U  head: value                V  vocabulary
-    S  positions as attention sees   H  heads    G  key/value      N  tokens: sequences and positions in one
-       them: s queries, S keys          heads    C  key/value      A  assignments to experts, N * top_k
-    D  model width                      latent   Q  query latent   L  blocks   J  dense layers in a block
-    F  feed-forward hidden width                                   X  slots an expert keeps per sequence
+    T  positions; s: sharded over    R  head: rotary part          M  hidden width of an expert
+       CONTEXT, t: over CONTEXT      U  head: value                V  vocabulary
+       and TENSOR                    H  heads                      N  tokens: sequences and positions in one
+    S  positions of the keys that    G  key/value heads            A  assignments to experts, N * top_k
+       attention reads               C  key/value latent           X  slots an expert has per sequence; or
+    D  model width                   Q  query latent                  any feature dim, as in y_bsX
+    F  feed-forward hidden width     P, L, J  dense layers before the blocks, blocks, dense layers in a block
 
-Between blocks a device holds x_btD: some sequences, some positions, the full width. Inside a block it gathers
-the positions of its TENSOR neighbors (t -> s) and works on its shard of the heads, the hidden width or the
-vocabulary. Contracting a lower-case letter leaves a partial sum; a reduce-scatter back to t completes it.
-Three functions express these exchanges. Their arguments f and g must treat every position independently:
+A device's shard of the residual stream is x_btD: some sequences, some positions, the full width. Attention
+and feed-forward layers gather the positions of the TENSOR group (t -> s) and work on a shard of the heads or
+of the hidden width. Contracting a lower-case letter leaves a partial sum; a reduce-scatter back to t
+completes it. Three functions do this. Their arguments f and g must treat every position independently:
 
     gather_apply(c, f, x_btD)             all-gather x over TENSOR, then f(x_bsD)
     apply_scatter(c, f, y_bsX)            f(y_bsX), a partial sum, then reduce-scatter it over TENSOR
     gather_apply_scatter(c, f, g, x_btD)  all-gather x, then g(f(x_bsD)), then reduce-scatter
 
-They may call f once, or once per chunk of positions that arrives from a neighbor; p is the positions of one
-chunk. `overlap/` decides that and when weights are gathered (`at_use`). Only it reads `c.work`, the execution
-settings (`config.ModelAtWork`).
+They call f once for all positions, or once per chunk of p positions if the collective runs as a ring.
+`overlap/` chooses between the two. It also chooses when to all-gather the shards of a weight over FSDP,
+EXPERT and CONTEXT (`at_use`). Only `overlap/` reads `c.work`, the execution settings (`config.ModelAtWork`).
 
 Dtypes: parameters and matmuls use `compute_dtype`; softmax, norms, router and loss use float32.
 Sources: DeepSeek-V3 arXiv:2412.19437, DeepSeek-V2 2405.04434, Switch 2101.03961, GShard 2006.16668.
@@ -79,12 +81,13 @@ float32 = jnp.float32
 
 
 def broadcast_gain(x, gain):
-    """Broadcast a gain or bias to x. It then varies over x's mesh axes, so a psum sums its gradient [D]."""
+    """Broadcast a gain or bias to x's shape. `vary` types it as varying over x's mesh axes, so the backward
+    pass sums its gradient [D] over these axes with a psum."""
     return jnp.broadcast_to(vary(gain, tuple(jax.typeof(x).mat.varying)), x.shape)
 
 
 def add_bias(x, bias, share=1.0):
-    """Add share * bias to x, if there is a bias."""
+    """Add share * bias to x, unless bias is None."""
     return x if bias is None else x + (share * broadcast_gain(x, bias)).astype(x.dtype)
 
 
@@ -101,7 +104,7 @@ def norm(x, gain, eps, bias=None):
 def rotary_angles(positions_bS, width: int, theta: float, on):
     """Return the rotation angle of each coordinate pair at each position, in radians.
 
-    on  1.0, or 0.0 in a layer without rotary: its angles are 0, so nothing rotates
+    on  1.0, or 0.0 in a layer without rotary embeddings, which makes all angles 0
     Shapes: [b, S] -> [b, S, width / 2]. Source: RoFormer, arXiv:2104.09864, equation 15.
     """
     frequency = theta ** (-jnp.arange(0, width, 2, dtype=float32) / width)
@@ -109,7 +112,8 @@ def rotary_angles(positions_bS, width: int, theta: float, on):
 
 
 def rotate(x_bSHR, angles_bSr):
-    """Rotate each coordinate pair (i, i + r) by angle i: scores then depend on distances. The rest stays."""
+    """Rotate each coordinate pair (i, i + r) by angle i, so that scores depend on relative positions.
+    Coordinates from 2r on are unchanged."""
     cos, sin, r = jnp.cos(angles_bSr)[:, :, None, :], jnp.sin(angles_bSr)[:, :, None, :], angles_bSr.shape[-1]
     first, second, rest = jnp.split(x_bSHR.astype(float32), (r, 2 * r), axis=-1)
     rotated = first * cos - second * sin, first * sin + second * cos, rest
@@ -121,7 +125,7 @@ def rotate(x_bSHR, angles_bSr):
 
 @struct.dataclass
 class LatentAttention:
-    """MLA: keys and values are projections of one latent; all heads share a rotary key (2405.04434, 2.1)."""
+    """MLA: keys and values are projections of a latent; all heads share a rotary key (2405.04434, 2.1)."""
 
     w_down_query_DQ: Any = param("DQ", fan_in="D", D=SLICED, needs=lambda c: c.d_query_latent)
     norm_query_Q: Any = param("Q", mean=1.0, decay=False, needs=lambda c: c.d_query_latent)
@@ -136,14 +140,14 @@ class LatentAttention:
 
 
 def query_latent(w: LatentAttention, c: ModelConfig, x_bsD):
-    """Return the queries' latent, or x itself if the model has none. Shapes: [b, s, D] -> [b, s, Q]."""
+    """Return the query latent, or x itself if the model has none. Shapes: [b, s, D] -> [b, s, Q]."""
     if w.w_down_query_DQ is None:
         return x_bsD
     return norm(x_bsD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
 
 
 def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs, rotary_on):
-    """Project each head's query: its content part and its rotated rotary part.
+    """Project the latent to each head's query: the content part and the rotary part, which is rotated.
     Shapes: [b, s, Q] -> [b, s, h, K], [b, s, h, R]."""
     q_bshK = jnp.einsum("bsQ,QhK->bshK", latent_bsQ, w.w_query_QHK)
     q_bshR = jnp.einsum("bsQ,QhR->bshR", latent_bsQ, w.w_query_rotary_QHR)
@@ -151,7 +155,7 @@ def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs,
 
 
 def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
-    """Return the normed key/value latent and the rotated rotary key: all that a KV cache must store.
+    """Return the normed key/value latent and the rotated rotary key. A KV cache stores only these two.
     Shapes: [b, s, D] -> [b, s, C], [b, s, R]."""
     latent_bsC = norm(x_bsD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
     k_bs1R = (x_bsD @ w.w_key_rotary_DR)[:, :, None, :]
@@ -160,8 +164,8 @@ def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
 
 
 def sends_latents(c: ModelConfig) -> bool:
-    """Whether each device computes its positions' latents, and TENSOR neighbors exchange these instead of x:
-    if there is a query latent, and all latents together are narrower than x."""
+    """Return True if devices all-gather latents over TENSOR instead of x. They do so if the model has a query
+    latent, and query latent, key/value latent and rotary key together are narrower than x: Q + C + R < D."""
     return 0 < c.d_query_latent < c.d_model - c.d_kv_latent - c.d_rope
 
 
@@ -171,7 +175,7 @@ def latent_attention(
     """Apply latent attention over the whole context, or over a KV cache. Shapes: [b, t, D] -> [b, t, D].
 
     attend  as in `layer`
-    Sends over TENSOR: the latents, Q + C + R numbers per position, or x; see `sends_latents`.
+    Sends over TENSOR: Q + C + R numbers per position if `sends_latents`, else D; and D for the result.
     """
 
     def project_down(x_bpD, positions_bp):
@@ -193,11 +197,11 @@ def latent_attention(
         k_bShR = jnp.broadcast_to(k_bSR[:, :, None, :], (*k_bShK.shape[:3], c.d_rope))
         return jnp.concatenate([k_bShK, k_bShR], -1), jnp.einsum("bSC,ChU->bShU", latent_bSC, w.w_value_CHU)
 
-    def absorb(q_bshX):  # q . (w_key latent) = (w_key^T q) . latent: score the latents directly (2.1.2)
+    def absorb(q_bshX):  # q . (w_key latent) = (w_key^T q) . latent, so the latents serve as keys (2.1.2)
         q_bshC = jnp.einsum("bshK,ChK->bshC", q_bshX[..., : c.d_head], w.w_key_CHK)
         return jnp.concatenate([q_bshC, q_bshX[..., c.d_head :]], -1)
 
-    value_of = lambda o_bshC: jnp.einsum("bshC,ChU->bshU", o_bshC, w.w_value_CHU)  # o: the averaged latent
+    value_of = lambda o_bshC: jnp.einsum("bshC,ChU->bshU", o_bshC, w.w_value_CHU)  # o: mean of latents
 
     # Content and rotary parts are concatenated (X = K + R): one matmul computes the sum of both scores.
     o_bshU = attend(c, q_bshX, latent_and_key, keys_values, segments_bs, (absorb, value_of))
@@ -230,7 +234,7 @@ def grouped_attention(
     """Apply grouped-query attention over the context, or over a KV cache. Shapes: [b, t, D] -> [b, t, D].
 
     attend    as in `layer`
-    parallel  a FeedForward of the same x; its output is added before the single reduce-scatter over TENSOR
+    parallel  a FeedForward that reads the same x; its output shares attention's reduce-scatter over TENSOR
     """
     project = lambda x_bpD, positions_bp: (*queries_keys_values(w, c, x_bpD, positions_bp, rotary_on), x_bpD)
     q_bshK, *keys_and_values, x_bsD = gather_apply(c, project, x_btD, local_arrays=(positions_bs,))
@@ -265,19 +269,20 @@ class FeedForward:
 
 
 def hidden(w: FeedForward, x_bsD):
-    """Compute the hidden activations of a feed-forward. Shapes: [.., D] -> [.., f]."""
+    """Compute the hidden activations of a feed-forward layer. Shapes: [.., D] -> [.., f]."""
     up_bsf = add_bias(x_bsD @ w.w_up_DF, w.bias_up_F)
     gate_bsf = None if w.w_gate_DF is None else x_bsD @ w.w_gate_DF
     return activate(up_bsf, gate_bsf)
 
 
 def down(w: FeedForward, up_bsf):
-    """Project to the model width: a partial sum over TENSOR, with 1/n of the bias. [.., f] -> [.., D]."""
+    """Project to the model width: [.., f] -> [.., D], a partial sum over TENSOR. Each device adds the bias
+    divided by the size of TENSOR, so that the sum contains it once."""
     return add_bias(up_bsf @ w.w_down_FD, w.bias_down_D, 1 / axis_size(TENSOR))
 
 
 def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
-    """Apply a dense feed-forward. Returns a partial sum over TENSOR. Shapes: [.., D] -> [.., D]."""
+    """Apply a dense feed-forward layer. Shapes: [.., D] -> [.., D], a partial sum over TENSOR."""
     return down(w, hidden(w, x_bsD))
 
 
@@ -287,7 +292,8 @@ def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
 @struct.dataclass
 class MoE:
     w_router_DE: Any = param("DE", fan_in="D", D=SLICED, exact=True)
-    # Added to the scores that select experts, not to the gates. The expert load updates it, not a gradient.
+    # Added to the scores that select experts, not to the gates. `optimizer.update_selection_bias` updates it
+    # from the load of the experts; it has no gradient.
     bias_E: Any = param("E", decay=False, trainable=False, needs=lambda c: c.balance_rate)
     w_gate_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR, needs=swiglu)
     w_up_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR)
@@ -299,7 +305,7 @@ def route(w: MoE, c: ModelConfig, x_btD):
     """Choose the top_k experts of each token and compute their gates.
 
     Shapes: [b, t, D] -> gates [b, t, top_k], experts [b, t, top_k], probabilities [b, t, E].
-    Source: arXiv:2412.19437, equations 12 to 16; arXiv:2101.03961 for softmax, and for a single gate.
+    Source: arXiv:2412.19437, equations 12 to 16; arXiv:2101.03961 for softmax, and for top_k = 1.
     """
     # HIGHEST, because by default a TPU multiplies float32 matrices in bfloat16 passes.
     logits_btE = jnp.matmul(x_btD.astype(float32), w.w_router_DE, precision=jax.lax.Precision.HIGHEST)
@@ -307,7 +313,7 @@ def route(w: MoE, c: ModelConfig, x_btD):
     bias_E = 0.0 if w.bias_E is None else jax.lax.stop_gradient(w.bias_E)[None, None, :]
     _, experts_btk = jax.lax.top_k(scores_btE + bias_E, c.top_k)
     chosen_btk = jnp.take_along_axis(scores_btE, experts_btk, axis=-1)
-    if c.normalize_gates and c.top_k > 1:  # a single gate would always be 1, and the router could not learn
+    if c.normalize_gates and c.top_k > 1:  # with top_k=1 the gate would be 1: no gradient for the router
         chosen_btk /= jnp.sum(chosen_btk, axis=-1, keepdims=True) + 1e-20
     probabilities_btE = scores_btE / jnp.sum(scores_btE, axis=-1, keepdims=True)
     return c.routed_scaling * chosen_btk, experts_btk, probabilities_btE
@@ -327,8 +333,8 @@ def router_statistics(c: ModelConfig, probabilities_btE, experts_btk, kept_btk, 
 
 
 def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
-    """Compute n_experts * sum over experts of (fraction of assignments) * (mean probability): 1 if balanced.
-    The arguments are sums over the global batch.
+    """Compute n_experts * sum over experts of (fraction of assignments) * (mean probability). It is 1 if the
+    load is balanced. The arguments are sums over the global batch.
 
     Source: Switch Transformer, arXiv:2101.03961, equation 4, with top_k assignments per token.
     """
@@ -337,8 +343,8 @@ def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
 
 
 def experts_feed_forward(w: MoE, matmul, rows, gates):
-    """Apply each row's expert, and multiply by its gate. Returns a partial sum over TENSOR.
-    matmul(rows, weights) multiplies each row by the weights of its expert."""
+    """Apply its expert to each row, one token per row, and multiply by its gate. Returns a partial sum over
+    TENSOR. matmul(rows, weights) multiplies each row by the weights of its expert."""
     up = matmul(rows, w.w_up_EDM)
     gate = None if w.w_gate_EDM is None else matmul(rows, w.w_gate_EDM)
     # Multiply by the gates before the last matmul, so that the backward pass does not need its output.
@@ -361,10 +367,10 @@ permute_rows.defvjp(_permute_forward, _permute_backward)
 
 
 def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
-    """Apply experts and drop no token: all-gather, sort by expert, one grouped matmul, reduce-scatter.
+    """Apply the experts and drop no token: all-gather, sort by expert, grouped matmuls, reduce-scatter.
 
     Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR.
-    Sends over EXPERT: (n - 1)/n of the tokens of all its n devices, once per collective.
+    Sends over EXPERT (n devices): the activations of n - 1 devices in each of the two collectives.
     """
     b, s, D = x_bsD.shape
     x_ND = all_gather(x_bsD.reshape(b * s, D), EXPERT, dim=0)
@@ -373,7 +379,8 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
 
     n_local = c.n_experts // axis_size(EXPERT)
     local_A = experts_A - axis_index(EXPERT) * n_local
-    group_A = jnp.where((local_A >= 0) & (local_A < n_local), local_A, n_local)  # n_local: a remote expert
+    # Assignments to remote experts form the last group, n_local; grouped_matmul returns 0 for their rows.
+    group_A = jnp.where((local_A >= 0) & (local_A < n_local), local_A, n_local)
     order_A = jnp.argsort(group_A, stable=True)
     inverse_A = jnp.argsort(order_A)
     sizes_e = jnp.sum(jax.nn.one_hot(group_A, n_local, dtype=jnp.int32), axis=0)
@@ -386,7 +393,7 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
 
 
 def slots_per_expert(c: ModelConfig, positions: int) -> int:
-    """Return X, the number of slots an expert has for one sequence. Assignments beyond it are dropped.
+    """Return X, the number of slots that an expert has for one sequence. Further assignments are dropped.
 
     Raises: UserError if X would be 0.
     Source: GShard, arXiv:2006.16668, section 2.2, per sequence instead of per device group.
@@ -401,9 +408,9 @@ def slots_per_expert(c: ModelConfig, positions: int) -> int:
 
 
 def ranks(c: ModelConfig, experts_bSk):
-    """Number the assignments of one sequence to one expert 0, 1, 2, .. in order of position.
+    """Return the rank of each assignment among those of the same sequence to the same expert: 0, 1, 2, ..
 
-    Because of this order, a later token never causes an earlier one to be dropped.
+    Ranks follow the positions, so a later token never causes an earlier one to be dropped.
     Shapes: [b, S, k] -> [b, S, k].
     """
     b, S, k = experts_bSk.shape
@@ -413,13 +420,13 @@ def ranks(c: ModelConfig, experts_bSk):
 
 
 def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bsk, slots: int):
-    """Apply experts to buffers of fixed size, sent by all-to-all; assignments of rank >= slots are dropped.
+    """Apply the experts to fixed-size buffers, sent by all-to-all; drop assignments of rank >= slots.
 
     Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR.
-    Sends over EXPERT: (n - 1)/n of this device's buffers [E, b, X, D], there and back, and of their gates.
+    Sends over EXPERT (n devices): (n - 1)/n of the buffer [E, b, X, D], there and back, and of its gates.
     """
     (b, s, D), n = x_bsD.shape, axis_size(EXPERT)
-    # An index with rank >= slots is out of bounds: mode="drop" does not write it, and mode="fill" reads 0.
+    # A rank >= slots is an index out of bounds: mode="drop" does not write there, and mode="fill" reads 0.
     place = experts_bsk, jnp.arange(b)[:, None, None], rank_bsk
     x_bskD = jnp.broadcast_to(x_bsD[:, :, None, :], (b, s, c.top_k, D))
     place_in = lambda zeros, values: zeros.at[place].set(values, mode="drop", unique_indices=True)
@@ -437,9 +444,7 @@ def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bs
 
 def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
     """Apply top_k routed experts and the shared experts to each token.
-
-    Shapes: [b, t, D] -> [b, t, D] and the statistics of the router.
-    """
+    Shapes: [b, t, D] -> [b, t, D] and the router's statistics."""
     gates_btk, experts_btk, probabilities_btE = route(w, c, x_btD)
     x_bsD = gather_apply(c, lambda x_bpD: x_bpD, x_btD)
     gates_bsk, experts_bsk = (all_gather(x, TENSOR, dim=1) for x in (gates_btk, experts_btk))
@@ -478,14 +483,14 @@ class Layer:
 
 @struct.dataclass
 class Block:
-    """The repeating unit: J dense layers, then one MoE layer; in a dense model, one dense layer."""
+    """The layers that repeat: J dense layers, then one MoE layer; in a dense model, one dense layer."""
 
     dense: Layer | None = None
     moe: Layer | None = None
 
 
 def embedding_std(c: ModelConfig) -> float:
-    """Initial std of the embedding: the residual stream starts with variance 1; if tied, the logits do."""
+    """Return an initial std that gives the residual stream variance 1, or the logits if weights are tied."""
     return c.d_model**-0.5 if c.tie_embeddings else 1.0
 
 
@@ -502,7 +507,7 @@ class Transformer:
 
 def declare(c: ModelConfig) -> Transformer:
     """Declare every parameter: return a Transformer whose leaves are `sharding.Declaration`s.
-    Stacked layers have leading dims P, L or J."""
+    Stacked layers have the leading dims [P], [L] or [L, J]."""
     sizes = dict(V=c.vocab_size, D=c.d_model, H=c.n_heads, G=c.n_kv_heads, K=c.d_head, R=c.d_rope,
                  U=c.d_value, Q=c.d_query_latent or c.d_model, C=c.d_kv_latent, F=c.d_ff, E=c.n_experts,
                  M=c.d_expert, P=c.dense_prefix, L=c.n_blocks,
@@ -524,16 +529,16 @@ def declare(c: ModelConfig) -> Transformer:
 
 
 class Tokens(NamedTuple):
-    """What a layer needs to know about its tokens besides their activations."""
+    """What a layer reads about its tokens besides their activations."""
 
-    positions_bs: jax.Array  # in the document; in the sequence if attention crosses documents
-    segments_bs: jax.Array  # number of the document in the sequence; 0 is padding
-    real_bt: jax.Array  # 1.0, or 0.0 for padding
-    index_bt: jax.Array  # number of the token in the global batch
+    positions_bs: jax.Array  # in the document, or in the sequence if attention crosses document boundaries
+    segments_bs: jax.Array  # number of the document within its sequence, from 1; 0 is padding
+    real_bt: jax.Array  # 1.0 for a token, 0.0 for padding
+    index_bt: jax.Array  # index of the token in the global batch
 
 
 def dropout(c: ModelConfig, x_btD, tokens: Tokens, key):
-    """Zero some activations. The random bits depend on step, layer, sequence and position, not the mesh."""
+    """Apply dropout. The random bits depend on step, layer, sequence and position, but not on the mesh."""
     if not c.dropout or key is None:
         return x_btD
     shape, keys_of = x_btD.shape[-1:], lambda index: jax.random.fold_in(key, index)
@@ -548,7 +553,7 @@ def has_rotary(c: ModelConfig, number):
 
 
 def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, attend):
-    """Return the update that attention (and a parallel feed-forward, if any) adds to the residual stream.
+    """Return what attention (and a parallel feed-forward layer, if any) adds to the residual stream.
     Shapes: [b, t, D] -> [b, t, D]."""
     h_btD = norm(x_btD, w.norm_attention_D, c.norm_eps, w.norm_attention_bias_D)
     args = w.attention, c, h_btD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number), attend
@@ -558,7 +563,7 @@ def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, at
 
 
 def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
-    """Return the update that the feed-forward or MoE adds to the residual stream, and router statistics.
+    """Return what the feed-forward layer or MoE adds to the residual stream, and router statistics.
     Shapes: [b, t, D] -> [b, t, D]."""
     h_btD = norm(x_btD, w.norm_feed_forward_D, c.norm_eps, w.norm_feed_forward_bias_D)
     if isinstance(w.feed_forward, MoE):
@@ -568,10 +573,11 @@ def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
 
 
 def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key, attend=over_context):
-    """Add attention, then the feed-forward, to the residual stream; with parallel_residual, both at once.
+    """Add attention, then feed-forward, to the residual stream; with parallel_residual, both at once.
 
-    w       one layer's weights, gathered
-    attend  `over_context` in training; `generate.cache.Attend`, with a KV cache, in prefill and decode
+    w       the weights of one layer, gathered over FSDP, EXPERT and CONTEXT, but not over TENSOR
+    attend  attention over all positions: `over_context` in training (see its arguments), or
+            `generate.cache.Attend`, with a KV cache, in prefill and decode
     Returns [b, t, D] and router statistics, if any.
     """
     key_attention, key_feed_forward = dropout_keys(key if key is None else jax.random.fold_in(key, number))
@@ -584,7 +590,7 @@ def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key, attend=o
 
 
 def block(w: Block, c: ModelConfig, x_btD, one, first_number):
-    """Apply one repeating block, whose first layer has number first_number. `one` applies one layer."""
+    """Apply one block, whose first layer has number first_number. `one` applies one layer."""
     dense = moe = None
     if w.dense is not None:
         x_btD, dense = scan_layers(one, w.dense, x_btD, lambda i: first_number + i)
@@ -594,9 +600,9 @@ def block(w: Block, c: ModelConfig, x_btD, one, first_number):
 
 
 def blocks(stack, c: ModelConfig, x_btD, one, chunk=0):
-    """Apply this stage's blocks; `one` applies a layer. Returns [b, t, D] and a Block of router statistics.
+    """Apply this stage's blocks; `one` applies one layer. Returns [b, t, D] and a Block of router statistics.
 
-    chunk  which chunk of the stage's layers, in an interleaved schedule
+    chunk  index of the chunk of this stage's layers, in an interleaved schedule
     """
     before = (chunk * axis_size(STAGE) + axis_index(STAGE)) * stack_size(stack)
     first = lambda i: c.dense_prefix + c.layers_per_block * (before + i)
@@ -607,13 +613,13 @@ def blocks(stack, c: ModelConfig, x_btD, one, chunk=0):
 
 
 def local_vocabulary(ids, v: int):
-    """Return each id's index in this device's slice of the vocabulary, and whether it is in that slice."""
+    """Return each id's index in this device's vocabulary shard, and whether it is in that shard."""
     local = ids - axis_index(TENSOR) * v
     return jnp.clip(local, 0, v - 1), (local >= 0) & (local < v)
 
 
 def embed(table_vD, tokens_bs, dtype=None):
-    """Look up tokens in this device's slice of the vocabulary, and sum the results of its TENSOR neighbors.
+    """Look up tokens in this device's vocabulary shard, and reduce-scatter the results over TENSOR.
     Shapes: [b, s] -> [b, t, D]."""
     local_bs, mine_bs = local_vocabulary(tokens_bs, len(table_vD))
     partial_bsD = (table_vD[local_bs] * mine_bs[..., None]).astype(dtype or table_vD.dtype)
@@ -621,10 +627,11 @@ def embed(table_vD, tokens_bs, dtype=None):
 
 
 def embed_in_slices(table_vD, c: ModelConfig, tokens_bs):
-    """Look up tokens in a table sharded along D: send the tokens to all shards instead of gathering it.
+    """Look up tokens in a table sharded along D without gathering it: send token ids, receive activations.
 
     Shapes: [v, D/n], [b, s] -> [b, t, D]. The gradient sums the tokens of n devices in the table's dtype.
-    Sends over SLICED: (n - 1)/n of the ids of n devices, and of the activations. Backward: the activations.
+    Sends over SLICED (n devices): the ids of n - 1 devices, and (n - 1)/n of x_btD. Backward: (n - 1)/n of
+    its gradient.
     """
     x_NtD = embed(table_vD, all_gather(tokens_bs, SLICED, dim=0), c.compute_dtype)
     return all_to_all(x_NtD, SLICED, split_dim=0, join_dim=2)
@@ -633,7 +640,7 @@ def embed_in_slices(table_vD, c: ModelConfig, tokens_bs):
 def unembedding(w: Transformer, c: ModelConfig, form=at_use):
     """Return the unembedding matrix [D, v], or the transposed embedding if they are tied.
 
-    form  how to get the weight: `at_use` gathers it, `cast` does not; generation passes its own function
+    form  function that prepares the weight: `at_use` gathers it, `cast` does not; generation passes its own
     """
     if w.unembedding_DV is None:
         return form(w, c, "embedding_VD")[0].T
@@ -641,20 +648,19 @@ def unembedding(w: Transformer, c: ModelConfig, form=at_use):
 
 
 def auxiliary_names(c: ModelConfig) -> list[str]:
-    """List the enabled auxiliary losses of single tokens, by the names of their weights in ModelConfig."""
+    """List the enabled per-token auxiliary losses. Each is named like its weight in ModelConfig."""
     return [name for name in ("z_loss", "label_smoothing") if getattr(c, name)]
 
 
 def logits(w: Transformer, c: ModelConfig, x_bsD, form=at_use):
-    """Compute float32 logits over this device's slice of the vocabulary. Shapes: [.., D] -> [.., v].
-
-    form  as in `unembedding`
-    """
+    """Compute float32 logits over this device's vocabulary shard. Shapes: [.., D] -> [.., v].
+    form: as in `unembedding`"""
     return add_bias((x_bsD @ unembedding(w, c, form)).astype(float32), w.bias_V)
 
 
 def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u):
-    """Return, over u vocabulary ids: log(sum(exp(logits))), the target's logit (or 0), the sum of logits.
+    """Return, over u vocabulary ids, log(sum(exp(logits))), the target's logit and the sum of the logits. The
+    target's logit is 0 if the target is not among these ids.
 
     Shapes: [D, u], [n, D], [n], [u], [u] -> three arrays [n]. A negative id in words_u is padding.
     """
@@ -667,12 +673,13 @@ def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u):
 
 
 def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n, bias_v=None):
-    """Return sums over weighted tokens: -log softmax(logits)[target], in nats, and auxiliary losses by name.
+    """Return weighted sums over tokens: -log softmax(logits)[target], in nats, and auxiliary losses by name.
 
     The logits are sharded over the vocabulary. z_loss is log(sum(exp(logits)))^2 (arXiv:2204.02311, 5);
     label_smoothing is the target's logit minus the mean logit, a difference in nats (arXiv:1512.00567, 7).
     """
-    x_nD, v = x_nD.astype(float32), w_Dv.shape[-1]  # float32, because x's gradients of all slices are summed
+    # float32, because the backward pass adds up the gradients of x from all slices of the vocabulary
+    x_nD, v = x_nD.astype(float32), w_Dv.shape[-1]
     sums_of = lambda w_Du, *words_u: logit_sums(w_Du, x_nD, targets_n, *words_u)
     words_v = axis_index(TENSOR) * v + jnp.arange(v), bias_v
     log_sums_kn, targets_kn, totals_kn = slice_by_slice(c, sums_of, w_Dv, words_v, len(x_nD))
@@ -728,7 +735,7 @@ def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
 
 
 def final_norm(w: Transformer, c: ModelConfig, x, *, dim):
-    """Apply the final norm, then all-gather over TENSOR, where each device has a slice of the vocabulary."""
+    """Apply the final norm, then all-gather over TENSOR: each vocabulary shard needs all positions."""
     return all_gather(norm(x, w.norm_D, c.norm_eps, w.norm_bias_D), TENSOR, dim=dim)
 
 
@@ -737,13 +744,13 @@ class Sums:
     """Terms of the loss, summed over this device's tokens. Evaluation reads only cross_entropy and weight."""
 
     cross_entropy: Any  # nats
-    weight: Any  # number of target tokens, weighted
+    weight: Any  # sum of the tokens' loss weights
     auxiliary: Any  # name -> sum, for each of `auxiliary_names`
     router: Any  # `router_statistics` of each MoE layer, or empty
 
 
 def token_losses(w: Transformer, c: ModelConfig, x_nD, targets_N, weights_N):
-    """Return the loss sums of N tokens, of which this device and its TENSOR neighbors each hold n."""
+    """Return `loss_sums` for N tokens, of which every device in the TENSOR group holds n."""
     x_ND = final_norm(w, c, x_nD, dim=0)
     return loss_sums(c, unembedding(w, c, cast), x_ND, targets_N, weights_N, w.bias_V)
 
@@ -760,12 +767,12 @@ def forward(w: Transformer, c: ModelConfig, batch, key) -> Sums:
 
 
 def loss(c: ModelConfig, sums: Sums):
-    """Compute the loss, equal on all devices: nats per target token of the batch, plus auxiliary losses.
+    """Compute the loss, the same on all devices: nats per target token of the batch, plus auxiliary losses.
 
     Returns the loss and metrics: cross_entropy, tokens, each auxiliary loss by name and, per MoE layer,
     tokens_per_expert, drop_fraction, router_entropy (nats), balance_loss.
     """
-    tokens = psum(sums.weight, (*BATCH, CONTEXT))
+    tokens = psum(sums.weight, (*BATCH, CONTEXT))  # not over STAGE: every stage has the same weights
     mean = lambda x: psum(x, (*BATCH, CONTEXT, STAGE)) / tokens
     cross_entropy, auxiliary = mean(sums.cross_entropy), jax.tree.map(mean, sums.auxiliary)
     metrics = {"cross_entropy": cross_entropy, "tokens": tokens} | auxiliary
@@ -784,7 +791,7 @@ def loss(c: ModelConfig, sums: Sums):
 
 
 def metric_specs(c: ModelConfig):
-    """PartitionSpec of each metric of `loss`: router statistics are sharded by layer, others replicated."""
+    """Return the PartitionSpec of each metric: router statistics are sharded by layer, others replicated."""
     everywhere = dict.fromkeys(("cross_entropy", "tokens", *auxiliary_names(c)), P())
     router = ("tokens_per_expert", "drop_fraction", "router_entropy", "balance_loss")
     return everywhere | ({name: P(STAGE) for name in router} if c.n_experts else {})

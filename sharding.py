@@ -22,16 +22,18 @@ from errors import UserError
 
 DATA, STAGE, FSDP, EXPERT, CONTEXT, TENSOR = AXES
 BATCH = (DATA, FSDP, EXPERT)  # devices along these axes hold different sequences
-SLICED = (FSDP, EXPERT, CONTEXT)  # devices along these axes hold different shards of every dense weight
-TOKENS = (*BATCH, CONTEXT, TENSOR)  # devices along these axes hold different tokens between blocks
-BATCH_SPEC = P(BATCH, CONTEXT)  # the spec of tokens_BT and of all arrays of its shape
+SLICED = (FSDP, EXPERT, CONTEXT)  # these axes together shard one dim of each weight matrix, gathered before use
+TOKENS = (*BATCH, CONTEXT, TENSOR)  # devices along these axes hold different tokens of the residual stream
+BATCH_SPEC = P(BATCH, CONTEXT)  # the PartitionSpec of tokens_BT and of all arrays of the same shape
 
 
 def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
-    """Arrange devices along the six axes of `config.AXES`. In a TPU slice, mesh neighbors are neighboring chips.
+    """Arrange devices along the six axes of `config.AXES`.
 
-    With several slices, only the `data` axis crosses the slower network (DCN) between them.
-    Raises: UserError if the mesh needs more devices than there are, or `data` is not a multiple of the slices.
+    Within a TPU slice, mesh neighbors are neighboring chips. With several slices, only the `data` axis crosses the
+    slower network (DCN) between them.
+    Raises: UserError if the mesh needs more devices than are available, or if `data` is not a multiple of the number
+    of slices.
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     devices = jax.devices() if devices is None else devices
@@ -72,11 +74,11 @@ def slices_of(devices) -> list[list]:
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """Shape, sharding and initial values of a parameter. It is not a pytree, so trees have it as a leaf."""
+    """Shape, sharding and initial values of a parameter. It is not a pytree, so it is a leaf in a tree."""
 
-    dims: str  # one letter per dim, letters of stacked layers first
-    shape: tuple[int, ...]  # of the whole array
-    spec: P  # the mesh axes that split each dim
+    dims: str  # one letter per dim, those of stacked layers first; see the legend in `model.py`
+    shape: tuple[int, ...]  # of the unsharded array
+    spec: P  # the mesh axes that shard each dim
     std: float  # initial standard deviation; 0: every entry starts at `mean`
     mean: float
     dtype: Any
@@ -94,12 +96,13 @@ def param(dims, *, fan_in="", std=None, mean=0.0, residual=False, needs=None, de
           **axis_of):  # fmt: skip
     """Declare a parameter: one letter per dim, and the mesh axis (or axes) that shards each letter.
 
-    fan_in    letters that its matmul contracts: initial values are normal with std 1 / sqrt(product of their sizes)
-    std       without fan_in: fn(ModelConfig) -> initial standard deviation; without both, every entry is `mean`
-    residual  it writes into the residual stream, so std is divided by sqrt(2 * n_layers) to keep the variance of the
-              stream from growing with depth (GPT-2, section 2.3)
+    fan_in    letters of the dims that its matmul contracts. Initial values are normal with std 1 / sqrt(product of
+              their sizes)
+    std       fn(ModelConfig) -> initial standard deviation, if there is no fan_in. With neither, every entry is `mean`
+    residual  the parameter writes to the residual stream: divide std by sqrt(2 * n_layers), so that the variance of the
+              stream does not grow with depth (GPT-2, section 2.3)
     needs     fn(ModelConfig) -> whether the parameter exists; if not, it is None
-    exact     it is used in its own dtype instead of the compute dtype
+    exact     use the parameter in its own dtype instead of the compute dtype
     """
     metadata = dict(dims=dims, fan_in=fan_in, std=std, mean=mean, residual=residual, needs=needs, decay=decay,
                     trainable=trainable, exact=exact, axis_of=axis_of)  # fmt: skip
@@ -107,7 +110,7 @@ def param(dims, *, fan_in="", std=None, mean=0.0, residual=False, needs=None, de
 
 
 def declare(block: type, sizes: dict[str, int], c, *, stacked="", stacked_axes: dict | None = None, **parts):
-    """Return a `block` with a Declaration for each parameter, and with `parts` as its other fields.
+    """Return a `block` (a flax struct) with a Declaration for each parameter, and `parts` as its other fields.
 
     sizes    letter -> size
     stacked  letters of the leading dims along which layers are stacked
@@ -149,8 +152,10 @@ def flatten_named(tree) -> dict[str, Any]:
 def map_fsdp_sharded(function, w, *names):
     """Replace each parameter that is sharded over FSDP with function(array, dim, axes, exact).
 
+    Here `axes` are all the axes that shard this `dim`: FSDP and, in most weights, others.
+
     w      a `flax.struct` of declared parameters, of one layer or stacked
-    names  return a tuple of only these parameters; without names, return all of w, nested classes included
+    names  return only these parameters, as a tuple; without names, return all of w, including nested structs
     """
 
     def one(field):
@@ -204,7 +209,7 @@ def check_divides(declarations, mesh: Mesh) -> None:
 
 
 def own_rows(mesh: Mesh, batch_size: int, devices=None) -> np.ndarray:
-    """Return the sorted indices of the batch rows that this process's devices (or the given `devices`) hold."""
+    """Return the sorted indices of the sequences of a batch that this process's devices, or `devices`, hold."""
     place = NamedSharding(mesh, P(BATCH)).devices_indices_map((batch_size,))
     numbers = [np.arange(batch_size)[place[device]] for device in (mesh.local_devices if devices is None else devices)]
     return np.unique(np.concatenate(numbers))
@@ -213,8 +218,8 @@ def own_rows(mesh: Mesh, batch_size: int, devices=None) -> np.ndarray:
 def put(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int | None = None) -> dict[str, jax.Array]:
     """Shard host arrays [B, T] (see `dataset.batch`) over the mesh: sequences over BATCH, positions over CONTEXT.
 
-    batch_size  global batch size, if `batch` has only the `own_rows` of this process; None: `batch` has all rows
-    Sends: nothing between processes. Each process copies rows to its own devices.
+    batch_size  global batch size, if `batch` has only this process's sequences (`own_rows`); None: `batch` has all
+    Sends: nothing between processes. Each process copies sequences to its own devices.
     """
     sharding = NamedSharding(mesh, BATCH_SPEC)
     (count,) = {len(x) for x in batch.values()}
@@ -234,7 +239,7 @@ def put(batch: dict[str, np.ndarray], mesh: Mesh, batch_size: int | None = None)
 
 
 # With n devices along CONTEXT, a sequence has 2n chunks, and device i holds chunks i and 2n - 1 - i: one early and one
-# late chunk, so that causal attention costs every device the same (zig-zag: arXiv:2407.21783, section 3.3.2).
+# late chunk, so that causal attention costs the same on every device (zig-zag: arXiv:2407.21783, section 3.3.2).
 
 
 def own_chunks(x_bT):
@@ -248,7 +253,7 @@ def own_chunks(x_bT):
 
 
 def to_sequence_order(x, *, dim, n: int | None = None):
-    """Reorder positions, gathered over the n devices of CONTEXT, from device order into sequence order."""
+    """Reorder positions that were gathered over the n devices of CONTEXT into sequence order."""
     n = axis_size(CONTEXT) if n is None else n
     if n == 1:
         return x
@@ -265,13 +270,13 @@ def to_zigzag_order(x, *, dim, n: int):
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
-# The collectives of jax.lax, with `dim=` for the array's dimension, and the bytes sent in the docstring. `axes` is one
-# mesh axis or several. Over an axis of size 1 each is the identity, but it still changes the type: check_vma tracks
-# the mesh axes over which a value varies.
+# The collectives of jax.lax, with `dim=` for the array's dimension. Each docstring gives the bytes sent. `axes` is one
+# mesh axis or several. Over an axis of size 1 a collective is the identity, but it still changes the type: with
+# check_vma, `shard_map` tracks in the type over which mesh axes a value varies, that is, differs between devices.
 
 
 def inside_shard_map(function):
-    """Decorator that turns JAX's NameError "unbound axis name", outside `shard_map`, into a UserError."""
+    """Decorator that turns JAX's NameError "unbound axis name" into a UserError that explains `shard_map`."""
 
     @functools.wraps(function)
     def wrapped(*args, **options):
@@ -306,7 +311,7 @@ def axis_index(axes):
 
 @inside_shard_map
 def all_gather(x, axes, *, dim, to="varying"):
-    """Concatenate the shards of `dim` from all devices along mesh axes; every device gets the whole.
+    """Concatenate the shards of `dim` from all devices along mesh axes; every device gets the result.
 
     to  "invarying" tells `check_vma` that the result is the same on all these devices
     Shapes: [.., D/n, ..] -> [.., D, ..], n = devices on the axes.
@@ -317,10 +322,10 @@ def all_gather(x, axes, *, dim, to="varying"):
 
 @inside_shard_map
 def reduce_scatter(partial, axes, *, dim):
-    """Add partial sums over mesh axes; each device gets its slice of `dim`.
+    """Add partial sums over mesh axes; each device gets its shard of `dim`.
 
     Shapes: [.., D, ..] -> [.., D/n, ..], n = devices on the axes.
-    Sends: (n - 1)/n of the whole array, per device. Backward: all-gather, the same bytes.
+    Sends: (n - 1)/n of the input array, per device. Backward: all-gather, the same bytes.
     """
     return jax.lax.psum_scatter(partial, axes, scatter_dimension=dim, tiled=True)
 
@@ -329,7 +334,8 @@ def reduce_scatter(partial, axes, *, dim):
 def psum(partial, axes):
     """All-reduce: add partial sums over mesh axes; every device gets the total.
 
-    Sends: 2 (n - 1)/n of the array, per device. Backward: nothing, since each device has the total's gradient.
+    Sends: 2 (n - 1)/n of the array, per device, n = devices on the axes. Backward: nothing, because every device
+    already has the gradient of the total.
     """
     return jax.lax.psum(partial, axes)
 
@@ -344,7 +350,7 @@ def all_to_all(x, axes, *, split_dim, join_dim):
     return jax.lax.all_to_all(x, axes, split_dim, join_dim, tiled=True)
 
 
-KERNELS_AS_CALLS = "kernels as calls"  # platform of an abstract mesh for which `plan` traces kernels as calls
+KERNELS_AS_CALLS = "kernels as calls"  # `plan` traces on a mesh of this platform, where a kernel stays one call
 
 
 def platform() -> str:
@@ -353,9 +359,11 @@ def platform() -> str:
 
 
 def by_platform(*args, tpu, gpu, default):
-    """Call the implementation for the mesh's platform and trace no other. Outside `shard_map`, lowering chooses it.
+    """Call the implementation for the mesh's platform, without tracing the others.
 
-    gpu  a Triton kernel: XLA compiles it for NVIDIA GPUs since Ampere (compute capability 8.0); older ones use default
+    Outside `shard_map` the mesh is unknown, so all are traced and the choice is made when JAX lowers the program.
+
+    gpu  a Triton kernel. It needs an NVIDIA GPU with compute capability 8.0 (Ampere) or later; older ones use `default`
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device and device.platform == KERNELS_AS_CALLS:  # before jax.local_devices: a plan must not touch a device
@@ -368,16 +376,16 @@ def by_platform(*args, tpu, gpu, default):
 
 
 def layers_in_branch() -> bool:
-    """Whether layers run inside a `cond`: with several pipeline stages, a stage skips its idle ticks."""
+    """Return True if layers run inside a `cond`: with several pipeline stages, a stage skips ticks when it is idle."""
     return axis_size(STAGE) > 1
 
 
 def shift(x, axis, by=1, *, in_branch=False):
-    """Send every array of x to the device `by` places further along a mesh axis, wrapping around at its end.
+    """Send every array of x to the device `by` places further along a mesh axis, wrapping around at the end.
 
-    in_branch  only some groups of devices along `axis` call this, each as a whole. XLA's CPU backend waits for all
-               devices of the mesh at a ppermute, so on CPU an all_to_all, which waits only for its group, replaces it
-               and sends n times the bytes
+    in_branch  True if only some groups of devices along `axis` call this, each group as a whole. At a ppermute, XLA's
+               CPU backend waits for all devices of the mesh. So on CPU an all_to_all, which waits only for its group,
+               replaces the ppermute and sends n times the bytes (n = devices on the axis)
     Sends: the arrays. Backward: a shift in the other direction.
     """
     n = axis_size(axis)
@@ -395,15 +403,18 @@ def shift(x, axis, by=1, *, in_branch=False):
 
 
 def own_slice(x, axes, *, dim):
-    """Return this device's slice of an array that is whole on every device: undo `all_gather`. Sends: nothing."""
+    """Return this device's shard of an array that every device has: the inverse of `all_gather`. Sends: nothing."""
     size = x.shape[dim] // axis_size(axes)
     return jax.lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, axis=dim)
 
 
 @inside_shard_map
 def vary(x, axes):
-    """Mark arrays as varying over mesh axes, as `check_vma` requires of, for example, a loop's carry.
-    Sends: nothing. Backward: psum over the axes that were added."""
+    """Mark arrays as varying over mesh axes (`jax.lax.pcast`).
+
+    The backward pass adds up the devices' gradients with a psum over the axes that were added. Besides, `check_vma`
+    requires the mark in some places, such as a loop's carry. Sends: nothing in the forward pass.
+    """
 
     def one(x):
         missing = tuple(a for a in as_tuple(axes) if a not in jax.typeof(x).mat.varying)
