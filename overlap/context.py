@@ -1,7 +1,7 @@
-"""Attention over CONTEXT: gather keys and values, pass them around a ring, or exchange positions for heads.
+"""Attention over CONTEXT in three forms: all-gather keys and values, pass them around a ring, or use all-to-alls.
 
-Gather and ring send the same bytes, but in a ring no device holds the chunks of more than two neighbors at a time.
-After an exchange for heads, a device has all positions of some heads instead of some positions of all heads.
+All-gather and ring send the same bytes, but in a ring a device holds the chunks of at most two devices at a time.
+The all-to-alls reshard from positions to heads (Ulysses): each device then has all positions of some heads.
 """
 
 import jax
@@ -32,11 +32,13 @@ def merge_softmaxes(softmax, other):
 
 
 def ring_attention(q_bshK, parts, keys_values, segments_bs):
-    """Attend to the whole context while each device's `parts` travel once around CONTEXT.
+    """Attend to the whole context while each device's `parts` (see `over_context`) travel once around CONTEXT.
 
-    A device holds one chunk of positions from each half of the sequence. For another device's two chunks, either all
-    its queries see the earlier chunk, or its later queries see both: half of the matmul work, on every device.
-    Sends: `parts`, n - 1 times. Source: Ring Attention, arXiv:2310.01889; load balance: Llama 3, 2407.21783, 3.3.2.
+    A device holds one chunk of positions from each half of the sequence. When another device's two chunks arrive, the
+    causal mask leaves half of the matmul work, on every device: either all local queries attend to the earlier chunk,
+    or only the later half of the queries attends to both chunks.
+    Sends: `parts`, n - 1 times (n = CONTEXT). Source: Ring Attention, arXiv:2310.01889; load balance: Llama 3,
+    2407.21783, 3.3.2.
     """
     n, here, s = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1]
     first, second, whole = slice(0, s // 2), slice(s // 2, None), slice(None)
@@ -68,14 +70,15 @@ def ring_attention(q_bshK, parts, keys_values, segments_bs):
 
 
 def over_heads(q_bshK, parts, keys_values, segments_bs):
-    """Attend to the whole context with 1/n of the query heads and key-value heads; n = CONTEXT must divide both counts.
+    """Attend to the whole context with 1/n of the query heads and key/value heads; n = CONTEXT must divide both counts.
 
-    Each device computes keys and values for its own positions. Contiguous shares keep a query head with its key head.
+    Each device computes keys and values of its own positions, and all-to-alls reshard them by head. Every device gets
+    contiguous heads, so a query head stays with its key head.
     Sends: (n - 1)/n of queries, keys, values and outputs. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     n = axis_size(CONTEXT)
     qkv_bsh = q_bshK, *keys_values(*parts)
-    # From here on h is this device's share of the heads, and S is all positions.
+    # From here on h is the heads of this device (1/n of those before), and S is all positions.
     qkv_bSh = [to_sequence_order(all_to_all(x, CONTEXT, split_dim=2, join_dim=1), dim=1) for x in qkv_bsh]
     segments_bS = to_sequence_order(all_gather(segments_bs, CONTEXT, dim=1), dim=1)
     mixed_bShU, _ = partial_attention(*qkv_bSh, segments_bS, segments_bS)
@@ -83,19 +86,18 @@ def over_heads(q_bshK, parts, keys_values, segments_bs):
 
 
 def chunk_starts(s: int, n: int):
-    """Start positions of each of n devices' chunks along CONTEXT, with s positions per device; see `own_chunks`."""
+    """Return where the two chunks of each of n devices along CONTEXT start, with s positions per device."""
     return tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)
 
 
 def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs, absorbed=None):
-    """Attend to the whole context by `work.context_attention`: gather, ring, or all_to_all, which exchanges for heads.
+    """Attend to the whole context in the form that `work.context_attention` selects: gather, ring or all_to_all.
 
-    parts     arrays [b, s, ..] of the local positions, from which keys_values computes keys [b, S, g, K] and values
-              [b, S, g, U]
+    parts     arrays [b, s, ..] of the local positions, such as keys and values, or MLA's latents
+    keys_values  fn(*parts) -> keys [b, S, g, K] and values [b, S, g, U]; it also accepts parts of several devices
     absorbed  functions that attend to `parts` directly, without keys and values. A KV cache uses them
               (`generate/cache.py`), training does not
-    Sends over CONTEXT: n - 1 times the local `parts`; a ring holds at most two devices' `parts` at once. For
-    all_to_all, see `over_heads`.
+    Sends over CONTEXT (n devices): the local `parts` and segments, n - 1 times; for all_to_all, see `over_heads`.
     """
     n, s = axis_size(CONTEXT), q_bshK.shape[1]
     if c.work.context_attention == "ring" and n > 1:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 
 def scan_layers(one, stack, x, number_of):
-    """Apply one(w, x, number) -> (x, more) to each layer or block. Return x and all `more`, stacked or as a list.
+    """Apply one(w, x, number) -> (x, more) to each layer or block. Return x, and all `more`, stacked or as a list.
 
-    stack      stacked arrays, which are scanned, or a list, which is unrolled: `one` is traced for each entry
+    stack      weights: stacked arrays, which are scanned, or a list, which is unrolled: `one` is traced for each entry
     number_of  fn(i) -> the number of the i-th layer or block
     """
     if not isinstance(stack, list):

@@ -1,7 +1,8 @@
-"""Exchange positions between TENSOR neighbors: three functions, each with two forms that send the same bytes.
+"""All-gather and reduce-scatter positions over TENSOR: three functions, each with two forms that send the same bytes.
 
-`gather` runs one collective, and its communication is exposed. `ring` splits it into chunks, one per neighbor, and
-overlaps the transfer of one chunk with the matmuls of another; p is the number of positions in a chunk.
+`gather` runs one collective, and its communication is exposed. `ring` splits it into chunks, one per device, and
+overlaps the transfer of one chunk with the matmuls on another. In shapes, p is the positions of one chunk, and n is
+the number of devices along TENSOR.
 The functions passed in must treat every position independently. Source: arXiv:2211.05102, section 3.5.
 """
 
@@ -16,11 +17,11 @@ from sharding import TENSOR, all_gather, reduce_scatter
 
 
 def gather_apply(c: ModelAtWork, function, *arrays_bt, local_arrays=()):
-    """Gather the arrays over TENSOR and apply the function to all positions, in order.
+    """All-gather the arrays over TENSOR and apply the function to all positions, in order.
 
-    local_arrays  more arguments of the function: arrays of all positions, which every device already has
+    local_arrays  more arguments of the function, which are not sent, because every device already has all positions
     Shapes: arrays [b, t, ..] and local_arrays [b, s, ..] -> the function's results, each [b, s, ..].
-    Sends: (n - 1)/n of the gathered arrays, concatenated. A ring computes on the local chunk while others arrive.
+    Sends: (n - 1)/n of the gathered arrays, in one collective. A ring computes on the local chunk while others arrive.
     """
     sent_btX, split = concatenate_features(arrays_bt)
     if c.work.tensor_exchange == "gather":
@@ -31,10 +32,10 @@ def gather_apply(c: ModelAtWork, function, *arrays_bt, local_arrays=()):
 
 
 def apply_scatter(c: ModelAtWork, function, *arrays_bs):
-    """Apply the function, whose result is a partial sum, and reduce-scatter that over TENSOR and positions.
+    """Apply the function, whose result is a partial sum, and reduce-scatter the result over TENSOR along positions.
 
-    Shapes: [b, s, ..] -> [b, t, ..]. Sends: (n - 1)/n of the sum. A ring computes the chunk for the farthest neighbor
-    first, and the other chunks while that one travels.
+    Shapes: [b, s, ..] -> [b, t, ..]. Sends: (n - 1)/n of the sum. A ring first computes the chunk for the farthest
+    device, and computes the other chunks while that one is in flight.
     """
     if c.work.tensor_exchange == "gather":
         return reduce_scatter(function(*arrays_bs), TENSOR, dim=1)
@@ -43,10 +44,10 @@ def apply_scatter(c: ModelAtWork, function, *arrays_bs):
 
 
 def gather_apply_scatter(c: ModelAtWork, into, out_of, x_btD):
-    """Gather x over TENSOR, compute the partial sum out_of(into(x)), and reduce-scatter it over TENSOR and positions.
+    """All-gather x over TENSOR, compute the partial sum out_of(into(x)), and reduce-scatter it along positions.
 
-    Shapes: [b, t, D] -> [b, t, D]. Sends: (n - 1)/n of the gathered positions, and again of the sum. A ring leaves the
-    chunks in order of arrival between the two.
+    Shapes: [b, t, D] -> [b, t, D]. Sends: (n - 1)/n of the gathered positions, and of the sum. Rings keep the chunks in
+    order of arrival from the all-gather to the reduce-scatter.
     """
     if c.work.tensor_exchange == "gather":
         return reduce_scatter(out_of(into(all_gather(x_btD, TENSOR, dim=1))), TENSOR, dim=1)
@@ -54,7 +55,7 @@ def gather_apply_scatter(c: ModelAtWork, into, out_of, x_btD):
 
 
 def concatenate_features(arrays):
-    """Concatenate arrays of the same positions; return the result and a function that splits it again."""
+    """Concatenate arrays along their features. Returns the result and a function that splits it again."""
     if len(arrays) == 1:
         return arrays[0], lambda x: (x,)
     ends = [*itertools.accumulate(x.shape[-1] for x in arrays[:-1])]
@@ -64,8 +65,9 @@ def concatenate_features(arrays):
 def apply_nearest_first(function, chunks: list) -> list:
     """Apply the function to each chunk of a ring all-gather, the local one first; the backward pass runs in reverse.
 
-    The barriers fix this order: compute on the local chunk while the remote chunks are in flight and, in the backward
-    pass, while their gradients leave. Without them the compiler may compute too early or too late, and the step stalls.
+    The barriers fix this order. The forward pass computes on the local chunk while the remote chunks arrive, and the
+    backward pass computes on it while their gradients are sent. Without barriers the compiler may compute too early or
+    too late, and the step stalls.
     """
     if len(chunks) == 1:
         return [function(*chunks)]
@@ -79,7 +81,7 @@ def apply_nearest_first(function, chunks: list) -> list:
 
 @jax.custom_vjp
 def barrier(*values):
-    """Pass the values through one barrier: none is available before all are, none is fused. Backward: the same."""
+    """Make the values available only when all of them are, and prevent fusion across. Backward: the same."""
     return jax.lax.optimization_barrier(values)
 
 

@@ -9,7 +9,7 @@ from sharding import FSDP
 
 
 def regather(primitive, *_, axis_name=(), **__):
-    """Save every value for the backward pass except gathered weights."""
+    """Checkpoint policy that saves every value except gathered weights."""
     return not (primitive.name == "all_gather" and FSDP in axis_name)
 
 
@@ -23,5 +23,5 @@ REMAT = {
 
 
 def remat(c: ModelAtWork, function):
-    """Make the function's backward pass recompute what `work.remat` does not save. It gathers weights again, too."""
+    """Make the function's backward pass recompute what `work.remat` does not save, and gather weights again."""
     return REMAT[c.work.remat](function)

@@ -1,4 +1,7 @@
-"""All-gather and reduce-scatter along one mesh axis as rings of permutes, so that they overlap with matmuls."""
+"""All-gather and reduce-scatter along one mesh axis as rings of collective-permutes, which overlap with matmuls.
+
+A collective-permute (`ppermute`) sends one array to another device. n is the number of devices along the axis.
+"""
 
 import functools
 
@@ -11,7 +14,7 @@ from sharding import axis_index, axis_size, layers_in_branch, shift, vary
 def ring_all_gather(x, axis) -> list:
     """All-gather x in a ring: entry k is the x of the device k places further along the axis, entry 0 is the local x.
 
-    Half of the chunks arrive from each side, by permutes. An entry depends on no later one, so the matmuls on one chunk
+    Half of the entries arrive from each side. None depends on an entry that arrives later, so the matmuls on one chunk
     overlap with the transfer of the next.
     Sends: x, n - 1 times, as all_gather does; half in each direction of a link. Backward: the ring reduce-scatter.
     """
@@ -27,14 +30,14 @@ def ring_all_gather(x, axis) -> list:
 def ring_reduce_scatter(partials: list, axis):
     """Reduce-scatter in a ring: return the sum, over an axis, of every device's partial sum for this device.
 
-    partials  entry k is for the device k places further along. A sum starts at the farthest device, and each device on
-              the way adds its partial sum. The matmuls for the next partial sum overlap with the transfer
-    Sends: an entry, n - 1 times, as reduce_scatter does; half in each direction of a link. Backward: ring all-gather.
+    partials  entry k is for the device k places further along. The sum for a device starts at the device farthest from
+              it, and each device on the way adds its entry. Matmuls that compute the next entry overlap with transfers
+    Sends: one entry, n - 1 times, as reduce_scatter does; half in each direction of a link. Backward: ring all-gather.
     """
     n = axis_size(axis)
     total = (
         jax.lax.optimization_barrier(partials[0]) if n > 1 else partials[0]
-    )  # without the barrier, its matmul is fused with the sum and waits for the transfer
+    )  # without the barrier, XLA fuses the matmul of this entry with the sum, and it waits for the transfer
     for far, by in ((n // 2, 1), ((n - 1) // 2, -1)):
         travelling = None
         for k in range(far, 0, -1):
@@ -48,7 +51,7 @@ def ring_reduce_scatter(partials: list, axis):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def concatenate_in_order(chunks: list, axis, dim):
-    """Put the chunks of a ring all-gather in device order, which gives the result of `all_gather`. Sends nothing."""
+    """Concatenate the chunks of a ring all-gather in device order, which gives `all_gather`'s result. Sends nothing."""
     size, here = chunks[0].shape[dim], axis_index(axis)
     shape = [n * len(chunks) if i == dim else n for i, n in enumerate(chunks[0].shape)]
     x = vary(jnp.zeros(shape, chunks[0].dtype), tuple(jax.typeof(chunks[0]).mat.varying))
@@ -60,13 +63,13 @@ def concatenate_in_order(chunks: list, axis, dim):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def split_by_device(x, axis, dim) -> list:
-    """Cut an array into chunks: entry k is the slice of the device k places further along the axis. Sends nothing."""
+    """Split an array into chunks: entry k is for the device k places further along the axis. Sends nothing."""
     n, here = axis_size(axis), axis_index(axis)
     size = x.shape[dim] // n
     return [jax.lax.dynamic_slice_in_dim(x, (here + k) % n * size, size, axis=dim) for k in range(n)]
 
 
-# Each is the other's backward pass. Autodiff would add n arrays that are zero except for one slice.
+# Each is the other's backward pass. Autodiff would instead add up n arrays that are zero except for one slice.
 concatenate_in_order.defvjp(
     lambda chunks, axis, dim: (concatenate_in_order(chunks, axis, dim), None),
     lambda axis, dim, _, d: (split_by_device(d, axis, dim),),

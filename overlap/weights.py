@@ -1,7 +1,9 @@
-"""Gather weight shards for each use or once per step; gather the vocabulary table slice by slice, one slice ahead.
+"""Gather weight shards for each use or once per step; gather the vocabulary table slice by slice.
 
-Gathered for each use, one layer's matrices are unsharded at a time, and each use sends them again. Gathered once per
-step, all matrices of the stage are, and are sent once. The backward pass of either reduce-scatters the gradients.
+`work.gather` chooses. With "layer", the weights of one layer are gathered at a time, and again for each use (forward,
+backward, each microbatch). With "step", all weights of the pipeline stage are gathered once and stay in memory. In both
+cases the backward pass reduce-scatters the gradients. "Gather" means an all-gather over FSDP, EXPERT and CONTEXT; n is
+the number of devices along these axes.
 """
 
 import jax
@@ -12,15 +14,15 @@ from sharding import AXES, SLICED, all_gather, map_fsdp_sharded, vary
 
 
 def cast(w, c: ModelAtWork, *names):
-    """Cast matrices to the compute dtype, still sharded; norms and biases keep theirs.
+    """Cast matrices to the compute dtype, still sharded; norms and biases keep their dtype.
 
-    names  return only these parameters, as a tuple; without names, the whole class and the classes in it
+    names  return only these parameters, as a tuple; without names, return all of w, including nested structs
     """
     return map_fsdp_sharded(lambda x, dim, axes, exact: x if exact else x.astype(c.compute_dtype), w, *names)
 
 
 def gather_weights(w, c: ModelAtWork, *names):
-    """Cast and gather. Sends: (n - 1)/n of every matrix. Backward: reduce-scatter, the same bytes."""
+    """Cast matrices and all-gather them. Sends: (n - 1)/n of each. Backward: reduce-scatter, the same bytes."""
 
     def join(x, dim, axes, exact):
         return all_gather(x if exact else x.astype(c.compute_dtype), axes, dim=dim)
@@ -28,7 +30,7 @@ def gather_weights(w, c: ModelAtWork, *names):
     return map_fsdp_sharded(join, w, *names)
 
 
-# work.gather -> what is done to the weights once per step, and at each use
+# work.gather -> what to do with the weights once per step, and at each use
 WHEN = {"layer": (cast, gather_weights), "step": (gather_weights, cast)}
 
 
@@ -38,16 +40,17 @@ def held_by_step(w, c: ModelAtWork):
 
 
 def at_use(w, c: ModelAtWork, *names):
-    """Return the unsharded weights for one use, of a layer or of the vocabulary table."""
+    """Return the gathered weights of a layer or of the vocabulary table, for one use."""
     return WHEN[c.work.gather][1](w, c, *names)
 
 
 def ready_for_autodiff(params, c: ModelAtWork):
-    """Prepare parameters for a step that autodiff differentiates; autodiff treats them as different on every device.
+    """Prepare parameters for a step that autodiff differentiates: mark them as varying over all mesh axes (`vary`).
 
-    This is called outside all loops, so its backward pass runs once per step: the sum over the axes along which a
-    parameter is replicated and, if gathered once per step, the reduce-scatter. The result has the parameters' dtype, in
-    which microbatch gradients then accumulate. Without the barrier XLA would sum first and convert afterwards.
+    The call is outside all loops, so its backward pass runs once per step. That pass sums the gradient over the axes
+    along which a parameter is replicated and, with `work.gather=step`, reduce-scatters it. The result has the
+    parameters' dtype, and microbatch gradients accumulate in it. Without the barrier XLA would sum the gradients first
+    and convert them to this dtype afterwards.
     """
     params = jax.lax.optimization_barrier(vary(params, AXES))
     if c.work.gather == "layer":
@@ -56,14 +59,18 @@ def ready_for_autodiff(params, c: ModelAtWork):
 
 
 def tokens_go_to_table(c: ModelAtWork, tokens: int, words: int) -> bool:
-    """Whether tokens are sent to the shards of an embedding table with this many words, instead of gathering it."""
-    return c.work.gather == "layer" and tokens < words  # then the tokens are fewer bytes
+    """Return True if tokens should be sent to the shards of an embedding table, instead of gathering the table.
+
+    words  number of rows (vocabulary ids) of the table on this device
+    """
+    return c.work.gather == "layer" and tokens < words  # then the tokens are fewer bytes than the table
 
 
 def vocabulary_slices(loss_chunk: int, n: int, v: int) -> tuple[int, int]:
-    """Return the number of slices of a v-word vocabulary and the words per slice; `loss_chunk` limits n tokens' logits.
+    """Return the number of slices of a vocabulary of v ids, and the ids per slice, for a loss over n tokens.
 
-    Takes the fewest slices within the limit, or up to twice as many if that divides v; else the last slice is shorter.
+    loss_chunk  a slice of n tokens may have at most as many logits as loss_chunk tokens have over all v ids
+    Uses the fewest slices within this limit, or up to twice as many if that makes all slices equally long.
     """
     least = -(-n // loss_chunk)
     words = -(-v // next((slices for slices in range(least, 2 * least + 1) if v % slices == 0), least))
@@ -71,13 +78,14 @@ def vocabulary_slices(loss_chunk: int, n: int, v: int) -> tuple[int, int]:
 
 
 def slice_by_slice(c: ModelAtWork, function, w_Dv, words_v, n: int):
-    """Apply function(w_Du, *words_u) to slices of a table whose rows are sharded; return the stacked results.
+    """Apply function(w_Du, *words_u) to slices of u vocabulary ids. Returns the results, stacked.
 
-    n        tokens for which the function computes logits; `loss_chunk` tokens may have logits of all words at once
-    words_v  arrays with an entry per word, such as ids and biases; padded with -1 in the last slice
-    The next slice is gathered while this one is used, and gradients are reduced likewise. The backward pass recomputes
-    everything except the last slice.
-    Shapes: [D/n, v], [v] each -> [slices, ..]. Sends: (n - 1)/n of the table. Backward: the same for its gradient.
+    n        number of tokens for which the function computes logits; see `vocabulary_slices`
+    words_v  arrays with one entry per vocabulary id, such as ids and biases; the last slice is padded with -1
+    Gathers the next slice while the function runs on the current one; gradients are reduce-scattered the same way. The
+    backward pass recomputes every slice except the last.
+    Shapes: [D/shards, v], [v] each -> [slices, ..]. Sends: (shards - 1)/shards of the table. Backward: the same for
+    its gradient.
     """
     v = w_Dv.shape[-1]
     slices, u = vocabulary_slices(c.work.loss_chunk, n, v)
