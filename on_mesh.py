@@ -1,4 +1,4 @@
-"""Run one function of the model on whole arrays: shard the inputs, run it on every device, and unshard the results."""
+"""Run one function of the model on unsharded arrays: shard the inputs, run it on each device, unshard the results."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from errors import UserError, require_multiple
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, Declaration, as_tuple, to_sequence_order, to_zigzag_order
 from xla import ordered
 
-# Lower-case letter of model.py's legend -> the whole dim that it is a slice of, and the mesh axes that shard it.
+# Lower-case letter in model.py's legend -> the capital letter of the unsharded dim, and the mesh axes that shard it.
 SLICES = {"b": ("B", BATCH), "s": ("T", (CONTEXT,)), "t": ("T", (CONTEXT, TENSOR)), "e": ("E", (EXPERT,)),
           "l": ("L", (STAGE,))} | {letter: (letter.upper(), (TENSOR,)) for letter in "fghmv"}  # fmt: skip
 
@@ -29,14 +29,14 @@ def unstack(declarations):
 
 
 def on_mesh(function, mesh: Mesh, *inputs, out):
-    """Compile a function of one device's shards, such as those in `model.py`, to run on whole arrays.
+    """Compile a function that works on one device's shards, such as those in `model.py`, to run on unsharded arrays.
 
     inputs  for each argument, a tree of declarations, or of letters as in `model.py`, one per dim: "btD"; "": a scalar
     out     letters of the result, or a tree of them
-    The function runs in one `shard_map`, manual over all axes, with `check_vma` on. Positions (s, t) are sharded like
-    the model's (zig-zag over CONTEXT), and returned in order.
-    Raises: UserError if a size does not divide, or if the result does not match its letters: it has another shape, or
-    varies along a mesh axis that they do not name, as a partial sum does.
+    The function runs in one `shard_map`, manual over all axes, with `check_vma` on. Positions (s, t) are sharded as in
+    the model (zig-zag over CONTEXT), and returned in sequence order.
+    Raises: UserError if a size is not divisible by its mesh axes, or if the result does not match its letters: its
+    shape differs, or it varies along a mesh axis that the letters do not declare, as a partial sum does.
 
     Example, the feed-forward of one layer:
 
@@ -74,7 +74,7 @@ def _spec_of(letters: "str | Declaration") -> P:
     if isinstance(letters, Declaration):
         return letters.spec
     if unknown := [letter for letter in letters if letter.islower() and letter not in SLICES]:
-        raise UserError(f"letters {letters!r}: {unknown[0]!r} is not a slice of a dim; use one of {', '.join(SLICES)}")
+        raise UserError(f"letters {letters!r}: unknown sharded dim {unknown[0]!r}; use one of {', '.join(SLICES)}")
     return P(*(SLICES[letter][1] if letter in SLICES else None for letter in letters))
 
 
@@ -83,7 +83,7 @@ def _shard_count(letter: str, mesh: Mesh) -> int:
 
 
 def _check_and_reorder(letters: str, x, sizes: dict[str, int], mesh: Mesh):
-    """Check a whole array against its letters, and reorder its positions for `shard_map`. Adds its dims to `sizes`."""
+    """Check an unsharded array against its letters, and reorder its positions for `shard_map`. Updates `sizes`."""
     if jnp.ndim(x) != len(letters):
         raise UserError(f"letters {letters!r}: the array has {jnp.ndim(x)} dims, shape {jnp.shape(x)}; use one per dim")
     for letter, size in zip(letters, jnp.shape(x), strict=True):
@@ -97,7 +97,7 @@ def _check_and_reorder(letters: str, x, sizes: dict[str, int], mesh: Mesh):
 
 
 def _reorder_positions(how, letters: str, x, mesh: Mesh):
-    """Reorder the positions of x with `how` (`in_chunks` or `in_order`), if they are sharded over CONTEXT."""
+    """Reorder the positions of x, if they are sharded over CONTEXT. how: `to_zigzag_order` or `to_sequence_order`"""
     n = mesh.shape[CONTEXT]
     dims = [dim for dim, letter in enumerate(letters) if letter in "st"] if n > 1 else []
     return functools.reduce(lambda x, dim: how(x, dim=dim, n=n), dims, x)
@@ -109,10 +109,10 @@ def _check_slice(letters: str, x, sizes: dict[str, int], mesh: Mesh) -> None:
     if extra := [axis for axis in AXES if axis in jax.typeof(x).mat.varying - named]:
         raise UserError(
             f"out={letters!r}: the result varies along {', '.join(extra)}, which no letter declares; if it is a "
-            "partial sum, psum or reduce_scatter it; if it is a slice, give its dim the lower-case letter")  # fmt: skip
+            "partial sum, psum or reduce_scatter it; if it is a shard, give its dim the lower-case letter")  # fmt: skip
     whole = tuple(sizes.get(SLICES.get(letter, (letter,))[0]) for letter in letters)
     want = tuple(size and size // _shard_count(letter, mesh) for letter, size in zip(letters, whole, strict=False))
     if jnp.ndim(x) != len(letters) or any(size not in (None, there) for size, there in zip(want, x.shape, strict=True)):
         raise UserError(
-            f"out={letters!r}: a device's slice of {whole} is {want}, but the result is {x.shape}; if it is a partial "
+            f"out={letters!r}: a device's shard of {whole} is {want}, but the result is {x.shape}; if it is a partial "
             "sum over all positions, reduce_scatter it") from None  # fmt: skip

@@ -1,7 +1,7 @@
 """AdamW as an optax chain, the learning-rate schedule, one training step, and diagnostics of a step.
 
-The chain runs under `jit` outside the `shard_map`, on global sharded arrays. The global norm for clipping is therefore
-the norm of the whole gradient on any mesh.
+The optax chain runs under `jit` outside the `shard_map`, on global sharded arrays. So on every mesh, clipping uses the
+norm of the whole gradient.
 """
 
 from typing import Any
@@ -29,20 +29,20 @@ class TrainState:
 
     params: Any
     optimizer: Any  # optax state
-    step: Any  # int32, steps so far, including skipped ones
-    skipped_steps: Any  # int32, steps without an update, because the loss or the gradient was not finite
-    skipped_in_a_row: Any  # int32, length of the current run of skipped steps
+    step: Any  # int32, number of steps so far, including skipped steps
+    skipped_steps: Any  # int32, number of steps without an update, because the loss or a gradient was not finite
+    skipped_in_a_row: Any  # int32, number of consecutive skipped steps up to now
 
 
 def learning_rate(o: OptimConfig, steps: int) -> optax.Schedule:
     """Return the schedule: linear warm-up, then cosine decay, or (wsd) a plateau and a linear decay.
 
-    Steps count from 0. Step 0 is above 0, step warmup_steps - 1 is the peak, the last step is final_lr times the peak.
-    Source of wsd: arXiv:2404.06395.
+    Steps count from 0. The rate is above 0 at step 0, reaches its peak at step warmup_steps - 1, and is final_lr times
+    the peak at the last step. Source of wsd: arXiv:2404.06395.
     """
     warmup = min(o.warmup_steps, steps)
     rise = optax.linear_schedule(o.lr / max(warmup, 1), o.lr, max(warmup - 1, 1))
-    # The decay starts with the peak at the last step of the phase before it, so that it ends exactly at the last step.
+    # The decay starts, with the peak, at the last step of the previous phase, so that it ends exactly at the last step.
     if o.schedule == "cosine":
         fall = optax.cosine_decay_schedule(o.lr, max(steps - warmup, 1), alpha=o.final_lr)
         return optax.join_schedules([rise, fall], [warmup - 1])
@@ -52,12 +52,12 @@ def learning_rate(o: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def decay_mask(declarations):
-    """Return True for parameters with weight decay, as declared: all but norms, biases and embeddings."""
+    """Return a tree of booleans: True for parameters with weight decay (all but norms, biases and embeddings)."""
     return jax.tree.map(lambda d: d.decay, declarations)
 
 
 def clip(largest_norm: float) -> optax.GradientTransformation:
-    """Scale gradients down if their global norm, as one vector, is above `largest_norm`; 0 disables clipping."""
+    """Scale all gradients down if their global norm is above `largest_norm`; 0 disables clipping."""
     return optax.clip_by_global_norm(largest_norm) if largest_norm else optax.identity()
 
 
@@ -65,7 +65,7 @@ def adamw(o: OptimConfig, steps: int, decay=None) -> optax.GradientTransformatio
     """Build AdamW with decoupled weight decay (arXiv:1711.05101) after clipping by global norm, for any parameter tree.
 
     steps  total number of steps, over which the learning rate decays
-    decay  tree of booleans like the parameters: whether weight decay applies; None: to all
+    decay  tree of booleans with the structure of the parameters: whether weight decay applies; None: to all of them
 
     >>> params = {"w_DF": jnp.ones((2, 3)), "bias_F": jnp.ones(3)}
     >>> chain = adamw(OptimConfig(lr=0.5, warmup_steps=1), steps=10, decay={"w_DF": True, "bias_F": False})
@@ -87,9 +87,10 @@ def make_optimizer(cfg: Config) -> optax.GradientTransformation:
 
 
 def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
-    """Raise the router bias of experts with fewer tokens than the mean, and lower the others, by a fixed step.
+    """Raise the router bias of experts with fewer tokens than the mean, and lower it for the others, by a fixed step.
 
-    Counts are of the global batch. Source: arXiv:2408.15664, algorithm 1.
+    tokens_per_expert_LE  counts over the global batch; L blocks, E experts
+    Source: arXiv:2408.15664, algorithm 1.
     """
     if not cfg.model.balance_rate or not cfg.model.n_experts:
         return params
@@ -138,7 +139,7 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
 
 
 def compute_updates_fn(cfg: Config, mesh: Mesh):
-    """Return fn(state, batch) -> (metrics, grads, updates, moments): a step without applying the updates."""
+    """Return fn(state, batch) -> (metrics, grads, updates, moments): a step that does not apply the updates."""
     chain, rate = make_optimizer(cfg), learning_rate(cfg.optim, cfg.run.steps)
     loss_and_grads = pipeline.loss_and_grads(cfg, mesh)
 
@@ -158,14 +159,14 @@ def train_step(cfg: Config, mesh: Mesh):
     """Compile fn(state, batch) -> (state, metrics). The old state is donated: do not use it again.
 
     If the loss, the gradient or another metric is not finite, the step is skipped: only the counters change.
-    Metrics are those of `model.loss`, and loss, grad_norm (before clipping), lr, skipped_steps, skipped_in_a_row and
-    not_finite: for each parameter and layer, in the order of `places`, whether its gradient caused the skip.
+    The metrics are those of `model.loss`, and loss, grad_norm (before clipping), lr, skipped_steps, skipped_in_a_row
+    and not_finite: for each entry of `layer_parameters`, whether its gradient caused the skip.
     """
     updates_of = compute_updates_fn(cfg, mesh)
 
     def step(state: TrainState, batch):
         metrics, grads, changes, moments = updates_of(state, batch)
-        # Gather the metrics and use them here, so that this communication comes before that in the `cond` below.
+        # Gather the metrics and use them here, so that this communication runs before the collectives in the `cond`.
         metrics = jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, P()))
         finite = jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(metrics)]).all()
         taken = (optax.apply_updates(state.params, changes), moments)
@@ -195,7 +196,8 @@ def stacked_dims(declaration) -> int:
 
 
 def layer_squares(cfg: Config, tree):
-    """Return the sum of squares of each parameter, per layer if stacked: arrays [], [P], [L] or [L, J], float32."""
+    """Return the sum of squares of each parameter, per layer if stacked: float32 arrays [], [P], [L] or [L, J].
+    For the letters see the legend of `model.py`."""
     square = lambda d, x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=tuple(range(stacked_dims(d), x.ndim)))
     return jax.tree.map(square, model.declare(cfg.model), tree)
 
@@ -219,13 +221,13 @@ def layer_parameters(cfg: Config) -> dict[str, int]:
 
 
 def not_finite(cfg: Config, grads):
-    """For each of `places`: whether its gradient, or the gradient's squared norm, is NaN or infinite."""
+    """Return, for each of `layer_parameters`, whether its gradient or the gradient's squared norm is not finite."""
     squares = [x.reshape(-1) for x in jax.tree.leaves(layer_squares(cfg, grads))]
     return ~jnp.isfinite(jnp.concatenate(squares)[np.array(list(layer_parameters(cfg).values()))])
 
 
 def layer_norms(cfg: Config, mesh: Mesh):
-    """Compile fn(state, batch) -> norms of gradient, update and parameter, each {name: norm, or one per layer}.
+    """Compile fn(state, batch) -> norms of gradients, updates and parameters: kind -> name -> norm, or one per layer.
 
     This is a separate program. It does not change the training step, and costs a forward and a backward pass.
     """
@@ -248,8 +250,9 @@ def layer_norms(cfg: Config, mesh: Mesh):
 def noise_scale(cfg: Config, mesh: Mesh):
     """Compile fn(params, host_batch, step) -> the simple noise scale of this batch, in tokens, and its two terms.
 
-    The gradients of the accumulation passes (of two halves, if there is one pass) are the small batches; their mean is
-    the large batch. One batch is noisy: average gradient_square and noise_square over many batches, then divide.
+    It compares the squared gradient norms of small batches and of their union, the whole batch. The small batches are
+    those of the accumulation passes, or two halves if there is only one pass. The estimate from one batch is noisy:
+    average gradient_square and noise_square over many batches, then divide.
     Raises: UserError if the batch cannot be split.
     Source: McCandlish et al., arXiv:1812.06162, appendix A.1.
     """
@@ -258,8 +261,8 @@ def noise_scale(cfg: Config, mesh: Mesh):
     B = cfg.data.batch_size
     if B // split.shards % pieces:
         raise UserError(
-            f"the {B // split.shards} sequences of a batch shard "
-            f"(data.batch_size={B} / {split.shards} shards) cannot be split into {pieces}; "
+            f"the {B // split.shards} sequences per batch shard "
+            f"(data.batch_size={B} / {split.shards} shards) cannot be split into {pieces} small batches; "
             f"use a multiple of {pieces * split.shards} sequences"
         )
     loss_and_grads = pipeline.loss_and_grads(replace(cfg, **{"data.batch_size": B // pieces}), mesh)

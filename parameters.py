@@ -1,4 +1,4 @@
-"""Parameter initialization: the same values on every mesh, while each device draws only its own shards."""
+"""Initialize parameters with the same values on every mesh; each device generates only its own shards."""
 
 import math
 import zlib
@@ -16,9 +16,9 @@ from xla import ordered
 def init(declarations, mesh: Mesh, seed: int):
     """Initialize the parameters, sharded as declared, with the same values on every mesh.
 
-    The random key of a parameter depends on its name, so a new parameter does not change the others. A device draws
-    only its own shards, in chunks: besides them it needs less memory than twice the largest shard.
-    Raises: UserError if a parameter does not divide over the mesh.
+    The random key of a parameter depends on its name, so adding a parameter does not change the others. A device
+    generates its shards in chunks. In addition to the shards, this takes less memory than twice the largest shard.
+    Raises: UserError if a parameter's dim is not divisible by its mesh axes.
     """
     return initializer(declarations, mesh)(jax.random.key(seed))
 
@@ -37,7 +37,7 @@ def initializer(declarations, mesh: Mesh):
 
 
 def draw_local_shard(key, d: Declaration):
-    """Draw this device's shard of mean + std * jax.random.normal(key, d.shape), bit for bit."""
+    """Generate this device's shard of mean + std * jax.random.normal(key, d.shape), bitwise identical."""
     shape = [size // axis_size(as_tuple(axes)) for size, axes in zip(d.shape, d.spec, strict=True)]
     if not d.std:
         return jnp.full(shape, d.mean, d.dtype)
@@ -50,7 +50,7 @@ def draw_local_shard(key, d: Declaration):
         return (d.mean + d.std * normal).astype(d.dtype)
 
     def add(number, row_n):
-        start = jnp.minimum(number * size, n - size)  # the last chunk may overlap the one before, with equal values
+        start = jnp.minimum(number * size, n - size)  # the last chunk may overlap the previous one, with equal values
         return jax.lax.dynamic_update_slice(row_n, chunk(start.astype(jnp.uint32)), (start,))
 
     if size == n:
@@ -64,9 +64,9 @@ def split_axes(d: Declaration) -> tuple[str, ...]:
 
 
 def global_indices(d: Declaration, shape, local_n):
-    """Convert flat indices into this device's shard, uint32, to flat indices into the global array.
+    """Convert flat uint32 indices into this device's shard to flat indices into the global array.
 
-    Returns the upper and the lower 32 bits, because the stacked layers of experts can exceed 2^32 entries.
+    Returns the upper and the lower 32 bits, because the stacked expert weights can have more than 2^32 entries.
     """
     high_n, low_n = (vary(jnp.zeros(local_n.shape, jnp.uint32), split_axes(d)) for _ in range(2))
 
@@ -88,8 +88,9 @@ def global_indices(d: Declaration, shape, local_n):
 
 
 def normal_at(key, high_n, low_n):
-    """Return float32 entries of jax.random.normal(key) at given flat indices. The random bits depend only on the key
-    and the index (`jax_threefry_partitionable`)."""
+    """Return the float32 entries of jax.random.normal(key, ..) at flat indices, given as upper and lower 32 bits.
+
+    The random bits depend only on the key and the index (`jax_threefry_partitionable`)."""
     first, second = threefry2x32_p.bind(
         *vary(jax.random.key_data(key), tuple(jax.typeof(low_n).mat.varying)), high_n, low_n
     )

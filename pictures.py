@@ -1,4 +1,4 @@
-"""Helpers for commands that write pictures: check the file name early, and draw without a window."""
+"""Helpers for commands that write figures: check the file name early, and draw without a window."""
 
 import os
 
@@ -9,7 +9,7 @@ PICTURES = ("png", "svg", "pdf", "jpg", "webp")
 
 
 def check_picture(path: str | os.PathLike) -> None:
-    """Raises: UserError if a picture cannot be written to `path`. Commands call this before their work."""
+    """Raises: UserError if a figure cannot be written to `path`. Commands call this before their work."""
     folder, name = os.path.split(os.fspath(path))
     ending = os.path.splitext(name)[1].removeprefix(".").lower()
     if ending not in PICTURES:

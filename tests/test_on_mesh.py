@@ -117,11 +117,11 @@ def partial_sum(w, x_btD):
 
 @pytest.mark.parametrize("function, letters, out, message", [
     (partial_sum, "btD", "bsD", "out='bsD': the result varies along tensor, which no letter declares"),
-    (partial_sum, "btD", "btD", "slice of (4, 16, 24) is (2, 4, 24), but the result is (2, 16, 24)"),
+    (partial_sum, "btD", "btD", "shard of (4, 16, 24) is (2, 4, 24), but the result is (2, 16, 24)"),
     (lambda w, x_btD: branch(w, x_btD)[:, 0], "btD", "btD", "but the result is (2, 24)"),
     (branch, "btD", "BTD", "varies along data, fsdp, expert, context, tensor"),
     (branch, "bt", "btD", "letters 'bt': the array has 3 dims, shape (4, 16, 24)"),
-    (branch, "bqD", "btD", "letters 'bqD': 'q' is not a slice of a dim; use one of b, s, t, e, l, f, g, h, m, v"),
+    (branch, "bqD", "btD", "letters 'bqD': unknown sharded dim 'q'; use one of b, s, t, e, l, f, g, h, m, v"),
 ])  # fmt: skip
 def test_a_result_that_differs_from_its_letters_is_refused(function, letters, out, message, w, x_BTD):
     """Catches a partial sum over TENSOR that is accepted as a whole array or as shards."""

@@ -407,5 +407,5 @@ def test_a_batch_that_cannot_be_cut_has_no_noise_scale(capsys):
     cfg = preset("tiny", **{"data.batch_size": 3, "run.gradient_stats_every": 4})
     questions = guard.GradientStats(cfg, sharding.make_mesh("data=1"), None)
     assert questions.norms and questions.noise is None
-    said = r"noise      no noise scale is written: the 3 sequences of a batch shard .* cannot be split into 2; use .*\n"
+    said = r"noise      no noise scale is written: the 3 sequences per batch shard .* cannot be split into 2 .*\n"
     assert re.fullmatch(said, capsys.readouterr().out)
