@@ -1,4 +1,4 @@
-"""Print, draw and compare schedules from the command line. No device is used."""
+"""Print, draw and compare schedules from the command line, without using a device."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ Pipeline schedules: which stage works on which microbatch when, and what that co
 
 @dataclasses.dataclass
 class Shape:
-    """A schedule, as published and as run here, with the times of its operations."""
+    """A schedule in two forms, as published and as run here, with the times of its operations."""
 
     name: Annotated[Literal["gpipe", "1f1b", "interleaved", "zb"], tyro.conf.Positional]
     stages: int = 4  # number of pipeline stages, S
@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def forms(self) -> dict[str, Schedule]:
-        """Name of each form -> the schedule. As run here, stages are further ahead of each other where that helps."""
+        """Name of each form -> the schedule. As run here, stages run further ahead of the next where it helps."""
         chunks = self.chunks or (2 if self.name == "interleaved" else 1)
         published, run = (schedule(self.name, self.stages, self.microbatches, chunks, lead) for lead in (1, 2))
         if published == run:
@@ -60,7 +60,7 @@ PUBLISHED, RUN, BOTH = "as published", "as run here", "as published and run"
 
 @dataclasses.dataclass
 class Draw(Shape):
-    """Draw what each stage does over time to a picture file: as published, and as run here, in lock-step."""
+    """Draw what each stage does over time to an image file: as published, and as run here, in lock-step."""
 
     out: str = "schedule.png"  # PNG, SVG, PDF, JPG or WEBP
 
@@ -118,16 +118,19 @@ class Compare:
 
 @dataclasses.dataclass
 class Costs:
-    """The cost of a schedule, in the unit of the given times: if each stage continues as soon as it can, and in
-    lock-step, where all stages wait for each other after every tick."""
+    """The cost of a schedule, in the unit of the given times.
+
+    It is given twice: if each stage continues as soon as it can, and in lock-step, where all stages wait for each other
+    after every tick (the time slots of the schedule's table).
+    """
 
     form: str
     schedule: str
-    bubble: float  # idle share of the makespan
-    makespan: float
+    bubble: float  # idle fraction of the makespan
+    makespan: float  # time from the first operation to the end of the last
     lock_step_bubble: float
     lock_step: float  # makespan in lock-step
-    live: int  # most activations that a stage stores at once
+    live: int  # largest number of activations that a stage stores at once
     ticks: int
 
     def __init__(self, form: str, sched: Schedule, F: float, B: float, W: float):

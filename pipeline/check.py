@@ -1,4 +1,4 @@
-"""Verify a schedule's rows: run them as the executor does, with labels in place of arrays.
+"""Verify a schedule's rows, the instructions of the executor, by running them with labels in place of arrays.
 
 `check` raises at the first operation that reads anything but its own input. It shares no code with `schedules.rows`,
 because a mistake in shared code would go unnoticed.
@@ -8,7 +8,7 @@ from pipeline.schedules import IDLE, Op, Rows, Schedule, Slots, rows
 
 
 class Stage:
-    """One stage's buffers: slot -> (label of the value in it, number of reads still to come)."""
+    """One stage's buffers: slot -> (label of the value that it holds, number of remaining reads)."""
 
     def __init__(self, name: str, slots: Slots):
         self.name, self.slots = name, slots
@@ -52,7 +52,7 @@ def check(sched: Schedule, found: tuple[Rows, Slots] | None = None) -> None:
     """Verify the rows of a schedule, or the given rows, by running them with labels in place of arrays.
 
     Raises: ValueError at the first operation that reads anything but its own input, overwrites a value that is still
-    needed, or runs twice or never, and at the first message that no stage stores.
+    needed, or runs twice or never, and at the first value that is sent but not stored.
     """
     r, slots = found or rows(sched)
     stages = [Stage(f"{sched.name}, tick {{tick}}, stage {s}", slots) for s in range(sched.stages)]
@@ -78,12 +78,12 @@ def check(sched: Schedule, found: tuple[Rows, Slots] | None = None) -> None:
 
 
 def backward_reads(sched: Schedule) -> int:
-    """Return how often residuals are read: twice if weight gradients are delayed, never without backward passes."""
+    """Return how often the arrays saved for the backward pass are read: by B, and by W if the schedule has it."""
     return len({op.kind for op in sched.orders[0]} - {"F"})
 
 
 def forward(sched: Schedule, s: int, stage: Stage, own: Rows) -> tuple | None:
-    """Check a forward pass, if there is one. Return the (microbatch, chunk) whose output stage s sends."""
+    """Check the forward pass of this tick, if any. Return the (microbatch, chunk) whose output stage s sends."""
     m, c = own.forward, own.forward_chunk
     if m == IDLE:
         return stage.expect_no_write("kept", own.keep, "a forward pass that does not run")
@@ -97,7 +97,8 @@ def forward(sched: Schedule, s: int, stage: Stage, own: Rows) -> tuple | None:
 
 
 def loss(sched: Schedule, s: int, stage: Stage, own: Rows, sent: tuple | None) -> None:
-    """Check the loss: all stages compute it when a last chunk leaves the last stage, which then has its gradient."""
+    """Check the loss. All stages compute it together when a microbatch leaves the last stage, which then stores its
+    gradient."""
     due = sent[0] if sent and sent[1] == sched.chunks - 1 else IDLE
     if own.loss != due:
         stage.fail(f"computes the loss of microbatch {own.loss}, but {due} has left the last stage")
@@ -107,7 +108,7 @@ def loss(sched: Schedule, s: int, stage: Stage, own: Rows, sent: tuple | None) -
 
 
 def backward(sched: Schedule, stage: Stage, own: Rows) -> tuple | None:
-    """Check a backward pass, if there is one. Return the (microbatch, chunk) whose gradient the stage sends."""
+    """Check the backward pass of this tick, if any. Return the (microbatch, chunk) whose gradient the stage sends."""
     m, c = own.backward, own.backward_chunk
     if m == IDLE:
         return None
@@ -129,8 +130,8 @@ def weight(sched: Schedule, stage: Stage, own: Rows) -> None:
 
 
 def arrive(sched: Schedule, s: int, stage: Stage, slot: int, sent: list) -> None:
-    """Store the previous stage's output as the next input; from the last stage to stage 0 it enters the next chunk, and
-    the last chunk's output goes to no stage."""
+    """Store the output that the previous stage sent as an input. Stage 0 receives the last stage's output as the input
+    of its next chunk; the output of the last chunk is not stored."""
     S, came = sched.stages, sent[s - 1]
     if not came or came[1] * S + (s - 1) % S == sched.chunks * S - 1:
         return stage.expect_no_write("inbox", slot, "a message that does not arrive")
@@ -138,7 +139,8 @@ def arrive(sched: Schedule, s: int, stage: Stage, slot: int, sent: list) -> None
 
 
 def arrive_back(sched: Schedule, s: int, stage: Stage, slot: int, sent_back: list) -> None:
-    """Store the next stage's gradient as that of this stage's output; the first chunk sends its own to no stage."""
+    """Store the gradient that the next stage sent as the gradient of this stage's output. That of stage 0's first chunk
+    is not stored."""
     S, came = sched.stages, sent_back[(s + 1) % sched.stages]
     if not came or came[1] * S + (s + 1) % S == 0:
         return stage.expect_no_write("cotangents", slot, "a message that does not arrive")

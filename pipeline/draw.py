@@ -13,9 +13,9 @@ def format_table(sched: Schedule) -> str:
 
 
 def draw(forms: dict[str, tuple[Schedule, Simulation]], path: str) -> None:
-    """Draw what each stage does over time to a picture file, with one panel per form of the schedule.
+    """Draw what each stage does over time to an image file, with one panel per form of the schedule.
 
-    forms  name of a form -> the schedule and its simulation
+    forms  name of each form, such as "as published" -> the schedule and its simulation
     """
     stages, longest = next(iter(forms.values()))[0].stages, max(found.makespan for _, found in forms.values())
     inches = min(max(longest * 0.36, 8), 22)

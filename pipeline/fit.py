@@ -10,15 +10,15 @@ import sharding
 from config import AUTO, PRESETS, Config, MeshConfig, ModelConfig, WorkConfig, preset
 from errors import UserError, require_multiple
 
-# Dim letter of a parameter -> the setting with its size. For L, the blocks, and Q, the query latent, see `remedy`.
+# Letter of a parameter's dim -> the setting that holds its size. For L (blocks) and Q (query latent), see `remedy`.
 SETTINGS = dict(V="vocab_size", D="d_model", H="n_heads", G="n_kv_heads", K="d_head", R="d_rope", U="d_value",
                 C="d_kv_latent", F="d_ff", E="n_experts", M="d_expert")  # fmt: skip
 
 
 def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work) -> None:
-    """Check that every parameter splits over the mesh; with context_attention=all_to_all in `work`, heads have to, too.
+    """Check that every parameter splits over the mesh and, with work.context_attention=all_to_all, the heads do too.
 
-    Raises: UserError with the arithmetic, and with settings and presets that split.
+    Raises: UserError that shows the failed division, and suggests settings and presets that split.
     """
     try:
         sharding.check_divides(model.declare(c), SimpleNamespace(shape=mesh.sizes))
@@ -32,7 +32,7 @@ def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work)
 
 
 def check_heads(c: ModelConfig, mesh: MeshConfig) -> None:
-    """Check that heads split over TENSOR * CONTEXT. Raises: UserError."""
+    """Raises: UserError if the number of heads is not divisible by TENSOR * CONTEXT."""
     name, heads = ("n_heads", c.n_heads) if c.attention == "mla" else ("n_kv_heads", c.n_kv_heads)
     left = heads % (devices := mesh.tensor * mesh.context)
     if mesh.context > 1 and left:
@@ -40,8 +40,8 @@ def check_heads(c: ModelConfig, mesh: MeshConfig) -> None:
         raise UserError(
             f"work.context_attention=all_to_all: model.{name}={heads} does not split over tensor*context = "
             f"{mesh.tensor}*{mesh.context} = {devices} devices ({heads} % {devices} = {left}); use "
-            f"{name}={heads + devices - left}, mesh context={smaller}, or work.context_attention=ring, which splits no "
-            "heads")  # fmt: skip
+            f"{name}={heads + devices - left}, mesh context={smaller}, or work.context_attention=ring, which does not "
+            "split heads")  # fmt: skip
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def fits(declarations, mesh: MeshConfig) -> bool:
 
 
 def remedy(c: ModelConfig, error: sharding.DoesNotSplit) -> str:
-    """Return the flag that sets a dim's size, with the nearest values that split."""
+    """Return the flag that sets the dim's size, with the nearest values that split."""
     parts, less = error.parts, error.size // error.parts
     sizes = [n * parts for n in (less, less + 1) if n]
     setting = SETTINGS.get(error.letter, "d_query_latent" if c.d_query_latent else "d_model")
@@ -73,8 +73,8 @@ class BatchSplit:
     batch_size: int  # sequences in the global batch
     shards: int  # groups of devices that hold different sequences
     device_batch: int  # sequences a device works on at once
-    microbatches: int  # microbatches per pass, which follow each other through the stages
-    accumulation: int  # passes whose gradients are summed
+    microbatches: int  # microbatches per accumulation pass, which follow each other through the stages
+    accumulation: int  # gradient accumulation passes per step
 
     def __str__(self) -> str:
         microbatches = f"x {self.microbatches} microbatches " * (self.microbatches > 1)
@@ -84,11 +84,11 @@ class BatchSplit:
 
 @functools.singledispatch
 def split_batch(cfg: Config) -> BatchSplit:
-    """Derive microbatches and accumulation passes from the global batch, the mesh and `cfg.work`.
+    """Derive microbatches and gradient accumulation passes from the global batch, the mesh and `cfg.work`.
 
-    microbatches=auto: as many as the sequences allow, up to 4 per stage; 1 with one stage. device_batch=auto: the whole
-    microbatch at once.
-    Raises: UserError if sequences or positions do not split over the mesh, with the nearest numbers that do.
+    work.microbatches=auto means 1 with one stage, else as many as divide the sequences, up to 4 per stage.
+    work.device_batch=auto means all sequences of a microbatch at once.
+    Raises: UserError if sequences or positions do not split over the mesh; it gives the nearest numbers that do.
     """
     B, shards, work = cfg.data.batch_size, cfg.mesh.batch_shards, cfg.work
     parts = cfg.mesh.position_shards

@@ -1,12 +1,14 @@
 """Pipeline schedules as data: which stage works on which microbatch when. Plain Python; no device is used.
 
 A schedule is an order of operations for each stage. `F` is the forward pass of one microbatch through one chunk of
-layers, and `B` is its backward pass. If weight gradients are delayed, `B` computes the gradient of the inputs only, and
-`W` the gradient of the weights. `Schedule.table` assigns operations to ticks: in one tick a stage does at most one F,
-then one B, then one W, and its messages arrive at the end of the tick. `rows` adds the buffer slots that each operation
-reads and writes, as arrays for the executor in `ticks.py`. `check.py` runs these rows with labels instead of numbers.
+layers, and `B` is its backward pass. If weight gradients are delayed, `B` computes only the gradient of the inputs, and
+`W` computes the gradient of the weights. `Schedule.table` assigns operations to ticks, the time slots of the schedule:
+in one tick a stage does at most one F, then one B, then one W, and what it sends arrives at the end of the tick.
+`rows` adds the buffer slots that each operation reads and writes, as arrays for the executor in `ticks.py`. `check.py`
+runs these rows with labels in place of arrays.
 
-Letters: S stages, M microbatches, v chunks per stage. Chunk c of stage s is number c*S + s in the order of layers.
+Letters: S stages, M microbatches, v chunks of layers per stage (virtual stages). Chunk c of stage s is number c*S + s
+in the order of layers.
 """
 
 import dataclasses
@@ -36,28 +38,28 @@ class Op(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The operations of each stage, in order."""
+    """The operations of each stage, in order. In code, s is the index of a stage, m of a microbatch, c of a chunk."""
 
     name: str
     stages: int
     microbatches: int
     chunks: int
     orders: tuple[tuple[Op, ...], ...]  # of each stage
-    turns: bool = False  # every backward pass starts after all forward passes of all stages
+    turns: bool = False  # True: all forward passes of all stages end before the first backward pass starts
 
     @property
     def in_one_piece(self) -> bool:
-        """Whether there is nothing to schedule: a step is `model.forward` and its autodiff."""
+        """True if there is nothing to schedule: a step is `model.forward` and its autodiff."""
         return self.stages * self.microbatches == 1
 
     @functools.cached_property
     def table(self) -> list[list[tuple[Op, ...]]]:
-        """Operations of each stage in each tick, [ticks][stages]; an empty entry is idle."""
+        """Operations of each stage in each tick, [ticks][stages]; an empty entry means idle."""
         return assign_ticks(self)
 
     @property
     def turn(self) -> int | None:
-        """The tick of the first backward pass, if all forward passes are before it; None if they mix."""
+        """The tick of the first backward pass if all forward passes end before it, else None."""
         return sum(any(op.kind == "F" for cell in row for op in cell) for row in self.table) if self.turns else None
 
     @property
@@ -70,25 +72,25 @@ class Schedule:
 
     @property
     def slots(self) -> "Slots":
-        """Slots of each buffer; without a schedule, autodiff saves one set of residuals."""
+        """Number of slots in each buffer. If there is nothing to schedule, autodiff saves one set of activations."""
         return Slots(0, 1, 0) if self.in_one_piece else rows(self)[1]
 
     @property
     def rounds(self) -> int:
-        """Number of rounds in which layers move to the stages that interleaving assigns to them."""
+        """Number of rounds in which layers are sent to the stages that interleaving assigns them to; see `routes`."""
         return sum(any(a != b for a, _, b, _ in one) for one in routes(self.stages, self.chunks))
 
 
 # The schedules --------------------------------------------------------------------------------------------------------
-# As published, a backward pass runs as soon as it can. In lock-step a message takes one tick, and a tick holds an F and
-# a B, so a stage must be twice as far ahead of the next one to be never idle: `lead=2`.
+# As published, a backward pass runs as soon as it can. In lock-step what a stage sends arrives one tick later, and a
+# tick holds an F and a B. So a stage must be twice as far ahead of the next one to be never idle: `lead=2`.
 
 
 @functools.cache
 def gpipe(S: int, M: int, v: int = 1, lead: int = 1, passes: int = 1) -> Schedule:
     """Order all forward passes, then all backward passes, last microbatch first; repeat for each accumulation pass.
 
-    Source: GPipe, arXiv:1811.06965. Bubble share: (S - 1) / (M + S - 1). Live activations: M.
+    Source: GPipe, arXiv:1811.06965. Bubble (idle fraction): (S - 1) / (M + S - 1). Stored activations: M.
     """
     numbers = [range(i * M, (i + 1) * M) for i in range(passes)]
     order = [op for ms in numbers for op in (*(Op("F", m) for m in ms), *(Op("B", m) for m in reversed(ms)))]
@@ -105,7 +107,7 @@ def alternate_passes(forward: list[Op], backward: list[Op], ahead: int) -> tuple
 def one_f_one_b(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
     """Order S - 1 - s forward passes on stage s, then alternate one forward and one backward pass.
 
-    Source: PipeDream-Flush, arXiv:2006.09503. Bubble share: (S - 1) / (M + S - 1). Live activations: min(S - s, M).
+    Source: PipeDream-Flush, arXiv:2006.09503. Bubble: (S - 1) / (M + S - 1). Stored activations: min(S - s, M).
     """
     forward, backward = ([Op(kind, m) for m in range(M)] for kind in "FB")
     return Schedule("1f1b", S, M, 1, tuple(alternate_passes(forward, backward, lead * (S - 1 - s)) for s in range(S)))
@@ -115,7 +117,7 @@ def interleaved(S: int, M: int, v: int = 2, lead: int = 1) -> Schedule:
     """Order 1F1B with v chunks of layers per stage: groups of S microbatches pass through the stages v times.
 
     Raises: UserError if S does not divide M.
-    Source: Megatron-LM, arXiv:2104.04473, section 2.2. Bubble share: (S - 1) / (vM + S - 1).
+    Source: Megatron-LM, arXiv:2104.04473, section 2.2. Bubble: (S - 1) / (vM + S - 1).
     """
     if M % S:
         near = sorted({max(M // S, 1) * S, (M // S + 1) * S})
@@ -130,10 +132,11 @@ def interleaved(S: int, M: int, v: int = 2, lead: int = 1) -> Schedule:
 
 
 def zero_bubble(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
-    """Order 1F1B with delayed weight gradients: stage s delays them by s microbatches, into ticks it would be idle.
+    """Order 1F1B with delayed weight gradients: stage s delays them by s microbatches, into ticks that would be idle.
 
-    Source: ZB-H1 of arXiv:2401.10241. Bubble share: idle / (M(F + B + W) + idle), idle = (S - 1)(F + B - min(F, B, W)),
-    for M >= S; the paper has W instead of the minimum, because W is its shortest. Live activations: S.
+    Source: ZB-H1 in arXiv:2401.10241. With F, B, W the times of the operations, a stage idles for
+    I = (S - 1)(F + B - min(F, B, W)) if M >= S, and the bubble is I / (M(F + B + W) + I). The paper has W instead of
+    the minimum, because its W is the shortest of the three. Stored activations: S.
     """
     forward, backward = ([Op(kind, m) for m in range(M)] for kind in "FB")
 
@@ -154,13 +157,13 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "z
 
 @functools.cache
 def schedule(name: str, S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
-    """Build a schedule by name. Raises: UserError if no schedule has that name, size or number of chunks."""
+    """Build a schedule by name. Raises: UserError for an unknown name, or if the schedule does not allow the sizes."""
     if name not in SCHEDULES:
-        raise UserError(f"no schedule is called {name!r}; {suggest(name, SCHEDULES)}")
+        raise UserError(f"unknown schedule {name!r}; {suggest(name, SCHEDULES)}")
     if min(S, M, v) < 1:
-        raise UserError(f"a schedule of stages={S}, microbatches={M}, chunks={v}: each must be at least 1")
+        raise UserError(f"schedule with stages={S}, microbatches={M}, chunks={v}: each must be at least 1")
     if v > 1 and name != "interleaved":
-        raise UserError(f"work.chunks={v}: only the schedule 'interleaved' has chunks, {name!r} has 1")
+        raise UserError(f"work.chunks={v}: schedule {name!r} has 1 chunk per stage; use chunks=1 or 'interleaved'")
     return SCHEDULES[name](S, M, v, lead)
 
 
@@ -168,7 +171,7 @@ def schedule(name: str, S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
 
 
 def required_op(op: Op, stage: int, S: int, v: int) -> tuple[Op, int] | None:
-    """Return the latest operation, and its stage, that this one depends on; None if a microbatch enters here."""
+    """Return the last operation that this one depends on, and its stage; None if a microbatch enters here."""
     place = op.chunk * S + stage
     if op.kind == "F":
         return (op._replace(chunk=(place - 1) // S), (place - 1) % S) if place else None
@@ -214,14 +217,14 @@ def assign_ticks(sched: Schedule) -> list[list[tuple[Op, ...]]]:
 class Simulation(NamedTuple):
     """Start and end of every operation; sending takes no time."""
 
-    makespan: float
-    bubble: float  # share of the makespan in which a stage is idle
-    live: list[int]  # per stage, most activations of (microbatch, chunk) stored at once
+    makespan: float  # end of the last operation
+    bubble: float  # fraction of the makespan in which a stage is idle
+    live: list[int]  # per stage, largest number of (microbatch, chunk) activations stored at once
     spans: dict  # (op, stage) -> (start, end)
 
 
 def op_times(sched: Schedule, F: float, B: float, W: float) -> dict[str, float]:
-    """Return the time of an operation of each kind. F, B, W are times of a whole stage, and a chunk takes 1/v of them.
+    """Return the time of each kind of operation. F, B, W are times of a whole stage; one of its v chunks takes 1/v.
 
     In a schedule without W operations a backward pass takes B + W.
     """
@@ -254,7 +257,7 @@ def simulate(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> Simul
 
 
 def live_activations(sched: Schedule) -> list[int]:
-    """Return, per stage, the most activations stored at once, in units of one microbatch through one chunk."""
+    """Return, per stage, how many activations are stored at most at once, in units of one microbatch in one chunk."""
     last = "W" if sched.splits_backward else "B"
     steps = lambda order: np.cumsum([(op.kind == "F") - (op.kind == last) for op in order])
     return [int(steps(order).max()) for order in sched.orders]
@@ -285,16 +288,16 @@ def lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> floa
 
 
 class Rows(NamedTuple):
-    """The instructions for the executor: arrays [ticks, stages]; IDLE: no operation.
+    """The instructions for the executor, one row per tick: arrays [ticks, stages]; IDLE: no operation.
 
-    A write to slot n of a buffer of n slots is dropped: the value is not needed.
+    The slots are those of the buffers in `Slots`. A buffer of n slots drops a write to slot n: it is not needed.
     """
 
     forward: np.ndarray  # microbatch
     forward_chunk: np.ndarray
     forward_from: np.ndarray  # slot of `inbox` that holds its input; IDLE: tokens enter here
-    keep: np.ndarray  # slot of `kept` for the residuals of its backward pass
-    loss: np.ndarray  # microbatch whose loss is due, the same on all stages
+    keep: np.ndarray  # slot of `kept` for the arrays saved for its backward pass
+    loss: np.ndarray  # microbatch whose loss is computed, the same on all stages
     loss_to: np.ndarray  # slot of `cotangents` for the loss's gradient, on the last stage
     backward: np.ndarray  # microbatch
     backward_chunk: np.ndarray
@@ -312,7 +315,7 @@ class Slots(NamedTuple):
     """The number of slots in each buffer, the same on every stage."""
 
     inbox: int  # activations received
-    kept: int  # residuals for backward passes
+    kept: int  # arrays saved for backward passes (residuals)
     cotangents: int  # gradients of outputs
 
 
@@ -320,7 +323,7 @@ PHASES = {"F": 0, "loss": 1, "B": 2, "W": 3, "arrive": 4}  # the order within a 
 
 
 def first_fit(lives: dict) -> dict:
-    """Assign each value, given its first and last moment, the first slot that is free at its first moment."""
+    """Assign each value a slot: the first one that is free when it is written. lives: value -> (written, last read)"""
     slot, busy_until = {}, []
     for value, (begin, end) in sorted(lives.items(), key=lambda item: item[1]):
         free = next((i for i, until in enumerate(busy_until) if until < begin), len(busy_until))
@@ -331,7 +334,7 @@ def first_fit(lives: dict) -> dict:
 
 @functools.cache
 def rows(sched: Schedule) -> tuple[Rows, Slots]:
-    """Turn the table into the executor's arrays, and compute how many slots its buffers need."""
+    """Convert the table to the executor's arrays, and compute how many slots its buffers need."""
     S, v, table = sched.stages, sched.chunks, sched.table
     when = {(op, s): tick for tick, row in enumerate(table) for s, cell in enumerate(row) for op in cell}
     moment = lambda tick, phase: len(PHASES) * tick + PHASES[phase]
@@ -389,27 +392,28 @@ def rows(sched: Schedule) -> tuple[Rows, Slots]:
 
 
 def last_use(own: dict, m: int, c: int, moment) -> int:
-    """Return when a forward pass's residuals are last read; `own` maps this stage's operations to their ticks."""
+    """Return when the arrays that a forward pass saved are last read. own: operation of this stage -> its tick"""
     op = next(op for op in (Op(kind, m, c) for kind in reversed(KINDS)) if op in own)
     return moment(own[op], op.kind)
 
 
 @functools.singledispatch
 def forward_only(sched: Schedule) -> Schedule:
-    """Return the forward passes of a schedule, to run them in advance or without a backward pass."""
+    """Return a schedule of only the forward passes, to run them in advance or without a backward pass."""
     keep = lambda order: tuple(op for op in order if op.kind == "F")
     return dataclasses.replace(sched, orders=tuple(map(keep, sched.orders)), turns=False)
 
 
 def routes(S: int, v: int) -> list[list[tuple[int, int, int, int]]]:
-    """Route layers stored in order, v groups per stage, to the stages that interleaving assigns to them.
+    """Plan how groups of layers, stored in order, v per stage, reach the stages that interleaving assigns them to.
 
-    Returns rounds of (sender, its group, receiver, its chunk). In a round every stage sends one and receives one.
+    Returns rounds, each a list of (sender, its group, receiver, its chunk). In a round every stage sends one group and
+    receives one.
     """
     left = [(h // v, h % v, h % S, h // S) for h in range(S * v)]
     rounds = []
     while left:
-        # Every stage has as many groups left to send as to receive, so a perfect matching exists (König).
+        # Every stage has as many groups left to send as to receive, so a perfect matching exists (König's theorem).
         graph = np.zeros((S, S))
         for sender, _, receiver, _ in left:
             graph[sender, receiver] = 1

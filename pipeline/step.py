@@ -1,9 +1,10 @@
-"""Compile training, evaluation and logits: the one `shard_map` around the model, and the pipeline stages inside it.
+"""Compile loss and gradients, evaluation, and logits: the `shard_map` around the model, and the stages inside it.
 
-Two executors run the schedules of `schedules.py`: `run_stages` forward, for evaluation and logits; `ticks.py` forward
-and backward, for training. Training with one stage and one microbatch differentiates `model.forward` instead.
-(Autodiff of the loop in `run_stages` would give GPipe's backward pass, with correct gradients. But a stage skips ticks
-in a `cond`, and autodiff saves the weights that its branches use in every tick: one copy of the weights per tick.)
+Two executors run the schedules of `schedules.py`. `run_stages` runs them forward, for evaluation and logits. `ticks.py`
+runs them forward and backward, for training. With one stage and one microbatch, training differentiates `model.forward`
+instead. The optimizer is not here: `optimizer.py` compiles the whole training step.
+(Why doesn't training differentiate `run_stages`? That would give GPipe's backward pass, with correct gradients. But a
+stage skips ticks in a `cond`, and in every tick autodiff saves a copy of the weights that its branches use.)
 """
 
 import jax
@@ -44,8 +45,9 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
     """Run the microbatches forward through the stages, one after the other.
 
     batch  this device's sequences, [b, s]
-    Returns activations [b, t, D], which are valid on the last stage only, and this stage's router statistics.
-    Sends over STAGE: one microbatch's activations to the next stage, every tick.
+    Returns activations [b, t, D], which are valid only on the last stage, and this stage's router statistics.
+    Sends over STAGE: the activations of one microbatch, [b / microbatches, t, D], in every tick, even if idle. (A tick
+    is a time slot of the schedule.)
     """
     stage, stages = axis_index(STAGE), axis_size(STAGE)
     table = schedules.forward_only(schedules.gpipe(stages, microbatches)).table
@@ -80,7 +82,7 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
 
 
 def forward_sums(w: model.Transformer, cfg: Config, batch, key):
-    """Compute the sums over this device's tokens from which `model.loss` computes the loss."""
+    """Compute the sums over this device's tokens that `model.loss` reduces to the loss."""
     split = fit.split_batch(cfg)
     if schedule(cfg).in_one_piece:
         return model.forward(w, cfg.at_work, batch, key)
@@ -93,9 +95,9 @@ def forward_sums(w: model.Transformer, cfg: Config, batch, key):
 
 
 def schedule(cfg: Config) -> schedules.Schedule:
-    """Build the schedule of a step, with all its accumulation passes. With one stage, the passes run one by one.
+    """Build the schedule of a step, including all gradient accumulation passes. With one stage, they run one by one.
 
-    Raises: UserError if the schedule does not exist for this mesh, or the layers do not split into its chunks.
+    Raises: UserError if the schedule does not allow this mesh, or if the layers do not split into its chunks.
     """
     split, work, S, n = fit.split_batch(cfg), cfg.work.resolved, cfg.mesh.stage, cfg.model.n_blocks
     v = work.chunks
@@ -112,14 +114,15 @@ def schedule(cfg: Config) -> schedules.Schedule:
 def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
     """Run function(params, batch, step) on local shards, in the one `shard_map`: manual over all axes, `check_vma` on.
 
-    reads  names of the arrays it needs from the batch, a dict as `dataset.batch` returns it; others are ignored. One
-           array is added: index_BT, int32, the number of each token in the global batch, which seeds dropout
-    Raises: UserError that names the arrays missing from the batch.
+    reads  names of the arrays that the function needs from the batch, a dict as `dataset.batch` returns it; others are
+           ignored. One array is added: index_BT, int32, the index of each token in the global batch, for dropout keys
+    Raises: UserError that lists the arrays missing from the batch.
     """
     batch_specs = dict.fromkeys((*reads, "index_BT"), BATCH_SPEC)
     in_specs = (sharding.specs(model.declare(cfg.model)), batch_specs, P())
 
     def local(params, batch, step):
+        # From contiguous shards of positions to the zig-zag chunks of `own_chunks`
         batch = {name: own_chunks(all_gather(x, CONTEXT, dim=1)) for name, x in batch.items()}
         return function(params, batch, step)
 
@@ -129,7 +132,7 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
         if missing := set(reads) - set(batch):
             raise UserError(f"the batch has no {', '.join(sorted(missing))}; it has {', '.join(batch) or 'nothing'}")
         batch = {name: batch[name] for name in reads}
-        # Numbered outside the shard_map, so that a token's number does not depend on the device that holds it.
+        # Computed outside the shard_map, so that a token's index does not depend on the device that holds it.
         index_BT = jnp.arange(batch["tokens_BT"].size).reshape(batch["tokens_BT"].shape)
         segments_BT = batch["segments_BT"]
         if not cfg.data.mask_documents:
@@ -169,7 +172,9 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
 
 
 def evaluate(cfg: Config, mesh: Mesh):
-    """Compile fn(params, batch) -> (sum of nats, number of targets), without dropout. Add the results over batches."""
+    """Compile fn(params, batch) -> (cross-entropy in nats, summed over targets; number of targets), without dropout.
+
+    Add both over batches, then divide, to get the mean loss."""
 
     def local_sums(params, batch, step):
         w = ready_for_autodiff(params, cfg.at_work)
@@ -182,7 +187,7 @@ def evaluate(cfg: Config, mesh: Mesh):
 def logits(cfg: Config, mesh: Mesh):
     """Compile fn(params, batch) -> float32 logits [B, T, V] of the batch's tokens_BT.
 
-    If the batch has no positions_BT and segments_BT, each row is one document.
+    If the batch has no positions_BT and segments_BT, each sequence is one document.
     """
 
     def local_logits(params, batch, step):

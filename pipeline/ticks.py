@@ -1,6 +1,9 @@
 """Run a pipeline schedule on the devices, tick by tick, forward and backward.
 
-It runs any table of `schedules.py`, and calls each stage's backward pass in the tick that the table gives.
+A tick is a time slot of the schedule's table (`schedules.py`). The table gives the tick of every forward and backward
+pass, so backward passes are called explicitly, with `jax.vjp`, instead of by autodiff of the whole loop.
+In shapes, lower-case letters are this device's shards, as in `model.py`, and b is the sequences of one microbatch. v is
+the number of chunks of layers per stage.
 """
 
 import dataclasses
@@ -21,7 +24,7 @@ WITHOUT_TENSOR = tuple(axis for axis in AXES if axis != TENSOR)
 
 
 def zeros_like_result(function, *args):
-    """Return zeros with the shapes and types of function(*args), marked as varying over all mesh axes."""
+    """Return zeros with the shapes and dtypes of function(*args), marked as varying over all mesh axes (`vary`)."""
     return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), AXES), jax.eval_shape(function, *args))
 
 
@@ -37,13 +40,14 @@ def pad_for_stages(x, *, dim):
 
 
 def spread_loss(w: model.Transformer, c: ModelConfig, x_btD, targets_bs, weights_bs):
-    """Compute `token_losses` for a share of the tokens on each stage, so that each logit is computed once.
+    """Compute the loss of the last stage's output on all stages: each stage gets 1/stages of the tokens.
 
-    Returns this device's sums. Sends over STAGE: (stages - 1)/stages of the activations.
+    Returns the sums of loss and auxiliary losses over this device's tokens, as `model.token_losses`.
+    Sends over STAGE: (stages - 1)/stages of the activations.
     """
     b, t, tensor = *x_btD.shape[:2], axis_size(TENSOR)
 
-    def local_tokens(x_bs):  # of all TENSOR neighbors, in the order in which `leave` gathers them
+    def local_tokens(x_bs):  # those of the TENSOR group, in the order in which `model.final_norm` gathers them
         x_rn = x_bs.reshape(b, tensor, t).swapaxes(0, 1).reshape(tensor, b * t)
         return own_slice(pad_for_stages(x_rn, dim=1), STAGE, dim=1).reshape(-1)
 
@@ -55,17 +59,17 @@ def spread_loss(w: model.Transformer, c: ModelConfig, x_btD, targets_bs, weights
 
 
 def to_chunks(x_l, chunks: int):
-    """Move blocks from model order, in which parameters are sharded over STAGE, to the chunks of interleaving.
+    """Reshard blocks over STAGE: from contiguous blocks per stage (as parameters are stored) to v chunks per stage.
 
-    Shapes: [l, ..] -> [v, l/v, ..].
-    Sends over STAGE: all blocks but a share of 1/stages. Backward: `from_chunks`.
+    Chunk c of stage s is number c * stages + s in the order of layers. Shapes: [l, ..] -> [v, l/v, ..].
+    Sends over STAGE: all but 1/stages of the blocks. Backward: `from_chunks`.
     """
     groups = x_l.reshape(chunks, -1, *x_l.shape[1:])
     return _exchange(groups, [[(s, i, r, c) for s, i, r, c in edges] for edges in _routes(chunks)])
 
 
 def from_chunks(x_vl, chunks: int):
-    """Move the chunks of an interleaved schedule back to blocks in model order: [v, l/v, ..] -> [l, ..]."""
+    """Reshard the chunks of an interleaved schedule back to contiguous blocks per stage: [v, l/v, ..] -> [l, ..]."""
     groups = _exchange(x_vl, [[(r, c, s, i) for s, i, r, c in edges] for edges in _routes(chunks)])
     return groups.reshape(-1, *x_vl.shape[2:])
 
@@ -87,7 +91,7 @@ def _exchange(groups, rounds):
 
 
 def write_at(tree, index, values):
-    """Write values at an index of the leading dim; drop them if the index is out of bounds."""
+    """Write values at an index of the leading dim. If the index is out of bounds, write nothing."""
     return jax.tree.map(lambda x, value: x.at[index].set(value, mode="drop"), tree, values)
 
 
@@ -96,7 +100,10 @@ def read_at(tree, index):
 
 
 def split_residuals(pull, known):
-    """Split the residuals in `pull`, from jax.vjp, into arrays to save and those that are in `known` anyway."""
+    """Split the saved arrays (residuals) in a pullback `pull`, from jax.vjp, into those to save and those in `known`.
+
+    Returns the arrays to save, and the structure from which `rebuild_pull` rebuilds the pullback.
+    """
     leaves, tree = jax.tree.flatten(pull)
     places = {id(x): number for number, x in enumerate(jax.tree.leaves(known))}
     place = [places.get(id(leaf)) for leaf in leaves]
@@ -104,7 +111,7 @@ def split_residuals(pull, known):
 
 
 def rebuild_pull(how, kept, known):
-    """Rebuild `pull` from the saved residuals and `known`."""
+    """Rebuild the pullback from its structure `how` (see `split_residuals`), the saved arrays `kept`, and `known`."""
     (tree, place), kept, known = how, iter(kept), jax.tree.leaves(known)
     return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
 
@@ -122,32 +129,32 @@ class Carry:
     """What a stage carries from one tick to the next. `schedules.rows` computes the number of slots in each buffer."""
 
     inbox: Any  # activations received, [slots, b, t, D]
-    kept: Any  # residuals that forward passes save for backward passes, a list of [slots, ..]
+    kept: Any  # arrays that forward passes save for backward passes, a list of [slots, ..]
     cotangents: Any  # gradients of the activations sent, [slots, b, t, D]
-    sums: model.Sums  # from which the loss is computed; router: [v, ..]
-    grads: Any  # of the weights, as a Transformer, in float32
+    sums: model.Sums  # sums for the loss so far; router statistics: [v, ..]
+    grads: Any  # gradients of the weights, as a Transformer, in float32
 
 
 class Job(NamedTuple):
-    """The inputs that are the same in all ticks."""
+    """The inputs of a step, which are the same in all ticks."""
 
     w: model.Transformer  # from `held_by_step`; blocks in chunks, [v, l, ..]
     c: ModelConfig
     microbatches: dict  # the batch, split into microbatches, [m, b, s]
-    key: Any  # for dropout; None: no dropout
+    key: Any  # random key for dropout; None: no dropout
     sched: schedules.Schedule
-    d_loss: Any = None  # gradients of the loss by a microbatch's (cross_entropy, auxiliary); None: forward passes only
-    d_router: Any = None  # gradient of the loss by the router's sums
-    how: Any = None  # the tree structure that rebuilds a backward pass from its residuals
+    d_loss: Any = None  # d loss / d (cross_entropy, auxiliary) of a microbatch; None: run only forward passes
+    d_router: Any = None  # d loss / d (sums of the router's statistics)
+    how: Any = None  # structure from which `rebuild_pull` rebuilds a pullback
 
 
 def unsaved_inputs(job: Job, m, chunk):
-    """Return the inputs of a forward pass that need not be saved for its backward pass: weights, tokens and key."""
+    """Return the inputs of a forward pass that its backward pass can read again: weights, tokens and random key."""
     return (job.w.prefix, read_at(job.w.blocks, chunk)), (read_at(job.microbatches, m), job.key)
 
 
 def enter(job: Job, table_VD, m):
-    """Embed microbatch m, the input of the first stage, [b, t, D]."""
+    """Embed the tokens of microbatch m. Returns the input of the first stage, [b, t, D]."""
     return vary(
         model.embed_batch(job.w.replace(embedding_VD=table_VD), job.c, read_at(job.microbatches, m), job.key), AXES
     )
@@ -156,7 +163,7 @@ def enter(job: Job, table_VD, m):
 def forward(job: Job, m, chunk, x_btD):
     """Run microbatch m through a chunk of this stage's layers.
 
-    Returns ([b, t, D], router statistics), the residuals of its backward pass, and their tree structure.
+    Returns ([b, t, D], router statistics), the arrays to save for its backward pass, and the structure `how`.
     """
     weights, context = unsaved_inputs(job, m, chunk)
 
@@ -172,21 +179,21 @@ def forward(job: Job, m, chunk, x_btD):
 
 
 def backward(job: Job, carry: Carry, m, chunk, kept_at, cotangent_at):
-    """Run microbatch m backward through a chunk. Returns gradients of (prefix, blocks) and of the input, [b, t, D]."""
+    """Run microbatch m backward through a chunk. Returns gradients of (prefix, blocks) and of the input [b, t, D]."""
     pull = rebuild_pull(job.how, read_at(carry.kept, kept_at), unsaved_inputs(job, m, chunk))
     d_weights, dx_btD, _ = pull((read_at(carry.cotangents, cotangent_at), read_at(job.d_router, chunk)))
     return d_weights, dx_btD
 
 
 def forward_input(job: Job, carry: Carry, own: schedules.Rows):
-    """Return a forward pass's input, [b, t, D]: embedded tokens on the first stage, else what the inbox received."""
+    """Return a forward pass's input [b, t, D]: embedded tokens on the first stage, else received activations."""
     is_first = (axis_index(STAGE) == 0) & (own.forward_chunk == 0)
     read = lambda: read_at(carry.inbox, jnp.maximum(own.forward_from, 0))
     return jax.lax.cond(is_first, lambda: enter(job, job.w.embedding_VD, own.forward), read)
 
 
 def store_forward(carry: Carry, own: schedules.Rows, y_btD, router, kept) -> Carry:
-    """Update the carry after a forward pass, and receive the previous stage's activations."""
+    """Send the output of a forward pass, receive the previous stage's, and update the carry."""
     return carry.replace(
         inbox=write_at(carry.inbox, own.arrive, shift(y_btD, STAGE)),
         kept=write_at(carry.kept, own.keep, kept),
@@ -195,7 +202,7 @@ def store_forward(carry: Carry, own: schedules.Rows, y_btD, router, kept) -> Car
 
 
 def add_embedding_gradient(job: Job, own: schedules.Rows, grads: model.Transformer, dx_btD):
-    """Add the gradient of the embedding on the first stage."""
+    """On the first stage, add the gradient of the embedding."""
 
     def add_table():
         _, pull = jax.vjp(lambda table_VD: enter(job, table_VD, own.backward), job.w.embedding_VD)
@@ -215,7 +222,7 @@ def add_layers(grads: model.Transformer, chunk, d_weights):
 
 
 def forward_slot(job: Job, carry: Carry, own: schedules.Rows):
-    """Run the forward pass of a tick, if there is one, and send its output to the next stage. Returns the output too.
+    """Run the forward pass of a tick, if any, and send its output to the next stage. Returns the output and the carry.
 
     Sends over STAGE: one microbatch's activations, to the next stage.
     """
@@ -229,9 +236,9 @@ def forward_slot(job: Job, carry: Carry, own: schedules.Rows):
 
 
 def loss_slot(job: Job, carry: Carry, own: schedules.Rows, due, y_btD):
-    """Compute loss and gradient of the microbatch that has just left the last stage, if one is `due`, on all stages.
+    """If microbatch `due` has just left the last stage, compute its loss and gradient, with all stages together.
 
-    Sends over STAGE: a share of its activations to each stage, and the gradient of that share back.
+    Sends over STAGE: 1/stages of its activations to each stage, and the gradients back.
     """
     table = "embedding_VD" if job.w.unembedding_DV is None else "unembedding_DV"
     names = ("norm_D", "norm_bias_D", table, "bias_V")
@@ -258,9 +265,9 @@ def loss_slot(job: Job, carry: Carry, own: schedules.Rows, due, y_btD):
 
 
 def backward_slot(job: Job, carry: Carry, own: schedules.Rows):
-    """Run the backward pass of a tick, if there is one. If W is delayed, discard the weight gradients.
+    """Run the backward pass of a tick, if any. If weight gradients are delayed, discard those computed here.
 
-    Returns the gradient of the input, which the caller sends.
+    Returns the gradient of the input, which the caller sends, and the carry.
     """
 
     def work():
@@ -294,9 +301,10 @@ def used_slots(rows: schedules.Rows) -> set[str]:
 
 
 def run_ticks(job: Job, carry: Carry, rows: schedules.Rows) -> Carry:
-    """Run the rows tick by tick: one traced tick, scanned, with only the slots that these rows use.
+    """Run the rows tick by tick. One tick is traced, with only the slots that these rows use, and scanned.
 
-    Sends over STAGE, per tick: one microbatch's activations forward, their gradient back, and the loss's shares.
+    Sends over STAGE, per tick: one microbatch's activations to the next stage, a gradient to the previous one, and what
+    `loss_slot` sends.
     """
     slots = used_slots(rows)
 
@@ -319,7 +327,7 @@ def run_ticks(job: Job, carry: Carry, rows: schedules.Rows) -> Carry:
 
 
 def zero_losses(c: ModelConfig):
-    """Return zeros in the form of `spread_loss`'s result."""
+    """Return zeros with the structure of `spread_loss`'s result."""
     return vary((jnp.float32(0), {name: jnp.float32(0) for name in model.auxiliary_names(c)}), WITHOUT_TENSOR)
 
 
@@ -329,7 +337,7 @@ def initial_sums(c: ModelConfig, weight, router=()) -> model.Sums:
 
 
 def trace(job: Job, x_btD):
-    """Return the outputs and the residuals of a forward pass as zeros, and the residuals' tree structure."""
+    """Trace a forward pass. Returns its outputs and saved arrays as zeros, and the structure `how`."""
     stage, hows = axis_index(STAGE), []
 
     def run(x_btD):
@@ -341,7 +349,7 @@ def trace(job: Job, x_btD):
 
 
 def initial_carry(job: Job, weight, slots: schedules.Slots) -> tuple[Job, Carry]:
-    """Return the job, which now has the residuals' tree structure, and the carry before the first tick, all zeros."""
+    """Return the job with its structure `how` set, and the carry before the first tick, all zeros."""
     x_btD = zeros_like_result(lambda: enter(job, job.w.embedding_VD, 0))
     (_, router), residuals, how = trace(job, x_btD)
     buffer = lambda tree, n: jax.tree.map(lambda x: vary(jnp.zeros((n, *x.shape), x.dtype), AXES), tree)
@@ -361,7 +369,8 @@ def run_schedule(w, c: ModelConfig, batch, key, sched: schedules.Schedule, d_los
     w       weights from `held_by_step`; blocks in chunks, [v, l, ..]
     d_loss, d_router  see Job; in GPipe d_router may be a function of the sums of all forward passes
     Returns the sums, and the gradients of w in float32.
-    The branch taken depends on STAGE alone, so all devices of a collective inside it, over other axes, take it.
+    Which branch a device takes depends only on its index along STAGE. So a collective over other axes is safe inside a
+    branch: all its devices take the same branch.
     """
     table, slots = schedules.rows(sched)
     start, rows = 0, lambda start, stop: schedules.Rows(*(x[start:stop] for x in table))
@@ -377,8 +386,8 @@ def run_schedule(w, c: ModelConfig, batch, key, sched: schedules.Schedule, d_los
 def loss_and_grads_by_schedule(params, cfg: Config, batch, key, sched: schedules.Schedule):
     """Compute loss, metrics and gradients with any schedule. Gradients are summed over microbatches in float32.
 
-    The gradient of the balance loss needs the expert loads of the whole batch, known once all forward passes are done.
-    If the schedule starts backward passes earlier, all forward passes run once more in advance.
+    The gradient of the balance loss needs the expert loads of the whole batch, which are known only after all forward
+    passes. If the schedule starts backward passes earlier, all forward passes run an additional time first.
     """
     c, v = cfg.at_work, sched.chunks
     chunked = lambda tree: jax.tree.map(lambda x: to_chunks(x, v), tree)
@@ -390,7 +399,7 @@ def loss_and_grads_by_schedule(params, cfg: Config, batch, key, sched: schedules
         return w.replace(blocks=chunked(w.blocks))
 
     def d_router(sums):
-        """Differentiate the loss by the router's sums. The gradient by the loads is unused, and may be anything."""
+        """Return d loss / d (the router's sums). The entry for the expert loads is not used."""
         return chunked(gradient(in_order(sums)).router)
 
     w, d_sums = hold(params, c), gradient(initial_sums(c, jnp.sum(batch["weights_BT"])))
@@ -403,7 +412,7 @@ def loss_and_grads_by_schedule(params, cfg: Config, batch, key, sched: schedules
             d_router = zeros_like_result(lambda: run_schedule(w, c, batch, key, ahead)[0].router)
     sums, d_w = run_schedule(w, c, batch, key, sched, d_loss, d_router)
     loss, metrics = model.loss(c, in_order(sums))
-    # The backward pass of `hold`, in float32: reduce-scatters the gradients. The forward result is not used.
+    # The backward pass of `hold`, in float32, reduce-scatters the gradients. The forward result is not used.
     exact = dataclasses.replace(c, precision="float32")
     held, pull = jax.vjp(lambda params: hold(params, exact), params)
     return loss, metrics, pull(jax.tree.map(lambda d, x: d.astype(x.dtype), d_w, held))[0]
