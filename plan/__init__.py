@@ -1,14 +1,15 @@
-"""Predict the memory, communication and time of a configuration before you rent chips. The command is `python -m plan`.
+"""Predict memory, communication and step time before you pay for accelerators. The command is `python -m plan`.
 
 Open `planner.py` first: `plan(cfg, topology)` combines the other modules. `traced_layer.py` reads the matmuls and
-collectives of a layer from its trace, as formulas. `costs.py` counts how often each runs and its cost on a mesh.
+collectives of a layer from its trace, as formulas. `costs.py` counts how often each runs, and its cost on a mesh.
 `memory.py` predicts memory, `hiding.py` which communication overlaps with compute, and `expected.py` the time of a
-compiled step. `hardware.py` lists chips and links with sources. `auto.py` chooses settings that are `auto`.
-`compiled.py` compiles for devices that are not present, and `replayed.py` simulates the compiled schedule.
+compiled step. `hardware.py` lists chips and links with sources. `auto.py` chooses the settings that are `auto`.
+`compiled.py` compiles for devices that are not attached, and `replayed.py` simulates the compiled program.
 `inference.py` plans inference. `show.py` prints and draws. `why.py` compares the plan with the traced step.
 
-`traced.py` plans any JAX program, with any mesh axes: `rows.py` walks its trace, `program.py` adds it up, and
-`user_file.py` imports the user's file. `formulas.py` evaluates the plan symbolically, for the planner's web page.
+`traced.py` plans any JAX program, with any mesh axes: `rows.py` walks its trace and lists the operations, `program.py`
+adds up their costs, and `user_file.py` imports the user's file. `formulas.py` turns the planner's arithmetic into
+formulas, for the planner's web page.
 
 From outside: `planner.plan`, `costs.parameters`, the tables of `hardware`, `traced.read`, and `compiled`.
 """

@@ -22,29 +22,32 @@ HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
      python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
 
-Predict what a training step needs, sends and takes before you rent chips; with --inference, text generation.
+Predict the memory, communication and time of a training step before you pay for accelerators; with --inference, of
+text generation.
 
-A plan is arithmetic; --compile compares it with the compiler's counts. Exit status 1: it does not fit. Presets:"""
+The planner evaluates formulas and uses no device. --compile checks them against the compiler's memory, FLOPs and
+collectives. The exit status is 1 if the step does not fit in memory. Presets:"""
 
 
 @dataclass(frozen=True)
 class Arguments(Config):
     topology: str = ""  # the devices: v4:4x4x2, v5p:4x4x4, v5e:4x4, h100:16 ..; empty: speed and memory are unknown
-    compile: bool = False  # compile the step, for the topology's TPUs or for simulated CPU devices
-    search: int = 0  # plan every mesh of this many devices, and rank those that fit
+    compile: bool = False  # compile the step, for the topology's TPUs or for simulated CPU devices, and compare
+    search: int = 0  # number of devices: plan every mesh of this many devices, and rank those that fit
     max_batch: bool = False  # find the largest batch that fits, by compiling
-    why: bool = False  # trace the step, and compare the FLOPs and bytes of each line of the model with the plan
-    memory: float = 0.0  # memory of a device in GiB; 0: that of its chip
+    why: bool = False  # explain the plan: compare the FLOPs and bytes of each line of the model with the traced step
+    memory: float = 0.0  # memory of a device in GiB; 0: the memory of its chip
     json: str = ""  # write the numbers to this file as JSON; -: print only the JSON
-    # draw memory, communication and schedule, the layouts of --search, or --inference by batch: png, svg or pdf
+    # file for a figure (png, svg or pdf): memory, communication and schedule; or the layouts of --search; or
+    # --inference by batch size
     plot: str = ""
-    inference: bool = False  # plan inference instead of training: cache, sequences that fit, tokens/s
-    prompt: Count = 0  # --inference: tokens of a prompt; 0: three quarters of data.seq_len
-    answer: Count = 0  # --inference: tokens of an answer; 0: a quarter of data.seq_len
-    piece: Count = 64  # --inference: tokens of a prompt that are read at a time
-    weights_dtype: DType = AUTO  # --inference: dtype of the stored weights; auto: that of activations
-    cache_dtype: DType = AUTO  # --inference: dtype of the cache; auto: that of activations
-    batch: tuple[int, ...] = ()  # --inference: batch sizes; none: powers of two up to the most sequences that fit
+    inference: bool = False  # plan inference instead of training: KV cache, sequences that fit, tokens/s
+    prompt: Count = 0  # --inference: tokens per prompt; 0: three quarters of data.seq_len
+    answer: Count = 0  # --inference: generated tokens per sequence; 0: a quarter of data.seq_len
+    piece: Count = 64  # --inference: prompt tokens per prefill chunk
+    weights_dtype: DType = AUTO  # --inference: dtype of the stored weights; auto: the dtype of activations
+    cache_dtype: DType = AUTO  # --inference: dtype of the KV cache; auto: the dtype of activations
+    batch: tuple[int, ...] = ()  # --inference: batch sizes; none: powers of two up to the largest batch that fits
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
@@ -65,29 +68,30 @@ def log(text: str) -> None:
 
 
 def check(args: Arguments, topology: hardware.Topology | None) -> None:
-    """Raises: UserError for flags that exclude each other, and for a picture that cannot be written."""
+    """Raises: UserError for flags that are mutually exclusive, and for a figure that cannot be written."""
     modes = [name for name in ("search", "max_batch", "why", "compile") if getattr(args, name)]
     if len(modes) > 1 and modes != ["max_batch", "compile"]:  # --max_batch compiles anyway
-        raise UserError(f"{' and '.join(f'--{name}' for name in modes)} exclude each other; pass one of them")
+        raise UserError(f"{' and '.join(f'--{name}' for name in modes)} are mutually exclusive; pass one of them")
     if not args.plot:
         return
     check_picture(args.plot)
     if args.max_batch:
         raise UserError("--plot: --max_batch finds a single number, so there is nothing to draw; drop one of them")
     if args.search and topology and not topology.chip.peak_flops_per_s:
-        raise UserError(f"--plot with --search draws seconds, but the speed of {topology.chip.name} is unknown")
+        raise UserError(f"--plot with --search plots step time, but the speed of {topology.chip.name} is unknown; pass "
+                        "a --topology of TPUs or GPUs")  # fmt: skip
 
 
 INFERENCE_FLAGS = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "batch")
 
 
 def check_effect(argv: list[str], answers: bool) -> None:
-    """Raises: UserError for a flag that has no effect: a training flag with --inference, or the reverse."""
+    """Raises: UserError for a training flag with --inference, or an inference flag without it."""
     flags = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
     training = {"search", "max_batch", "why", "compile", *affecting(Affects.TRAINING, Affects.ORDER)}
     for name in flags:
         if answers and (name in training or name.startswith("work.")):
-            raise UserError(f"--{name} has no effect with --inference; drop one of them")
+            raise UserError(f"--{name} has no effect with --inference; drop one of the two")
         if not answers and name in INFERENCE_FLAGS:
             raise UserError(f"--{name} has an effect only with --inference; add --inference or drop --{name}")
 
@@ -99,7 +103,7 @@ def run_inference(cfg: Config, args: Arguments, topology: hardware.Topology | No
                                 args.cache_dtype, args.piece)  # fmt: skip
     one = inference.plan(cfg, topology, request, round(args.memory * 2**30) or None)
     if args.plot and not one.speed_known:
-        raise UserError("--plot with --inference draws seconds, but the speed of these devices is unknown; pass a "
+        raise UserError("--plot with --inference plots time, but the speed of these devices is unknown; pass a "
                         "--topology of TPUs or GPUs")  # fmt: skip
     show.inference_tables(one, args.batch, console)
     if args.plot:
@@ -112,7 +116,7 @@ def run_inference(cfg: Config, args: Arguments, topology: hardware.Topology | No
 
 
 def better_json(better) -> dict:
-    """Return the result of `planner.faster` for JSON."""
+    """Convert the result of `planner.faster` to JSON."""
     if not better:
         return {}
     changed, other = better
@@ -133,8 +137,9 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         use_devices(cfg.mesh.devices)
     if args.search:
         if not topology or args.search != topology.devices:
-            has = f"{topology} has {topology.devices} devices" if topology else "there is no --topology"
-            raise UserError(f"--search {args.search}: {has}; pass a --topology with {args.search}")
+            has = f"--topology {topology} has {topology.devices}" if topology else "there is no --topology"
+            raise UserError(f"--search {args.search} plans meshes of {args.search} devices, but {has}; pass a "
+                            f"--topology with {args.search} devices")  # fmt: skip
         fit, large, refused = planner.search(cfg, topology, limit, log)
         better = planner.faster_layout((fit or large)[0]) if fit or large else None
         show.search_table(fit, large, refused, better, console)

@@ -1,6 +1,6 @@
-"""Choose the execution settings that are `auto`: of those that fit, the ones with the smallest planned time.
+"""Choose the execution settings that are `auto`: the fastest settings that fit in memory, according to the plan.
 
-If no time is planned, as on CPUs, these are the simplest settings that fit. Settings change results only by rounding.
+If the plan has no times, as on CPUs, choose the simplest settings that fit. Settings change results only by rounding.
 """
 
 import itertools
@@ -14,8 +14,8 @@ from overlap.remat import REMAT
 from pipeline import fit, schedules
 from sharding import CONTEXT, SLICED, STAGE, TENSOR
 
-SPARE = 0.1  # share of memory left free, because the real peak may exceed the predicted one by as much
-CLOSE = 1.01  # settings whose time is at most this factor longer count as equally fast
+SPARE = 0.1  # fraction of memory left free, because the real peak may exceed the predicted peak by that much
+CLOSE = 1.01  # settings that are slower by at most this factor count as equally fast
 
 
 def options(cfg: Config) -> dict[str, tuple]:
@@ -48,11 +48,11 @@ def without_effect(mesh: MeshConfig) -> set[str]:
 
 
 def choose(cfg: Config, plan: Callable):
-    """Choose the `auto` settings of `cfg.work`. Returns their plan, and a text that says what alternatives would cost.
+    """Choose the `auto` settings of `cfg.work`. Returns their plan, and a text with the cost of the alternatives.
 
-    plan  fn(settled Config) -> Plan
-    Of equally fast settings it takes those with the most sequences at a time, then those that need the least memory.
-    Raises: UserError if no settings suit the mesh.
+    plan  fn(Config without `auto`) -> Plan
+    If several settings are equally fast, prefers more sequences at a time, then less memory.
+    Raises: UserError if no settings work on this mesh.
     """
     choice, found, refused = options(cfg), [], None
     sizes = choice.pop("device_batch", (cfg.work.device_batch,))
@@ -62,14 +62,14 @@ def choose(cfg: Config, plan: Callable):
             fewer = {} if size == sizes[0] else {"device_batch": size}
             try:
                 one = plan(replace(cfg, work=replace(cfg.work, **way, **fewer).resolved))
-            except UserError as error:  # layers that do not split into chunks, for one
+            except UserError as error:  # for example, layers that do not split into chunks
                 refused = refused or error
                 continue
             if one.limit_bytes is None and one.likely_s is None:
-                return one, ""  # without time and memory limit there is nothing to compare
+                return one, ""  # without times and a memory limit there is nothing to compare
             found.append((way | {"device_batch": one.device_batch}, one))
         if any(fits_well(one) and way.get("remat", "none") == "none" for way, one in found):
-            break  # fewer sequences at once would save nothing
+            break  # even without recomputation it fits, so fewer sequences at once are no better
     if not found:
         raise refused
     fits = [(way, one) for way, one in found if fits_well(one)]
@@ -88,7 +88,7 @@ def fits_well(one) -> bool:
 
 
 def reasons(chosen: dict, one, found: list) -> str:
-    """Describe the cost of changing each setting alone: "remat=dots (none does not fit, full +12%)"."""
+    """Describe the step time if one setting alone is changed: "remat=dots (none does not fit, full +12%)"."""
 
     def cost(other) -> str:
         if not fits_well(other):

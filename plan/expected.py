@@ -1,17 +1,18 @@
-"""Predict by arithmetic how long the compiled step takes when its schedule is simulated.
+"""Predict, with formulas, the step time that a simulation of the compiled program (`xla/replay.py`) would give.
 
 `Plan.seconds` is a roofline: every matmul runs at the chip's peak, every link at its full speed, and overlapped
-communication is free. Simulated schedules of compiled steps (`xla/replay.py`) take between a fifth more and twice that.
-Four rules explain why. Their numbers were fitted to simulated steps of four presets on v4, v5e, v5p and v6e, and
+communication is free. The simulated time of compiled steps is 1.2 to 2 times as long. Four rules explain the
+difference. Their numbers were fitted to simulated steps of four presets on TPU v4, v5e, v5p and v6e, and
 `python -m bench.plan` compares both:
 
-- A matmul takes PRODUCT times its FLOPs at the peak, plus MOVED times the time to move its operands and results. So a
-  narrow one is far from the peak. Attention and expert kernels take the longer of the two times.
-- Other operations read and write the residual stream, saved activations, experts' rows and weights several times. v4
-  holds some of this in its CMEM; on other chips it takes OTHERS times as long.
-- A permute of a ring over TENSOR overlaps only as long as the matmul next to it lasts, interval by interval.
-- Communication that does not overlap is exposed, as `hiding.py` lists by chip. So is the time by which weight gathers
-  take longer than the matmuls that use the weights, and a share HELD_UP of gradient reductions on a SparseCore.
+- A matmul takes PRODUCT times the time of its FLOPs at the peak, plus MOVED times the time to read its operands and
+  write its result. So narrow matmuls are far from the peak. Attention and expert kernels take the longer of the two.
+- Other operations read and write the residual stream, saved activations, the experts' inputs and weights several times.
+  v4 keeps some of this in its on-chip memory (CMEM); on other chips it takes OTHERS times as long.
+- In a ring over TENSOR, each send overlaps only with the one matmul next to it.
+- Communication that does not overlap is exposed; `hiding.py` lists it by chip. Two cases are partly exposed: a weight
+  all-gather that takes longer than the matmuls that use the weight, and a gradient reduction on a SparseCore (a core of
+  the TPU that can run collectives), which exposes the fraction HELD_UP of its time.
 """
 
 from plan import costs, formulas, hardware, hiding
@@ -19,19 +20,20 @@ from plan.costs import Sizes
 from plan.formulas import maximum, present, where
 from sharding import SLICED, TENSOR
 
-# Fitted to the causes of simulated steps (`python -m bench.plan --json` has both): MOVED, STREAM, SAVED and ROWS by
-# least squares over v4's, PRODUCT and OTHERS by eye for each chip. Chips that were not simulated use v5p's.
+# Fitted to the seconds by cause of simulated steps (`python -m bench.plan --json` has both): MOVED, STREAM, SAVED and
+# ROWS by least squares on v4, PRODUCT and OTHERS by eye for each chip. Chips that were not simulated use v5p's numbers.
 PRODUCT, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
 OTHERS = {"v4": 1.0, "v5e": 1.5, "v5p": 2.2, "v6e": 2.7}
-STREAM, SAVED, ROWS, STATE = 1.5, 2.7, 1.4, 5  # how often these bytes are moved
-ADDED = 12  # bytes moved per entry of a gradient sum: the sum is read and written, the addend read
-HELD_UP = 0.25  # exposed share of the seconds of gradients that overlap with matmuls
+STREAM, SAVED, ROWS, STATE = 1.5, 2.7, 1.4, 5  # how often these bytes are read or written
+ADDED = 12  # bytes read or written per entry when a float32 gradient is added to the sum: sum twice, gradient once
+HELD_UP = 0.25  # exposed fraction of the time of gradient reductions that overlap with matmuls
 
 
 def seconds(one) -> dict[str, float] | None:
-    """Seconds of a step by cause: matmuls, other ops, exposed communication by mesh axes, bubble. None: not modeled.
+    """Return the seconds of a step by cause: matmuls, other ops, exposed communication by mesh axes, bubble.
 
     one  a `planner.Plan`
+    Returns None if the chip is not modeled.
     """
     chip = one.topology and one.topology.chip
     if not chip or not chip.torus_dims:
@@ -63,12 +65,12 @@ def chip_value(numbers: dict[str, float], chip: hardware.Chip) -> float:
 
 
 def matmul_slowdown(chip: hardware.Chip) -> float:
-    """Return the time of a matmul's FLOPs over their time at the peak."""
+    """Return how much longer a matmul's FLOPs take than at the chip's peak, as a factor."""
     return chip_value(PRODUCT, chip)
 
 
 def matmul_seconds(one, chip: hardware.Chip) -> float:
-    """Seconds of all matmuls and kernels."""
+    """Return the seconds of all matmuls and kernels."""
     total = 0.0
     for row in one.work:
         computing, moving = row.flops / chip.peak_flops_per_s, row.hbm_bytes / chip.hbm_bytes_per_s
@@ -80,7 +82,7 @@ def matmul_seconds(one, chip: hardware.Chip) -> float:
 
 @formulas.by_cases
 def other_bytes(one, chip: hardware.Chip) -> float:
-    """Bytes moved by operations other than matmuls."""
+    """Return the bytes that operations other than matmuls read and write."""
     cfg, c, sched = one.cfg, one.cfg.at_work, one.sched
     z, run, step = Sizes.from_config(cfg, "tpu"), costs.passes(cfg, sched), c.work.gather == "step"
     layers = c.n_layers / cfg.mesh.stage
@@ -97,7 +99,7 @@ def other_bytes(one, chip: hardware.Chip) -> float:
 
 
 def ring_seconds(one, speed: float, chip: hardware.Chip) -> float:
-    """Exposed seconds of rings over TENSOR: the permute of each chunk against the matmul of another chunk."""
+    """Return the exposed seconds of rings over TENSOR: each send overlaps with the matmul on another chunk."""
     return exposed_ring_seconds(one, speed, chip.peak_flops_per_s / matmul_slowdown(chip))
 
 
@@ -117,13 +119,15 @@ def exposed_ring_seconds(one, speed: float, peak: float) -> float:
     return waits
 
 
-OVERLAPPED_FUNCTIONS = (  # the functions whose matmuls each ring of a layer overlaps with: arriving, leaving, twice
+# The functions whose matmuls each ring of a layer overlaps with: all-gather and reduce-scatter of attention, then of
+# the feed-forward layer
+OVERLAPPED_FUNCTIONS = (
     ("latent_queries", "queries_keys_values"), ("latent_attention.<lambda>", "grouped_attention.out"), ("hidden",),
     ("down",),
 )  # fmt: skip
 
 
 def overlapped_flops(rows: list) -> list[float]:
-    """FLOPs of the matmuls that each ring of a layer overlaps with: arriving and leaving, attention's first."""
+    """Return the FLOPs of the matmuls that each ring overlaps with, in the order of OVERLAPPED_FUNCTIONS."""
     of = lambda names: sum(x.flops for x in rows if isinstance(x, costs.Matmul) and x.function in names)
     return [of(names) for names in OVERLAPPED_FUNCTIONS]

@@ -1,7 +1,8 @@
 """Predict which collectives the TPU compiler overlaps with compute, and which it replaces with others.
 
-The rules were read from schedules compiled with the options of `xla/options.py`. tests/plan/test_tpu.py compares v4's
-exposed bytes with them, within 10% of all bytes. On chips that are not in HIDES, all communication counts as exposed.
+The rules were found by reading the instruction schedules of programs compiled with the options in `xla/options.py`.
+tests/plan/test_tpu.py checks v4's exposed bytes against them, within 10% of all bytes. On chips that are not in HIDES,
+all communication counts as exposed.
 """
 
 import math
@@ -12,13 +13,14 @@ from sharding import STAGE, TENSOR
 
 WHOLE = ("full", "branches")  # remat policies that recompute matmuls
 GATHERS, SCATTERS, RINGS = "weights' gathers", "weights' gradients", "positions' permutes"
-HIDES = {  # chip: what it overlaps with matmuls. Where gradients overlap, a SparseCore sends them
+HIDES = {  # chip: the communication that it overlaps with matmuls. Gradients overlap if a SparseCore reduces them
     "v4": {GATHERS, RINGS}, "v5e": {GATHERS}, "v5p": {SCATTERS, RINGS}, "v6e": {GATHERS, SCATTERS, RINGS},
 }  # fmt: skip
 
 
 def compiled_kind(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str) -> str:
-    """Return the compiled collective: over all chips of a slice, if more than 4, a reduce-scatter is an all-reduce."""
+    """Return the kind of the compiled collective. On TPUs a reduce-scatter over all chips of a slice, if these are more
+    than 4, becomes an all-reduce."""
     if kind != "reduce-scatter" or platform != "tpu":
         return kind
     n = math.prod(mesh[axis] for axis in axes)
@@ -29,10 +31,13 @@ LANES = 128  # lanes of a TPU vector, which hold the minor dim of an array
 
 
 def gradient_collective(dims: str, width: int, platform: str) -> str:
-    """Return the collective of a parameter's gradient if each device has a shard this wide.
+    """Return the compiled collective that reduces a parameter's gradient: a reduce-scatter, or on TPUs an all-reduce.
 
-    The sharded dim is along lanes in per-head matrices, the embedding, and vocabulary chunks of an unembedding. There a
-    width that is not a multiple of LANES makes it an all-reduce, except a divisor (not of DV), and a wider one of VD.
+    dims   the parameter's letters, such as DHK; see `model.py`
+    width  size of the device's shard along the sharded dim
+    It is an all-reduce if the sharded dim is the minor dim in memory (along lanes) and `width` is not a multiple of
+    LANES. That dim is minor in per-head matrices, the embedding (VD), and vocabulary slices of an unembedding (DV).
+    There are two exceptions: a width that divides LANES, except for DV, and for VD a width above LANES.
     """
     if platform != "tpu" or width % LANES == 0 or not (dims in ("VD", "DV") or {*dims} & {*"HG"}):
         return "reduce-scatter"
@@ -47,11 +52,12 @@ def overlaps(chip: str, what: str) -> bool:
 
 @formulas.by_cases
 def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, when: str, of: str) -> float:
-    """Return the exposed share of a collective's bytes.
+    """Return the fraction of a collective's bytes that is exposed.
 
     chip  a key of `hardware.CHIPS`, or ""
-    when  forward, again (repeated for the backward pass) or back
-    of    the part of a layer that it is for, or vocabulary; "": outside of loops, where the next matmul needs it
+    when  forward, again (repeated for the backward pass) or back (in the backward pass, of gradients)
+    of    the part of a layer that the collective is for, or vocabulary; "": it is outside of loops, and the next matmul
+          needs its result
     """
     if not of or not any(chip == key for key in HIDES):
         return 1
@@ -67,17 +73,20 @@ def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, wh
 
 @formulas.by_cases
 def rings_overlap(mesh: dict[str, int], chip: str) -> bool:
-    """Whether rings overlap. v5e's compiler runs permutes one after the other, except in the branches of a pipeline."""
+    """Return True if rings overlap with matmuls. For v5e, the compiler runs collective-permutes one after the other,
+    except inside the conditionals of a pipeline."""
     return overlaps(chip, RINGS) or (chip == "v5e" and mesh[STAGE] > 1)
 
 
 def exposed_activations(c: ModelAtWork, kind: str, n: int, when: str, of: str) -> float:
-    """Return the exposed share of activations over TENSOR.
+    """Return the fraction of the bytes of activations over TENSOR (n devices) that is exposed.
 
-    A forward all-gather is exposed: its result is needed at once. Gathers of gradients overlap with matmuls of other
-    gradients. So does a gather that is repeated only for weight gradients, if matmul outputs are saved. A ring
-    overlaps, except in narrow models: before a feed-forward, all but the last of half of its permutes run before a
-    matmul can. With remat "none", instead, half of those after attention run when no matmul is left.
+    all-gather  In the forward pass it is exposed, because the next matmul needs its result. In the backward pass the
+                all-gather of a gradient overlaps with matmuls for other gradients. If matmul outputs are saved, so does
+                an all-gather that is repeated only for weight gradients.
+    ring        Its n - 1 sends overlap, except in the forward pass of narrow models. There, n/2 - 1 sends before a
+                feed-forward layer run before any matmul can. With remat "none" these overlap, but n/2 sends after
+                attention run when no matmul is left.
     """
     if kind == "all-gather":
         return float(when == "forward" or (when == "again" and c.work.remat in WHOLE))
@@ -86,12 +95,14 @@ def exposed_activations(c: ModelAtWork, kind: str, n: int, when: str, of: str) -
 
 
 def exposed_weights(c: ModelAtWork, when: str, of: str) -> float:
-    """Return the exposed share of weight all-gathers, which run one after the other, each next to matmuls of others. Of
-    the experts' three matrices, one is exposed in the forward pass, and two in the backward pass of a wide model.
+    """Return the fraction of weight all-gathers that is exposed.
+
+    All-gathers run one after the other, and each overlaps with matmuls that use other weights. Of the experts' three
+    matrices, the all-gather of one is exposed in the forward pass, and of two in the backward pass of a wide model.
     """
     return {"forward": 1, "again": 2 * is_wide(c)}[when] / 3 if of == "experts" else 0
 
 
 def is_wide(c: ModelAtWork) -> bool:
-    """Whether matmuls are long enough to overlap with: true for llama3_8b and mixtral_8x7b, not for dense_124m."""
+    """Return True if matmuls last long enough to overlap with: in llama3_8b and mixtral_8x7b, not in dense_124m."""
     return c.d_model >= 2048

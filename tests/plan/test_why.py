@@ -65,7 +65,7 @@ def test_the_command_prints_lines_next_to_the_plan(capsys):
 
 @pytest.mark.parametrize("words, message", [
     (["--inference", "--why"], "--why has no effect with --inference"),
-    (["--search", "8", "--why"], "--search and --why exclude each other"),
+    (["--search", "8", "--why"], "--search and --why are mutually exclusive"),
 ])  # fmt: skip
 def test_modes_without_a_step_are_refused(capsys, words, message):
     """Catches a flag that is ignored."""
