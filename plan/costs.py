@@ -1,13 +1,13 @@
-"""Count the FLOPs and the bytes sent of one device in one training step.
+"""Count the FLOPs of one device in one training step, and the bytes that it sends.
 
 A layer's matmuls and collectives are read from its trace as formulas in letters (`traced_layer.py`), and evaluated here
 for a model on a mesh. The embedding, the logits, and the collectives of each declared parameter are written here. A
-row describes one forward pass of one microbatch, and whether the backward pass repeats it. `passes` counts how often
-each runs in a step. The rows are those of the busiest device, one of the first stage.
-`python -m plan --compile` compares them with the compiler's counts.
+row (`Matmul` or `Exchange`) is the cost of one operation in one forward pass of one microbatch, and says whether the
+backward pass repeats it. `passes` counts how often it runs in a step. The rows describe the busiest device, which is in
+the first stage. `python -m plan --compile` compares them with the compiler's counts.
 
-Letters are sizes as in `model.py`: b sequences of a microbatch, s and t positions, h heads, f and m hidden widths of
-this device.
+Letters are sizes as in the legend of `model.py`; lower case is one device's shard: b sequences of a microbatch, s and t
+positions, h heads, f and m hidden widths.
 """
 
 import functools
@@ -31,9 +31,9 @@ from sharding import CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
 
 
 def parameters(c: ModelAtWork) -> tuple[int, int]:
-    """Count all parameters, and the active ones of a token (top_k of the n_experts routed experts).
+    """Count all parameters, and those active for one token (top_k of the n_experts routed experts).
 
-    The selection bias is not counted, because no gradient trains it and published counts omit it.
+    The router's selection bias is not counted, because no gradient trains it and published counts omit it.
     """
     every = declared(c).values()
     total = sum(d.size for d in every if d.trainable)
@@ -42,11 +42,11 @@ def parameters(c: ModelAtWork) -> tuple[int, int]:
 
 
 def model_flops_per_token(cfg: Config) -> int:
-    """FLOPs of forward and backward for one token, without recomputation; a multiply-add counts as 2.
+    """Return the FLOPs of forward and backward pass for one token, without recomputation. A multiply-add counts as 2.
 
-    6 per active parameter of a matmul (the embedding is only a lookup). Attention adds 6 per position that a token can
-    attend to, on average (T + 1)/2, and per width of scores and values. Source: PaLM, arXiv:2204.02311, appendix B,
-    but with half the pairs, because attention is causal.
+    Each active parameter of a matmul costs 6 (the embedding is only a lookup). Attention costs 6 * (width of scores +
+    width of values) per head and position that a token can attend to, on average (T + 1)/2 of T = seq_len positions.
+    Source: PaLM, arXiv:2204.02311, appendix B, but with half the query-key pairs, because attention is causal.
     """
     c = cfg.at_work
     _, active = parameters(cfg.model)
@@ -60,14 +60,14 @@ def model_flops_per_token(cfg: Config) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """One device's share of one microbatch."""
+    """The sizes of one device's shard of one microbatch."""
 
     b: int  # sequences
-    T: int  # positions of a sequence
-    s: int  # positions of attention's queries, those of all TENSOR neighbors
-    t: int  # positions between blocks
-    width: int  # bytes of an activation
-    blocks: int  # repeating blocks of one stage
+    T: int  # positions of a whole sequence
+    s: int  # positions in attention: those of the whole TENSOR group
+    t: int  # positions in the residual stream
+    width: int  # bytes per number in an activation
+    blocks: int  # blocks of layers in one stage
     mesh: dict[str, int]
     platform: str  # cpu, gpu or tpu, which have different grouped matmuls
 
@@ -89,31 +89,31 @@ vocabulary_slices = formulas.table(2)(slicing.vocabulary_slices)
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matmul of one layer's forward pass. `again`: it is recomputed for the backward pass."""
+    """A matmul in one layer's forward pass."""
 
     part: str
     flops: float
     hbm_bytes: float  # operands and results
-    again: bool = True
+    again: bool = True  # recomputed for the backward pass
     back: tuple[float, float] | None = None  # FLOPs and bytes backward; None: one matmul for inputs, one for weights
     function: str = ""  # function of the model that contains it
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective of one layer's forward pass."""
+    """A collective in one layer's forward pass."""
 
     part: str
     kind: str  # one of ledger.KINDS
     axes: tuple[str, ...]
-    size: float  # bytes: of the gathered array for a gather or scatter, otherwise of the array
+    size: float  # bytes of the array; of the gathered array for an all-gather or reduce-scatter
     again: bool = True  # repeated for the backward pass
-    back: float = 1  # collectives of gradients for each
+    back: float = 1  # collectives of gradients in the backward pass, for each in the forward pass
     times: float = 1  # executions in one forward pass
-    of: str = "layer"  # what it is for, an argument of `hiding.exposed`
+    of: str = "layer"  # what the collective is for, an argument of `hiding.exposed`
 
     def wire_bytes(self, n: int) -> float:
-        """Bytes that one of n devices sends in one execution."""
+        """Return the bytes that each of n devices sends in one execution."""
         return {"all-reduce": 2 * (n - 1) / n, "collective-permute": formulas.minimum(n - 1, 1)}.get(
             self.kind, (n - 1) / n
         ) * self.size
@@ -121,17 +121,17 @@ class Exchange:
 
 @formulas.by_cases
 def grouped_rows(A: int, e: int, platform: str) -> int:
-    """Rows that the grouped matmul of e experts computes for A assignments, with padding or repeated parts of tiles."""
+    """Return how many rows the grouped matmul of e experts computes for A assignments, with padding and repetition."""
     return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
 
 
 def context_exchange(c: ModelAtWork, z: Sizes) -> str:
-    """Return how queries reach the keys of other devices: gather, ring or all_to_all."""
+    """Return the form of attention over CONTEXT: gather, ring or all_to_all."""
     return c.work.context_attention if z.mesh[CONTEXT] > 1 else "gather"
 
 
 def letters(c: ModelAtWork, z: Sizes) -> dict:
-    """Return one device's sizes of the letters in `traced_layer.PRIMES`."""
+    """Return the sizes, on one device, of the letters in `traced_layer.PRIMES`."""
     tensor, context, heads = z.mesh[TENSOR], z.mesh[CONTEXT], c.n_heads if c.attention == "mla" else c.n_kv_heads
     found = {
         "tensor": tensor, "context": context, "expert": z.mesh[EXPERT], "(tensor - 1)": tensor - 1,
@@ -151,10 +151,11 @@ def as_int(x):
 
 @formulas.table(5)
 def head_costs(s: int, S: int, n: int, earlier: int, K: int, U: int, width: int, platform: str) -> tuple[int, ...]:
-    """FLOPs of a head in one sequence, forward and backward; its bytes, forward and backward; bytes of its keys.
+    """Return attention's costs for one head and sequence: FLOPs forward and backward; HBM bytes forward and backward;
+    HBM bytes of the gradients of keys and values.
 
-    n        devices along CONTEXT that share the queries, see `chunk_starts`
-    earlier  whether all keys precede all queries
+    n        devices along CONTEXT over which the queries are sharded, see `chunk_starts`
+    earlier  1 if all keys precede all queries, else 0
     """
     starts = ((S,),) if earlier else chunk_starts(s, n)
     of_head, of_keys = (attending.hbm_bytes(s, S, starts, h, g, K, U, width, platform) for h, g in ((1, 0), (0, 1)))
@@ -162,21 +163,22 @@ def head_costs(s: int, S: int, n: int, earlier: int, K: int, U: int, width: int,
 
 
 def attention_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes):
-    """FLOPs and HBM bytes of attention, forward and backward, as `kernels.attention` declares them."""
+    """Return (FLOPs, HBM bytes) of attention, forward and backward, as `kernels.attention` declares them."""
     queries, keys = row.dims[0][1], row.dims[1][1]
     (b, s, h, K), (_, S, g, _), (*_, U) = ([as_int(dim.at(sizes)) for dim in dims] for dims in row.dims[:3])
     gathers = CONTEXT in keys.letters and CONTEXT not in queries.letters
-    # In a ring: either the local keys, or those of another device, which all precede the queries.
+    # A ring has two kinds of rows: with the local keys, and with another device's keys, which all precede the queries.
     n, earlier = (z.mesh[CONTEXT], 0) if gathers else (1, int(queries != keys))
     flops, flops_back, moved, moved_back, of_keys = head_costs(s, S, n, earlier, K, U, z.width, z.platform)
     ahead, back = (h * flops, h * moved), (h * flops_back, h * moved_back + g * of_keys)
     if z.platform != "tpu" and row.recomputed and z.T <= attending.BLOCK and z.mesh[CONTEXT] == 1:
-        back = back[0] - 2 * h * K * s * S, back[1]  # in a single block, XLA merges recomputed scores with backward's
+        # With a single block, XLA merges the recomputed scores with those that the backward pass computes.
+        back = back[0] - 2 * h * K * s * S, back[1]
     return [b * x for x in ahead], [b * x for x in back]
 
 
 def expert_matmul_cost(row: traced_layer.LayerRow, sizes: dict, z: Sizes):
-    """FLOPs and HBM bytes of an expert matmul, forward, including the rows that a tile pads or repeats."""
+    """Return FLOPs and HBM bytes of an expert matmul, forward, including the rows that a tile pads or repeats."""
     (A, _), (e, D, M), *_ = ([as_int(dim.at(sizes)) for dim in dims] for dims in row.dims)
     rows = grouped_rows(A, e, z.platform)
     return 2 * rows * D * M, (rows * D + e * D * M + rows * M) * z.width
@@ -191,7 +193,7 @@ def matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Size
         ahead = [count * x for x in expert_matmul_cost(row, sizes, z)]
     else:
         ahead = [count * row.flops.at(sizes), row.hbm_bytes(sizes)]
-    once_more = max(row.recomputed - 1, 0)  # a step of a ring is recomputed, whatever the layer saves
+    once_more = max(row.recomputed - 1, 0)  # a ring over CONTEXT recomputes each step, whatever the layer saves
     if back is None and (once_more or row.backward not in (1, 2)):
         back = [row.backward * x for x in ahead]
     back = back and tuple(y + once_more * x for x, y in zip(ahead, back, strict=True))
@@ -232,7 +234,7 @@ def layer_costs(c: ModelAtWork, z: Sizes, is_moe: bool) -> list[Matmul | Exchang
 
 
 def for_each_setting(*settings: str):
-    """Decorate a function that lists rows, so that with symbolic arguments it covers each value of these settings."""
+    """Decorate a function that lists rows: given symbolic arguments, it lists the rows for each value of `settings`."""
 
     def decorate(rows):
         @functools.wraps(rows)
@@ -252,7 +254,7 @@ def sends_tokens_to_table(c: ModelAtWork, z: Sizes) -> bool:
 
 @for_each_setting("gather")
 def embedding_rows(c: ModelAtWork, z: Sizes):
-    """List the collectives of the embedding, which sums the partial results of TENSOR neighbors."""
+    """List the collectives of the embedding, which sums partial results over TENSOR."""
     yield Exchange("activations", "reduce-scatter", (TENSOR,), z.b * z.s * c.d_model * z.width, again=False)
     if sends_tokens_to_table(c, z):
         yield Exchange("routes", "all-gather", SLICED, 4 * z.b * z.s * z.group(*SLICED), again=False, back=False)
@@ -260,13 +262,13 @@ def embedding_rows(c: ModelAtWork, z: Sizes):
 
 
 def logits_tokens(z: Sizes) -> int:
-    """Number of tokens whose logits a device computes for its vocabulary shard; the stages share the tokens."""
+    """Return for how many tokens a device computes logits (over its vocabulary shard): 1/stages of the tokens."""
     return -(-z.b * z.t // z.mesh[STAGE]) * z.mesh[TENSOR]
 
 
 @for_each_setting()
 def logits_rows(c: ModelAtWork, z: Sizes):
-    """List the matmuls and collectives of logits and loss; each stage has a share of the tokens."""
+    """List the matmuls and collectives of logits and loss. Each stage computes them for 1/stages of the tokens."""
     n, tokens = z.mesh[TENSOR], logits_tokens(z)
     slices, words = vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // n)
     arrays = tokens * c.d_model + c.d_model * words + tokens * words
@@ -296,8 +298,9 @@ class Passes:
 def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
     """Count the passes through the layers of a stage.
 
-    The balance loss costs one more forward pass, unless all forward passes precede the first backward pass. If weight
-    gradients are computed separately, both halves of a backward pass recompute, and both pass through the layers.
+    The balance loss costs an additional forward pass, unless all forward passes precede the first backward pass. If
+    weight gradients are delayed, both halves of a backward pass recompute the forward pass, and both compute the
+    gradients of inputs.
     """
     c, M = cfg.at_work, sched.microbatches
     once_more = M * sched.stages > 1 and not sched.turns and c.n_experts and c.balance_loss
@@ -374,7 +377,7 @@ class Weights:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards that a gather combines."""
+        """Number of shards that an all-gather combines."""
         return math.prod(self.mesh[axis] for axis in self.gathered_over)
 
     @property
@@ -423,7 +426,7 @@ class Traffic:
 
     part: str
     kind: str
-    axes: tuple[str, ...]  # of more than one device
+    axes: tuple[str, ...]  # mesh axes of more than one device
     count: float
     wire_bytes: float
     exposed_bytes: float  # bytes that do not overlap with matmuls
@@ -474,7 +477,7 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip:
 
 @formulas.by_cases
 def messages(cfg: Config, sched: schedules.Schedule) -> int:
-    """Count the messages of a stage to its neighbor: one after each tick, forward and backward."""
+    """Count the sends of a stage to a neighboring stage: one after each tick, forward and backward."""
     if sched.stages == 1:
         return 0
     once_more = passes(cfg, sched).forward > sched.microbatches
@@ -489,15 +492,15 @@ def is_in_slot(c: ModelAtWork, part: str, axes: tuple[str, ...]) -> bool:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """A parameter, or chunks of it, gathered for matmuls."""
+    """All-gathers of a parameter, or of its chunks (layers, or slices of the vocabulary), before matmuls use it."""
 
-    ahead: int  # gathers in forward passes
-    again: int  # gathers repeated for backward passes
-    back: int  # gradients
+    ahead: int  # all-gathers per chunk in forward passes
+    again: int  # all-gathers per chunk that are repeated for backward passes
+    back: int  # reductions of gradients per chunk
     dims: str
     size: float  # entries of one gathered chunk
-    times: float  # chunks
-    of: str = ""  # what it is for, an argument of `hiding.exposed`
+    times: float  # number of chunks
+    of: str = ""  # what the all-gather is for, an argument of `hiding.exposed`
 
 
 def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
@@ -517,7 +520,7 @@ def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
         yield WeightUse(M, 0, M, "DV", w.gathered_size / v * words, slices - 1, "vocabulary")
         yield WeightUse(
             M, 0, M, "DV", w.gathered_size / v * words, 1
-        )  # the first chunk and the last gradient overlap with nothing
+        )  # the all-gather of the first chunk and the reduction of the last gradient overlap with nothing
 
 
 @dataclass(frozen=True)
@@ -535,7 +538,7 @@ class WeightCollective:
 
 @formulas.by_cases
 def weight_collectives(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str):
-    """Yield the collectives of one parameter: gathers of weights and reductions of gradients."""
+    """Yield the collectives of one parameter: all-gathers of weights and reductions of gradients."""
     once, M = cfg.at_work.work.gather == "step", sched.microbatches
     for use in uses(w, cfg, sched):
         size = use.size * w.width
@@ -547,11 +550,11 @@ def weight_collectives(w: Weights, cfg: Config, sched: schedules.Schedule, platf
             size = 4 * use.size
         kind = (
             "reduce-scatter" if once else hiding.gradient_collective(use.dims, w.shard_width, platform)
-        )  # only those of a layer
+        )  # only gradients inside a layer may become all-reduces
         yield WeightCollective("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
     if w.d.trainable:
         yield WeightCollective("replicas", "all-reduce", w.replicas, w.local_size * w.d.dtype.itemsize, 1)
-    if sched.chunks > 1 and w.d.dims[0] == "L":  # to the stages that compute them when interleaved, and back
+    if sched.chunks > 1 and w.d.dims[0] == "L":  # interleaved: send layers to the stages that compute them, and back
         held = (w.gathered_size if cfg.at_work.work.gather == "step" else w.local_size) / sched.chunks
         yield WeightCollective("weights", "collective-permute", (STAGE,), held * w.width, sched.rounds)
         yield WeightCollective("gradients", "collective-permute", (STAGE,), held * 4, sched.rounds)
@@ -563,13 +566,14 @@ def weight_collectives(w: Weights, cfg: Config, sched: schedules.Schedule, platf
 def slots(cfg: Config, sched: schedules.Schedule) -> tuple[float, float, float]:
     """Return the cost of a forward, a backward and a weight-gradient slot, in forward passes of a stage."""
     c = cfg.at_work
-    again = 1.0 if c.work.remat in WHOLE else 0.2 if c.work.remat == "dots" else 0.0  # "dots": scores, and the experts
+    # Fraction of a forward pass that is recomputed; with "dots", attention scores and experts
+    again = 1.0 if c.work.remat in WHOLE else 0.2 if c.work.remat == "dots" else 0.0
     return (1.0, again + 1, again + 2) if sched.splits_backward else (1.0, again + 2, 0.0)
 
 
 @formulas.by_cases
 def bubble(cfg: Config, sched: schedules.Schedule) -> float:
-    """Share of the layers' time in which a stage waits for others. All wait for the slowest after every tick."""
+    """Return the fraction of the layers' time in which a stage waits. After every tick all wait for the slowest."""
     F, B, W = slots(cfg, sched)
     busy, whole = sched.microbatches * (F + B + W), schedules.lock_step(sched, F, B, W)
     if passes(cfg, sched).forward > sched.microbatches:

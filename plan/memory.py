@@ -1,4 +1,4 @@
-"""Predict the peak memory of a device in a training step, from the declared parameters. Letters: `costs.py`."""
+"""Predict the peak memory of a device in a training step. Letters are sizes on one device, as in `costs.py`."""
 
 import model
 from config import Config, ModelAtWork
@@ -21,11 +21,13 @@ from sharding import CONTEXT, EXPERT, TENSOR
 
 @formulas.by_cases
 def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = False) -> float:
-    """Return the bytes of saved activations of one layer and microbatch. one_piece: the step has only this microbatch.
+    """Return the bytes of activations that one layer saves for the backward pass of one microbatch.
 
-    "full" saves the layer's input, "branches" also the input of the second branch, "dots" the input and the outputs of
-    matmuls without batch dims, "none" every operand that a gradient needs: inputs of norms, queries, keys, values,
-    attention outputs, and intermediate values of an activation function.
+    remat      "full" saves the layer's input. "branches" also saves the input of the second branch. "dots" saves the
+               layer's input and the outputs of matmuls without batch dims. "none" saves every operand that a gradient
+               needs: inputs of norms, queries, keys, values, attention outputs, and intermediate values of an
+               activation function
+    one_piece  True if the step has only this microbatch
     """
     N, f32, n_context = z.b * z.s, 4, z.mesh[CONTEXT]
     way = context_exchange(c, z)
@@ -51,8 +53,8 @@ def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: b
     if remat in WHOLE:
         return (branches if remat == "branches" else 1) * stream * z.width
     if remat == "dots":
-        # A TPU saves neither the normalized input of attention nor its output if there is no latent. But a narrow model
-        # in one piece saves both, and MLA in one piece saves each head's copy of the rotary key.
+        # Without a latent (GQA), a TPU saves neither the normalized input of attention nor its output, except in a
+        # narrow model in one piece. MLA in one piece saves a copy of the rotary key for each head.
         on_tpu, less = z.platform == "tpu", 0
         if on_tpu and c.attention == "gqa" and not (one_piece and not hiding.is_wide(c)):
             less = stream + whole
@@ -62,11 +64,11 @@ def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: b
                 + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
     matrices = 2 + model.swiglu(c)
     attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32
-    if way == "all_to_all":  # attention outputs before and after the exchange
+    if way == "all_to_all":  # attention outputs before and after the all-to-all
         attended += N * h * value * z.width
-    if way == "ring":  # each step saves the partial output of the steps before it
+    if way == "ring":  # each step of the ring saves the partial output of the previous steps
         attended += (n_context - 1) * N * h * (value + 1) * f32
-    if remat == "fused":  # a TPU recomputes what needs no matmul instead of saving it
+    if remat == "fused":  # a TPU recomputes values that need no matmul instead of saving them
         return attended + (branches * stream + (2 * branches - 1) * whole + N * latent + matrices * (dense + rows * m)
                            + 3 * rows * c.d_model) * z.width  # fmt: skip
     activation = 5 if model.swiglu(c) else 6
@@ -79,7 +81,7 @@ def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: b
 
 
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
-    """Predict one device's peak memory in bytes, by part: exact for the state, an estimate for temporary arrays."""
+    """Predict one device's peak memory in bytes, by part. The state is exact; temporary arrays are an estimate."""
     c, z = cfg.at_work, Sizes.from_config(cfg, platform)
     one_piece, w = sched.in_one_piece, weights(cfg)
     state = sum(x.local_size * x.d.dtype.itemsize for x in w)
@@ -94,7 +96,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     buffers, stream = sched.slots, z.b * z.t * c.d_model * z.width
     step = c.work.gather == "step"
     table = maximum(*(x.gathered_size * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV")))
-    # With gather=step, float32 sums over microbatches. A CPU has a second copy while it sends them.
+    # With gather=step, gradients are summed over microbatches in float32. A CPU has a second copy while it sends them.
     each = where(on_tpu, 4, 8)
     gradients = sum(where(step, x.gathered_size * where(one_piece, x.width, each), x.local_size * 4) for x in w)
     tokens = logits_tokens(z)
@@ -108,6 +110,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "weights": where(step, sum(x.gathered_size * x.width for x in w), 2 * of_layer),
         "saved": (buffers.kept + where(one_piece, 0, 1)) * saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
-        # One layer, or logits. In one piece, no layer has a gradient yet during the logits (`freed`).
+        # The temporary arrays of one layer, or of the logits. In one piece, no layer has a gradient yet when the logits
+        # are computed (`freed`).
         "at work": maximum(work, where(on_tpu, 1, 3) * logits + table - freed),
     }
