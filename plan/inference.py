@@ -1,15 +1,17 @@
 """Plan the cost of inference: prefill reads the prompts, then decode generates one token per sequence and step.
 
-`plan(cfg, topology, request)` adds up `rows`, the cost of each part of the model in a forward pass on one device. The
-FLOPs and collectives of layers come from their trace with a KV cache (`traced_layer.cached_rows`). Parameters are
-sharded as in training; shards over FSDP, EXPERT and CONTEXT are gathered for every pass. Sequences are sharded over
-data, fsdp and expert. Their cache is sharded by heads over TENSOR (MLA latents are replicated there) and by position
-over CONTEXT. Tokens are sharded over CONTEXT, and between blocks over TENSOR. Stages run one after another. Prompts are
-read in chunks, one sequence after another. Every device gathers the logits and samples tokens.
+`plan(cfg, topology, request)` adds up `rows`: each `Row` is the cost of one part of the model in a forward pass on one
+device. The FLOPs and collectives of layers come from their trace with a KV cache (`traced_layer.cached_rows`).
+Parameters are sharded as in training; shards over FSDP, EXPERT and CONTEXT are gathered for every pass. Sequences are
+sharded over data, fsdp and expert. Their cache is sharded by heads over TENSOR (MLA latents are replicated there) and
+by position over CONTEXT. Tokens are sharded over CONTEXT, and in the residual stream also over TENSOR. Stages run one
+after another. Prompts are read in chunks, one sequence after another. Every device gathers the logits and samples
+tokens.
 
-A pass is a roofline: each part takes the longer of its FLOPs at the chip's peak and its memory reads. Its collectives
-and their latency are added, because nothing overlaps with them. All slots of a cache are read, filled or not.
-Activations are ignored, in memory and in reads: few rows are negligible, and with many rows the FLOPs take longer.
+The time of a pass is a roofline: each part takes the longer of its FLOPs at the chip's peak and its memory reads. Its
+collectives and their latency are added, because nothing overlaps with them. All slots of a cache are read, filled or
+not. Activations are ignored, both as memory and as reads: those of few tokens are negligible, and with many tokens the
+FLOPs take longer.
 """
 
 import functools
@@ -36,8 +38,8 @@ CAUSES = ("weights", "cache", "FLOPs", "wires", "hops")  # what can limit a pass
 class Request:
     """The length of each sequence, and the dtypes of weights and cache."""
 
-    prompt: int  # tokens
-    answer: int  # tokens
+    prompt: int  # tokens per prompt
+    answer: int  # generated tokens per sequence
     weights_dtype: DType = AUTO  # auto: the dtype of activations
     cache_dtype: DType = AUTO
     piece: int = 64  # prompt tokens per prefill chunk; the default of `generate.engine`
@@ -48,7 +50,7 @@ class Request:
 
 
 class Sent(NamedTuple):
-    """A collective, with the arguments of `hardware.wire_bytes`, and the number of times that a pass runs it."""
+    """A collective with the arguments of `hardware.wire_bytes`, and how often a pass runs it."""
 
     kind: str
     axes: tuple[str, ...]
@@ -62,7 +64,7 @@ class Row:
 
     part: str
     flops: float = 0.0
-    weight_bytes: float = 0.0  # read; for gathered weights also the bytes that the gather writes
+    weight_bytes: float = 0.0  # read; for gathered weights also the bytes that the all-gather writes
     cache_bytes: float = 0.0  # read and written
     exchanges: list[Sent] = field(default_factory=list)
 
@@ -76,13 +78,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass of s new tokens of each of b sequences per device, with a full cache."""
+    """A forward pass of s new tokens for each of b sequences per device, with a full cache."""
 
     cfg: Config
     request: Request
     b: int  # sequences
-    s: int  # new tokens of each
-    padded: bool = False  # pad experts' rows, as simulated CPU devices do
+    s: int  # new tokens per sequence
+    padded: bool = False  # pad the experts' inputs, as simulated CPU devices do
 
     @functools.cached_property
     def n(self) -> dict[str, int]:
@@ -94,12 +96,12 @@ class Pass:
 
     @property
     def local_tokens(self) -> int:
-        """Tokens per device between attention blocks: a share over CONTEXT and TENSOR, rounded up."""
+        """Tokens per device in the residual stream: sharded over CONTEXT and TENSOR, rounded up."""
         return -(-self.tokens // (self.n[CONTEXT] * self.n[TENSOR]))
 
     @property
     def feed_forward_tokens(self) -> int:
-        """Tokens in the feed-forward block: those of all TENSOR neighbors."""
+        """Tokens per device in a feed-forward layer: those of the whole TENSOR group."""
         return self.local_tokens * self.n[TENSOR]
 
     @property
@@ -121,7 +123,7 @@ class Pass:
 
 
 def width(w: Weights, dtype: str) -> int:
-    """Return the bytes of an entry: `dtype` for matrices, the model's own dtype for gains, biases and routers."""
+    """Return the bytes per entry: those of `dtype` for matrices, of the model's dtype for gains, biases, routers."""
     vector = len(w.d.dims.lstrip("PLJ")) == 1
     return w.d.dtype.itemsize if vector or w.d.exact else WIDTHS[dtype]
 
@@ -138,9 +140,10 @@ def part_of(w: Weights) -> str:
 
 
 def share_read(w: Weights, at: Pass) -> float:
-    """Return the share of a weight that is read. Experts are read if a token chose them, with equal probability.
+    """Return the fraction of a weight that is read. An expert is read if at least one token chose it.
 
-    A token does not choose an expert with probability 1 - k/E, and N tokens do not with probability (1 - k/E)^N.
+    This assumes that all E experts are equally likely. One token, which chooses k experts, does not choose a given
+    expert with probability 1 - k/E, and N tokens all do not choose it with probability (1 - k/E)^N.
     """
     if part_of(w) == "embedding":
         return 0
@@ -151,7 +154,10 @@ def share_read(w: Weights, at: Pass) -> float:
 
 
 def weight_costs(at: Pass):
-    """Yield (part, FLOPs, bytes moved, gathers) of each weight. `layer_costs` has the FLOPs of all parts but logits."""
+    """Yield (part, FLOPs, bytes read and written, all-gathers) for each weight.
+
+    The FLOPs are those of the logits; `layer_costs` has the FLOPs of all other parts.
+    """
     c = at.cfg.model
     for w in costs.weights(at.cfg):
         stages = at.n[STAGE] if "L" in w.d.dims else 1
@@ -166,7 +172,7 @@ def weight_costs(at: Pass):
 
 
 def letters(at: Pass) -> dict:
-    """Return the sizes on one device of the letters in `traced_layer.PRIMES`."""
+    """Return the sizes, on one device, of the letters in `traced_layer.PRIMES`."""
     c, n = decoding_config(at.cfg.at_work), at.n
     g, r = (c.n_heads, 1) if c.attention == "mla" else (c.n_kv_heads, c.n_heads // c.n_kv_heads)
     g, z = g // n[TENSOR], costs.Sizes(at.b, 0, 0, 0, at.width, 0, n, "cpu")
@@ -178,9 +184,9 @@ def letters(at: Pass) -> dict:
 
 
 def layer_costs(at: Pass):
-    """Yield (part, FLOPs, collectives) of each operation of the layers, from their trace: see `traced_layer`.
+    """Yield (part, FLOPs, collectives) for each operation of the layers, from their trace: see `traced_layer`.
 
-    The experts' matmuls have the number of rows of a balanced load.
+    For the experts' matmuls this assumes a balanced load.
     """
     c, sizes = decoding_config(at.cfg.at_work), letters(at)
     of_moe = c.n_blocks if c.n_experts else 0
@@ -201,7 +207,8 @@ def layer_costs(at: Pass):
 
 
 def cache_entries(c: ModelConfig, tensor: int = 1) -> int:
-    """Count a layer's cache entries per position on a device: keys and values of its heads, or one MLA latent."""
+    """Count a layer's cache entries per position on a device: keys and values of its heads, or MLA's latent and
+    rotary key."""
     return c.d_kv_latent + c.d_rope if c.attention == "mla" else 2 * c.n_kv_heads // tensor * c.d_head
 
 
@@ -213,7 +220,7 @@ def cache_moved(at: Pass) -> float:
 
 
 def exchanges(at: Pass):
-    """Yield (part, collective) for activations outside the layers."""
+    """Yield (part, collective) for the collectives of activations outside the layers."""
     c = at.cfg.model
     yield "embedding", Sent("reduce-scatter", (TENSOR,), at.stream(at.feed_forward_tokens), 1)
     yield "logits", Sent("all-gather", (TENSOR,), at.stream(at.feed_forward_tokens), 1)
@@ -223,7 +230,7 @@ def exchanges(at: Pass):
 
 
 def rows(at: Pass) -> list[Row]:
-    """List the parts of a pass that have a cost."""
+    """List the parts of a pass that have a cost. The part "drawing" samples the tokens."""
     names = ("embedding", "attention", "cache", "feed-forward", "experts", "shared experts", "stages", "logits",
              "drawing")  # fmt: skip
     parts = {name: Row(name) for name in names}
@@ -247,7 +254,7 @@ def rows(at: Pass) -> list[Row]:
 
 
 def seconds(row: Row, cfg: Config, topology: hardware.Topology) -> dict[str, float]:
-    """Return the seconds of a part by cause."""
+    """Return the seconds of a part by cause. "wires" are bytes on links, and "hops" is latency."""
     chip, times, sizes = topology.chip, dict.fromkeys(CAUSES, 0.0), cfg.mesh.sizes
     compiled_away = chip.torus_dims and chip.devices_per_chip == 1 and topology.hosts > 1  # see `hardware.check`
     computing = row.flops / chip.peak_flops_per_s
@@ -298,9 +305,10 @@ class Plan:
         return bool(self.topology and self.topology.chip.peak_flops_per_s)
 
     def rows(self, batch: int, phase: str) -> list[Row]:
-        """List the parts of a decode step, or of all prefill passes: each reads a chunk of one sequence per group.
+        """List the parts of a decode step, or of all prefill passes together.
 
-        Only the last chunk of a prompt samples a token.
+        In a prefill pass, each group of devices with the same sequences reads one chunk of one prompt. Only the last
+        chunk of a prompt samples a token.
         """
         b, padded = -(-batch // self.unit), not self.speed_known
         if phase == "decode":
@@ -311,7 +319,7 @@ class Plan:
         return [row.times(b if row.part == "drawing" else b * pieces) for row in parts]
 
     def seconds(self, batch: int, phase: str) -> dict[str, float] | None:
-        """Return the seconds by cause to prefill all prompts, or of a decode step. None if the speed is unknown."""
+        """Return the seconds by cause of prefilling all prompts, or of a decode step; None if the speed is unknown."""
         if not self.speed_known:
             return None
         return sum_by_cause([self.row_seconds(row) for row in self.rows(batch, phase)])
@@ -323,12 +331,12 @@ class Plan:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of cache per token in all layers, without replicas."""
+        """Bytes of cache per token in all layers; replicas on several devices count once."""
         c = self.cfg.model
         return c.n_layers * cache_entries(c) * WIDTHS[self.request.cache_dtype]
 
     def cache_bytes(self, batch: int) -> int:
-        """Return the bytes of a device's cache. Every stage has the dense_prefix layers, see `generate`."""
+        """Return the bytes of a device's cache. Every stage caches the dense_prefix layers, see `generate`."""
         c, at = self.cfg.model, Pass(self.cfg, self.request, -(-batch // self.unit), 1)
         layers = c.dense_prefix + (c.n_layers - c.dense_prefix) // self.cfg.mesh.stage
         return layers * at.b * at.slots * cache_entries(c, self.cfg.mesh.tensor) * WIDTHS[self.request.cache_dtype]
@@ -353,7 +361,7 @@ class Plan:
 
     @property
     def usable_bytes(self) -> float | None:
-        """Usable bytes: a tenth of the memory stays free."""
+        """Bytes that may be used; a tenth of the memory (SPARE) stays free."""
         return self.limit_bytes and (1 - SPARE) * self.limit_bytes
 
     @property
@@ -365,7 +373,7 @@ class Plan:
         return max(int((self.usable_bytes - none) // (one - none)), 0) * self.unit
 
     def refusal(self) -> str:
-        """Return an error message for a mesh that fits no batch, with sizes and remedies."""
+        """Return an error message for a mesh on which no batch fits, with sizes and remedies."""
         request, room, held = self.request, self.usable_bytes, self.memory_bytes(self.unit)
         parts = ", ".join(f"{part} {size / 2**30:.3f} GiB" for part, size in held.items() if size >= 2**20)
         fits = lambda dtype: sum(held.values()) - held["weights"] + self.weights_bytes(dtype) <= room
@@ -393,7 +401,10 @@ class Plan:
         return sorted({*doubled, most})
 
     def flops_bound(self, parts: Callable[[Row], bool]) -> int | None:
-        """Return the smallest batch for which decode is limited by FLOPs, not by memory reads, or None."""
+        """Return the smallest batch for which FLOPs, not memory reads, limit decode; None if there is none.
+
+        parts  fn(Row) -> whether to count this part
+        """
         chip = self.topology.chip
 
         def bound(units: int) -> bool:
@@ -413,7 +424,7 @@ class Plan:
 
     @functools.cached_property
     def bounds(self) -> dict[str, int | None]:
-        """The batch sizes from which FLOPs limit decode: for matmuls with weights, and for the entire step."""
+        """The smallest batch sizes for which FLOPs limit decode: in matmuls with weights, and in the whole step."""
         if not self.speed_known:
             return {}
         return {
@@ -479,9 +490,9 @@ def plan(
 ) -> Plan:
     """Plan the memory and time of inference, without using a device.
 
-    topology     the devices; if None, times and the largest batch are unknown
+    topology     the devices; None: times and the largest batch are unknown
     limit_bytes  memory of a device, if it differs from the chip's
-    Raises: UserError for a model that does not split over the mesh, and a mesh that does not fit the topology.
+    Raises: UserError for a model that does not split over the mesh, and a mesh that does not match the topology.
     """
     topology = hardware.Topology.parse(topology) if isinstance(topology, str) else topology
     if topology:

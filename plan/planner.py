@@ -1,7 +1,7 @@
-"""Predict the memory, communication and time of a step: `plan` evaluates the rows of `costs.py` on `hardware.py`.
+"""Predict the memory, communication and time of a step: `plan` evaluates the costs of `costs.py` on `hardware.py`.
 
-No device is touched, except by `compile_plan`, which compiles the trainer's step and counts what is in it, and by
-`largest_batch`, which calls it.
+Only `compile_plan` and `largest_batch`, which calls it, use devices: they compile the trainer's step and count its
+memory, FLOPs and collectives.
 """
 
 import dataclasses
@@ -34,15 +34,15 @@ class Plan:
     topology: hardware.Topology | None
     params_total: int
     params_active: int
-    tokens_per_step: int  # of all devices
+    tokens_per_step: int  # on all devices together
     model_flops: float
     work: list[costs.Work]  # matmuls, including recomputation
     memory_bytes: dict[str, float]
     traffic: list[costs.Traffic]
     sched: schedules.Schedule
     limit_bytes: int | None  # memory of a device
-    bubble: float  # share of the layers' time in which a stage waits for other stages
-    why: str = ""  # what `auto` chose, and what the alternatives cost
+    bubble: float  # fraction of the layers' time in which a stage waits for other stages
+    why: str = ""  # the settings that `auto` chose, and the cost of the alternatives
 
     @property
     def flops(self) -> dict[str, float]:
@@ -77,7 +77,7 @@ class Plan:
         return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
 
     def refusal(self) -> str:
-        """Explain in numbers why this plan does not fit, with a setting that needs less memory."""
+        """Return a message with the numbers that do not fit, and settings that need less memory."""
         parts = ((name, size) for name, size in sorted(self.memory_bytes.items(), key=lambda part: -part[1]) if size)
         return (f"a device would need {amount(self.peak_bytes, 'bytes')}, and has {amount(self.limit_bytes, 'bytes')}: "
                 + ", ".join(f"{name} {amount(size, 'bytes')}" for name, size in parts)
@@ -103,11 +103,12 @@ class Plan:
     def seconds(self, flops: float | None = None, exchanges=None, alone=False) -> dict[str, float] | None:
         """Return the roofline of a step, seconds by cause: compute, communication by mesh axes, optimizer, bubble.
 
-        flops, exchanges  those of a compiled step, instead of the predicted ones
-        alone  as if nothing overlapped: all communication is exposed
-        A matmul takes the longer of its FLOPs at the chip's peak and its bytes at the full speed of memory. Exposed
-        communication adds its bytes at the full speed of its links. Overlapped communication adds only the time by
-        which an axis takes longer than all matmuls. Latency is ignored. None: the speed of chip or links is unknown.
+        flops, exchanges  counts of a compiled step, to use instead of the predicted ones
+        alone  assume that nothing overlaps: all communication is exposed
+        A matmul takes the longer of two times: its FLOPs at the chip's peak, and its bytes at the full memory
+        bandwidth. Exposed communication adds its bytes at the full speed of its links. Overlapped communication of an
+        axis adds only the time by which it takes longer than all matmuls. Latency is ignored. Returns None if the speed
+        of the chip or of its links is unknown.
         """
         chip = self.topology and self.topology.chip
         if not chip or not chip.peak_flops_per_s:
@@ -115,7 +116,7 @@ class Plan:
         compute = sum(maximum(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s) for x in self.work)
         if flops is not None:
             compute += (flops - self.hardware_flops) / chip.peak_flops_per_s
-        found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: seconds of a stage inside its slots
+        found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: a stage's seconds inside pipeline slots
         for one in self.traffic if exchanges is None else exchanges:
             speed, name = self.speed(one), "*".join(one.axes)
             exposed_bytes = one.wire_bytes if alone else one.exposed_bytes
@@ -131,7 +132,7 @@ class Plan:
         return found
 
     def speed(self, one: costs.Traffic) -> float:
-        """Bytes per second of a collective along mesh axes. A ring over TENSOR sends in both directions at once."""
+        """Return a collective's bytes per second. A ring over TENSOR sends in both directions at once."""
         link = self.link(one.axes)
         if one.kind == "all-to-all":
             return link.all_to_all_bytes_per_s
@@ -156,11 +157,11 @@ class Plan:
 
     @property
     def likely_s(self) -> float | None:
-        """Seconds of a step: the expected ones, or the roofline's if those are unknown."""
+        """The expected seconds of a step, or the roofline's if the chip is not modeled in `expected.py`."""
         return sum(self.expected.values()) if self.expected else self.step_s
 
     def mfu(self, step_s: float | None) -> float | None:
-        """Model FLOPs over the FLOPs that the chip could execute in this time."""
+        """Return model FLOPs / (FLOPs that the chip could execute in this time)."""
         return step_s and self.model_flops / step_s / self.topology.chip.peak_flops_per_s
 
     def to_json(self) -> dict:
@@ -178,24 +179,24 @@ class Plan:
 
 
 def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_bytes: int | None = None) -> Plan:
-    """Predict the cost of a step without touching a device. Chooses the settings that are `auto`, see `auto.py`.
+    """Predict the cost of a step without using a device. Chooses the settings that are `auto`, see `auto.py`.
 
-    topology     the devices; None: the plan has no times, and cannot tell whether the step fits
+    topology     the devices; None: the plan has no times, and cannot tell whether the step fits in memory
     limit_bytes  memory of a device, if it differs from the chip's
-    Raises: UserError for settings that do not fit the mesh, and for a mesh that does not fit the topology.
+    Raises: UserError for settings that do not split over the mesh, and for a mesh that does not match the topology.
     """
     topology = hardware.Topology.parse(topology) if isinstance(topology, str) else topology
     if topology:
         hardware.layout(cfg.mesh, topology)
         limit_bytes = limit_bytes or topology.chip.memory_bytes
-    fit.split_batch(cfg)  # checked before the widths, because a batch size is easier to change
+    fit.split_batch(cfg)  # checked before the model's sizes, because a batch size is easier to change
     fit.check(cfg.model, cfg.mesh, cfg.work)
     one, why = auto.choose(cfg, lambda settled: plan_settled(settled, topology, limit_bytes))
     return dataclasses.replace(one, why=why)
 
 
 def plan_settled(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None) -> Plan:
-    """Plan a step whose settings are all chosen, none `auto`."""
+    """Plan a step whose settings are all chosen (none is `auto`)."""
     sched, platform = pipeline.schedule(cfg), "tpu" if is_tpu(topology and topology.chip) else "cpu"
     chip = topology.chip.key if topology else ""
     total, active = parameters(cfg.model)
@@ -211,13 +212,14 @@ def is_tpu(chip: hardware.Chip | None) -> bool:
     return bool(chip and chip.torus_dims)
 
 
-MIN_SAVING = 0.03  # least share of the time to save before settings are suggested
+MIN_SAVING = 0.03  # suggest other settings only if they save at least this fraction of the time
 
 
 def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
-    """Return the settings that `auto` would choose instead of the pinned ones, and their plan.
+    """Return the settings that `auto` would choose instead of the given ones, and their plan.
 
-    None: the plan fits and they would save less than 3%, or they do not fit, or the time or memory limit is unknown.
+    Returns None in three cases: the plan fits and they would save less than 3%; they do not fit; or the time or the
+    memory limit is unknown.
     """
     if one.likely_s is None or one.limit_bytes is None:
         return None
@@ -243,13 +245,14 @@ def faster_layout(one: Plan) -> tuple[dict[str, str], Plan] | None:
 
 
 def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
-    """Compile the step of a plan. Returns the compiler's counts, under the plan's names, and the compiled step.
+    """Compile the step of a plan. Returns the compiler's counts, with the names of `to_json`, and the compiled step.
 
-    Uses the plan's TPU topology or simulated devices. If the step does not fit, the counts have "error" and it is None.
+    Compiles for the plan's TPU topology, or for simulated devices. If the step does not fit, the counts contain
+    "error", and the compiled step is None.
     """
     cfg, chip = one.cfg, one.topology and one.topology.chip
     mesh = compiled.topology_mesh(cfg.mesh, str(one.topology)) if is_tpu(chip) else sharding.make_mesh(cfg.mesh)
-    # With the chip's real limit, libtpu decides: a step that it compiles fits.
+    # With the chip's real memory limit, libtpu decides: if it compiles the step, the step fits.
     on_tpu = is_tpu(chip) and one.limit_bytes == chip.memory_bytes
     same = {name: getattr(one, name) for name in ("params_total", "params_active", "tokens_per_step", "model_flops")}
     try:
@@ -303,20 +306,21 @@ def meshes(devices: int):
             yield MeshConfig(*sizes, devices // math.prod(sizes))
 
 
-REFINED = 20  # number of layouts of a search, fastest first, whose `auto` settings are chosen
+REFINED = 20  # a search chooses the `auto` settings only for this many layouts, the fastest
 
 
 def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, say=lambda text: None):
-    """Plan every mesh, with every schedule if it has stages.
+    """Plan every mesh of the topology's devices and, for meshes with stages, every pipeline schedule.
 
-    Settings that are `auto` first get the values that need the least memory. Then they are chosen for the first twenty.
-    Returns the plans that fit, fastest first; those that do not, smallest first; and {reason: number of refused plans}.
+    First, all `auto` settings get the values that need the least memory. Then they are chosen for the twenty fastest
+    layouts. Returns the plans that fit, fastest first; the plans that do not fit, smallest first; and for meshes that
+    the model cannot use, {reason: number}.
     """
     fit, large, refused = [], [], {}
     autos, dense = (
         cfg.work.auto_settings,
         not cfg.model.n_experts,
-    )  # in a dense model, an expert axis equals an fsdp axis
+    )  # in a dense model, an expert axis does the same as an fsdp axis
     least = {name: value for name, value in cfg.work.baselines("least").items() if name in autos}
     candidates = [mesh for mesh in meshes(topology.devices) if mesh.expert == 1 or not dense]
     for number, mesh in enumerate(candidates):
@@ -342,17 +346,17 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
 
 
 def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None, say) -> tuple[int, int]:
-    """Find by compiling the most sequences that fit and the fewest that do not, at most a sixteenth apart.
+    """Find, by compiling, the largest batch known to fit and the smallest known not to fit, at most 1/16 apart.
 
-    Starts at the batch that fits by arithmetic, moves in growing steps, and then bisects.
+    Starts at the largest batch that fits according to the plan, moves in growing steps, and then bisects.
     Raises: UserError if not even the smallest batch fits, or if memory hardly grows with the batch.
     """
     if (at_once := cfg.work.device_batch) != AUTO:
         raise UserError(f"--max_batch: work.device_batch={at_once} limits a device to {at_once} sequences at a time, "
-                        "whatever the batch; leave it at auto")  # fmt: skip
+                        "so memory does not depend on the batch; leave it at auto")  # fmt: skip
     unit = cfg.mesh.batch_shards * (1 if cfg.work.microbatches == AUTO else cfg.work.microbatches)
 
-    def sized(units: int) -> Plan:  # all of them at once
+    def sized(units: int) -> Plan:  # a device works on all its sequences at once
         one = replace(cfg, **{"data.batch_size": units * unit, "work.device_batch": units * unit})
         return plan(one, topology, limit_bytes)
 
@@ -368,7 +372,8 @@ def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: 
     while sized(high).fits:
         low, high = high, 2 * high
         if high * unit > 2**16 * cfg.data.batch_size:
-            raise UserError(f"{low * unit} sequences still fit: memory does not grow with the batch")
+            raise UserError(f"--max_batch: {low * unit} sequences still fit, because memory does not grow with the "
+                            "batch; choose the batch size by step time instead")  # fmt: skip
     while high - low > max(low // 16, 1):
         middle = (low + high) // 2
         low, high = (middle, high) if sized(middle).fits else (low, middle)
@@ -380,7 +385,7 @@ def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: 
         at = (low + high) // 2 if low and high else low + step if low else max(high - step, 1)
         step *= 2
         if high == 1:
-            raise UserError(f"not even {unit} sequences fit; try a larger fsdp axis, or work.remat=full")
+            raise UserError(f"--max_batch: not even {unit} sequences fit; try a larger fsdp axis, or work.remat=full")
     return low * unit, high * unit
 
 
@@ -388,7 +393,7 @@ SCALES = {"bytes": (2**30, "GiB", 2**20, "MiB"), "FLOPs": (1e12, "TFLOP", 1e9, "
 
 
 def amount(x: float | None, unit: str) -> str:
-    """Format a number with a large or small unit: amount(3e9, "bytes") is "2.794 GiB"."""
+    """Format a number with a suitable unit: amount(3e9, "bytes") is "2.794 GiB"."""
     if x is None:
         return "-"
     large, name, small, small_name = SCALES[unit]

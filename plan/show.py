@@ -1,4 +1,4 @@
-"""Print a plan as tables, and draw it as a picture."""
+"""Print a plan as tables, and draw it as a figure."""
 
 import math
 
@@ -37,7 +37,7 @@ def make_table(title: str, *columns: str, words: int = 1, **more):
 
 
 def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, console) -> None:
-    """Print a plan as tables, with the compiler's counts and better settings, if there are any."""
+    """Print a plan as tables, with the compiler's counts (`found`) and faster settings (`better`), if given."""
     cfg, seconds = one.cfg, one.seconds()
     console.print(f"model      {one.params_total:,} parameters, {one.params_active:,} active per token")
     devices = str(one.topology) if one.topology else f"{cfg.mesh.devices} devices of unknown kind"
@@ -94,7 +94,7 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
 
 
 def suggestion(one: Plan, changed: dict[str, str], other: Plan) -> str:
-    """Return the line that suggests settings with which the step is faster, or fits."""
+    """Return the line that suggests settings that make the step faster, or make it fit."""
     flags = " ".join(f"--{name} {value}" for name, value in changed.items())
     less = f"{1 - other.likely_s / one.likely_s:.0%} less" if one.fits else "and it fits"
     return f"try        {flags}: {amount(other.likely_s, 's')}, {less}; peak memory {amount(other.peak_bytes, 'bytes')}"
@@ -129,7 +129,7 @@ def compiled_tables(found: dict, step: compiled.Compiled, console) -> None:
 
 
 def unknown_kernels(unknown: dict[str, float]) -> str:
-    """List the kernels that state no FLOPs and so count as 0."""
+    """List the kernels that declare no FLOPs and therefore count as 0."""
     names = ", ".join(f"{times:,.0f} x {name}" for name, times in unknown.items())
     return f"FLOPs of {len(unknown)} kernel{'s' * (len(unknown) > 1)}: {names}"
 
@@ -257,7 +257,7 @@ def plot_inference(one: inference.Plan, asked: tuple[int, ...], path: str) -> No
     figure.savefig(path)
 
 
-# Pictures -------------------------------------------------------------------------------------------------------------
+# Figures --------------------------------------------------------------------------------------------------------------
 
 FIXED = ("compute", "optimizer", "bubble")  # causes of a step's seconds; the others are communication by mesh axes
 
@@ -268,7 +268,7 @@ def scale(largest_bytes: float) -> tuple[int, str]:
 
 
 def plot(one: Plan, found: dict | None, path: str) -> None:
-    """Draw memory by part, bytes sent by mesh axes, and the pipeline schedule, into a picture file."""
+    """Draw memory by part, bytes sent by mesh axes, and the pipeline schedule to an image file."""
     staged, wired = one.cfg.mesh.stage > 1, bool(one.wire_bytes)
     figure = pictures.new_picture(figsize=(11 if wired else 5.5, 7.3 if staged else 4), dpi=150)
     grid = figure.add_gridspec(1 + staged, 1 + wired, width_ratios=(3, 4)[: 1 + wired])
@@ -284,7 +284,7 @@ def plot(one: Plan, found: dict | None, path: str) -> None:
 
 
 def plot_memory(axes, one: Plan, found: dict | None) -> None:
-    """Draw a bar of the predicted memory, by part, and one of the compiled memory."""
+    """Draw a bar of the predicted memory, by part, and a bar of the compiled memory."""
     from matplotlib import colormaps
 
     bars = [("predicted", part, size, colour) for (part, size), colour in
@@ -309,7 +309,7 @@ def plot_memory(axes, one: Plan, found: dict | None) -> None:
 
 
 def plot_traffic(axes, one: Plan, found: dict | None) -> None:
-    """Draw the predicted bytes, and the compiled ones, for each group of mesh axes."""
+    """Draw the predicted bytes, and those of the compiled step, for each group of mesh axes."""
     rows = [row for row in compare(one, found or {}) if row[0].startswith("  over ")]
     rows = [row for row in rows if row[2] >= 0.002 * one.wire_bytes]
     series = {"predicted": [row[2] for row in rows]}
@@ -341,7 +341,7 @@ def plot_schedule(axes, one: Plan) -> None:
 
 
 def plot_search(fit: list[Plan], path: str, most: int = 20) -> None:
-    """Draw the time of a step by cause, for the fastest layouts, into a picture file."""
+    """Draw the step time by cause, for the fastest layouts, to an image file."""
     fit = fit[:most]
     figure = pictures.new_picture(figsize=(11, 1.4 + 0.28 * len(fit)), dpi=150)
     axes, ends = figure.subplots(), [0.0] * len(fit)

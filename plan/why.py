@@ -1,7 +1,7 @@
-"""Compare the rows of a plan with those of the traced step, and list the source lines that cause them.
+"""Compare the FLOPs and bytes of a plan with those of the traced step, and list the source lines that cause them.
 
-The plan's rows are those of `costs.py`, before the compiler replaces any collective. A source line of a layer has its
-formula in letters: the FLOPs of one forward pass, or the bytes of a collective.
+The plan's numbers are those of `costs.py`, before the compiler replaces any collective. Each source line of a layer has
+a formula in letters: the FLOPs of a matmul, or the bytes of a collective, in one forward pass.
 """
 
 import re
@@ -19,7 +19,7 @@ class Line:
     """The operations of one kind on one source line, summed over a step."""
 
     source: str  # "model.py:123 in hidden"
-    formula: str = ""  # of one forward pass of a layer, in the letters of MEANS
+    formula: str = ""  # FLOPs or bytes of one forward pass of a layer, in the letters of MEANS
     count: float = 0  # executions
     size: float = 0  # FLOPs, or bytes sent
 
@@ -48,12 +48,12 @@ class Group:
 
 
 MEANS = {  # meaning of each letter of a formula, as sizes of one device
-    "b": "sequences of a microbatch", "t": "positions of a sequence between blocks", "D": "model width",
-    "g": "key-value heads", "r": "query heads that share one", "K": "width of a head", "R": "its rotary part",
-    "U": "width of a value", "Q": "query latent", "C": "key and value latent", "f": "hidden width",
-    "k": "experts a token", "e": "experts", "m": "hidden width of an expert", "x": "shared experts",
-    "X": "slots of an expert",
-    "tensor": "devices along tensor", "context": "along context", "expert": "along expert",
+    "b": "sequences of a microbatch", "t": "positions in the residual stream", "D": "model width",
+    "g": "key/value heads", "r": "query heads per key/value head", "K": "width of a head",
+    "R": "width of its rotary part", "U": "width of a value", "Q": "query latent", "C": "key/value latent",
+    "f": "feed-forward hidden width", "k": "experts per token", "e": "experts", "m": "hidden width of an expert",
+    "x": "shared experts", "X": "slots of an expert",
+    "tensor": "devices along tensor", "context": "devices along context", "expert": "devices along expert",
 }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def legend(one: Plan) -> str:
 
 
 def line_formulas(one: Plan) -> dict[tuple[str, bool], str]:
-    """Map (source line of a layer, whether it is a collective) to the formula of one forward pass."""
+    """Map (source line of a layer, True for a collective) to the formula of one forward pass."""
     by_line: dict[tuple[str, bool], list[str]] = {}
     for is_moe in (False, True)[: 1 + bool(one.cfg.model.n_experts)]:
         for row in traced_layer.layer_rows(one.cfg.at_work, is_moe):

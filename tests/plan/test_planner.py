@@ -293,7 +293,7 @@ def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
     in_passes = replace(cfg, **{"work.device_batch": 16})
     with pytest.raises(UserError, match=r"work\.device_batch=16 limits a device to 16 .*; leave it at auto"):
         planner.largest_batch(in_passes, hardware.Topology.parse("v5e:2x2"), None, print)
-    with pytest.raises(UserError, match="still fit: memory does not grow"):
+    with pytest.raises(UserError, match="still fit, because memory does not grow"):
         planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), 2**60, print)
     monkeypatch.setattr(planner, "compile_plan", lambda plan, say: ({"peak_bytes": 1e12, "fits": False}, None))
     with pytest.raises(UserError, match="not even 4 sequences fit"):
