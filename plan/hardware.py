@@ -1,9 +1,9 @@
-"""The speeds of chips and of the links between them. No device is touched.
+"""The speeds of chips and of the links between them. No device is used.
 
-`Topology.parse("v4:2x4x4")` names devices. `layout` returns the links that each mesh axis uses, and their speed.
-`collective_seconds` is the time of a collective there, bound by bytes, and `latency_seconds` is the latency that adds
-to it. Latency matters below about 50 kB, so a plan of decoding counts it, and a plan of a training step does not.
-Collectives of different axes that run at the same time are assumed not to slow each other down.
+`Topology.parse("v4:2x4x4")` describes devices. `layout` returns the links that each mesh axis uses, and their speed.
+`collective_seconds` is the time that a collective's bytes take there, and `latency_seconds` is its latency. Latency
+matters below about 50 kB, so a plan of decoding includes it, and a plan of a training step does not. Collectives of
+different axes that run at the same time are assumed not to slow each other down.
 """
 
 import functools
@@ -19,24 +19,24 @@ from errors import UserError, suggest
 from xla import links
 
 MiB, GiB = 2**20, 2**30
-# The share of a GPU's memory that JAX reserves at start, and that limits a program, unless XLA_CLIENT_MEM_FRACTION (in
-# older versions XLA_PYTHON_CLIENT_MEM_FRACTION) is set: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+# The fraction of a GPU's memory that JAX reserves at start. A program cannot use more, unless XLA_CLIENT_MEM_FRACTION
+# (in older versions XLA_PYTHON_CLIENT_MEM_FRACTION) is set: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 GPU_SHARE = 0.75
-# The share of NVLink's data-sheet speed that collectives reach: 370 of 450 GB/s on 8 H100, in messages of 10 GB.
+# The fraction of NVLink's data-sheet speed that collectives reach: 370 of 450 GB/s on 8 H100, with 10 GB per message.
 # https://jax-ml.github.io/scaling-book/gpus, "Empirical measurements"
 NVLINK_MEASURED = 0.82
 # Latency from a chip to the next: https://jax-ml.github.io/scaling-book/sharding, on arrays bound by latency.
 HOP_S = 1e-6
-# NCCL's estimates for a ring with the protocol LL (few bytes): to start, per step inside a node, and per step to
-# another node: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, baseLat and hwLat.
+# NCCL's estimates for a ring with the LL protocol (for few bytes): at the start, per step inside a node, and per step
+# to another node: https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, baseLat and hwLat.
 NCCL_BEGIN_S, NVLINK_STEP_S, NETWORK_STEP_S = 6.6e-6, 0.6e-6, 2.7e-6
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One JAX device of a chip. Bytes per second are those of one direction."""
+    """One JAX device, which is a chip or a part of one. Bytes per second are for one direction."""
 
-    key: str  # the start of a topology: v4 in v4:2x4x4
+    key: str  # the start of a topology's name: v4 in v4:2x4x4
     name: str
     device_kind: str  # as JAX reports it
     peak_flops_per_s: float | None  # bf16, dense; None: unknown, so there is no MFU
@@ -44,16 +44,16 @@ class Chip:
     hbm_bytes_per_s: float | None
     torus_dims: int  # 0: no torus
     link_bytes_per_s: float | None  # TPU: one link to one neighboring chip; GPU: all NVLinks of one GPU
-    dcn_bytes_per_s: float | None  # out of the slice or node, per device: data center network, or InfiniBand
+    dcn_bytes_per_s: float | None  # to other slices or nodes, per device: data center network, or InfiniBand
     most: int = 0  # chips of the largest slice; 0: no limit
     devices_per_chip: int = 1
     inside_bytes_per_s: float | None = None  # between two devices of one chip
-    domain: int = 0  # GPUs connected by NVLink: a node, or a rack; 0: no NVLink
+    domain: int = 0  # number of GPUs connected by NVLink: a node, or a rack; 0: no NVLink
     per_host: int = 4  # chips per host
 
     @property
     def side(self) -> int:
-        """Chips along a side of a full pod, if pods are square."""
+        """Number of chips along each side of a full pod, if pods are square."""
         return math.isqrt(self.most)
 
 
@@ -105,7 +105,7 @@ class Topology:
     """Connected chips: a TPU slice, GPU nodes, or the simulated devices of a CPU."""
 
     chip: Chip
-    shape: tuple[int, ...]  # of the torus, x first; of GPUs and CPUs: their number
+    shape: tuple[int, ...]  # sizes of the torus, x first; for GPUs and CPUs their number
     chips: int
     hosts: int
 
@@ -113,7 +113,7 @@ class Topology:
     def parse(cls, text: str) -> "Topology":
         """Parse `v4:2x4x4`, `v5e:4x4`, `h100:16` or `cpu:8`. A slice's sizes may have any order, see `cloud`.
 
-        Raises: UserError that suggests a topology which exists.
+        Raises: UserError that suggests an existing topology.
         """
         refuse = lambda why: UserError(f"topology {text!r}: {why}")
         key, _, rest = text.strip().lower().partition(":")
@@ -121,10 +121,11 @@ class Topology:
             raise refuse("slice names count cores on v3, v4 and v5p; give the shape in chips: v3-8 is v3:2x2, v4-64 is "
                          "v4:2x4x4")  # fmt: skip
         if re.fullmatch(r"(v5e|v5litepod|v6e)-\d+", key):
-            raise refuse("give the shape in chips: v5litepod-64 is v5e:8x8, v6e-32 is v6e:4x8")
+            raise refuse("slice names do not give the shape; write it in chips: v5litepod-64 is v5e:8x8, v6e-32 is "
+                         "v6e:4x8")  # fmt: skip
         if key not in CHIPS:
             near = "Ironwood is tpu7x" if key in ("ironwood", "v7", "v7x", "tpu7") else suggest(key, CHIPS)
-            raise refuse(f"no chip is called {key!r}; {near}; write v4:4x4x2, v5e:4x4, h100:16 or cpu:8")
+            raise refuse(f"unknown chip {key!r}; {near}; write v4:4x4x2, v5e:4x4, h100:16 or cpu:8")
         if rest.endswith("_twisted"):
             raise refuse(f"twisted tori are not supported; use {key}:{rest.removesuffix('_twisted')}, without a twist")
         chip, dims = CHIPS[key], CHIPS[key].torus_dims
@@ -157,17 +158,17 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """The number of JAX devices, of which a mesh consists."""
+        """The number of JAX devices."""
         return self.chips * self.chip.devices_per_chip
 
     @property
     def order(self) -> list[int]:
-        """The torus axes in Google Cloud's order: smallest first, but the 2x2 chips of a host use the first two."""
+        """The torus axes in Google Cloud's order: smallest first, but the 2x2 chips of a host are on the first two."""
         return sorted(range(len(self.shape)), key=lambda d: (self.shape[d] % 2, self.shape[d]))
 
     @property
     def cloud(self) -> "Topology":
-        """The same slice with Google Cloud's name and order of axes, which is also the order of chip coordinates.
+        """The same slice with axes in the order of Google Cloud's name, which is also that of chip coordinates.
 
         Source: https://cloud.google.com/tpu/docs/types-topologies, "AxBxC, where A<=B<=C".
         """
@@ -177,7 +178,8 @@ class Topology:
     def wraps(self) -> tuple[bool, ...]:
         """For each torus axis, whether a wraparound link connects its last chip to the first.
 
-        On v4, v5p and tpu7x optical switches between cubes of 4x4x4 close all axes or none: 2x4x4 is not a torus.
+        On v4, v5p and tpu7x, optical switches connect cubes of 4x4x4 chips, so all axes wrap around or none: 2x4x4 has
+        no wraparound links.
         On v3, v5e and v6e an axis has wraparound links if it spans the pod.
         Source: https://jax-ml.github.io/scaling-book/tpus, "TPU Networking"; https://cloud.google.com/tpu/docs/v5p
         """
@@ -191,7 +193,7 @@ class Topology:
 
 
 def topology_of_devices(devices) -> Topology | None:
-    """Return the topology of these JAX devices, which gives a plan their speed; None if it has no name."""
+    """Return the topology of these JAX devices, from which a plan gets their speed; None if it is unknown."""
     chip = next((chip for chip in CHIPS.values() if chip.device_kind == devices[0].device_kind), None)
     if chip is None or not chip.peak_flops_per_s:
         return None
@@ -214,7 +216,7 @@ class NamedMesh:
 
     @classmethod
     def parse(cls, text: str) -> "NamedMesh":
-        """Parse `data=4,model=8`, outermost axis first. Raises: UserError naming the part that cannot be parsed."""
+        """Parse `data=4,model=8`, outermost axis first. Raises: UserError with the part that cannot be parsed."""
         pairs = [part.strip().partition("=")[::2] for part in text.split(",")]
         for name, size in pairs:
             if not name.isidentifier() or not re.fullmatch(r"[1-9]\d{0,6}", size):
@@ -246,7 +248,7 @@ def coordinates(mesh: MeshConfig | NamedMesh, topology: Topology) -> np.ndarray:
     """Return the torus coordinates of each device of the mesh, [*mesh sizes, torus axis].
 
     If a chip is several devices, the last coordinate is the device's index on the chip: [*mesh sizes, torus axes + 1].
-    JAX decides, with the same call that `compiled.topology_mesh` makes with real devices.
+    JAX chooses the arrangement, in the same call that `compiled.topology_mesh` makes for real devices.
     Raises: UserError for a mesh that JAX cannot place on the topology.
     """
     from jax.experimental import mesh_utils
@@ -260,7 +262,8 @@ def coordinates(mesh: MeshConfig | NamedMesh, topology: Topology) -> np.ndarray:
     try:
         arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     except (TypeError, ValueError) as error:  # e.g. an axis of 28 in jax 0.10.2: github.com/jax-ml/jax/issues/38286
-        raise UserError(f"JAX cannot place {mesh} on {topology}; use mesh axes that cover whole torus axes") from error
+        raise UserError(f"JAX cannot place {mesh} on {topology}; use mesh axes whose sizes are products of the sizes "
+                        f"{', '.join(map(str, topology.shape))}") from error  # fmt: skip
     places = np.array([(*device.coords[: len(cloud)], device.core_on_chip) for device in arranged.flat])
     back = [*np.argsort(topology.order), len(cloud)][: len(cloud) + (chip.devices_per_chip > 1)]
     return places[:, back].reshape(*shape, -1)
@@ -274,13 +277,13 @@ class Link:
     """The physical links of one mesh axis. Bytes per second are what one device sends; None if unknown."""
 
     bytes_per_s: float | None  # in all-gather, reduce-scatter, all-reduce
-    hops: int  # links from a device to the next along a torus axis; as many groups share each link
+    hops: int  # number of links from a device to the next in its group; this many groups share each link
     ring: bool  # all its torus axes have wraparound links, or the last device is a neighbor of the first
-    torus_axes: tuple[str, ...]  # of x, y, z
+    torus_axes: tuple[str, ...]  # those it uses, of x, y, z
     note: str  # the line to print
-    neighbour_bytes_per_s: float | None  # in collective-permute: to the next device only
+    neighbour_bytes_per_s: float | None  # in collective-permute, which sends only to the next device
     all_to_all_bytes_per_s: float | None
-    latency_s: float = 0.0  # until the first byte of each device has reached every other
+    latency_s: float = 0.0  # until the first byte of each device has reached every other device
 
 
 def require_devices(mesh: MeshConfig | NamedMesh, topology: Topology) -> None:
@@ -295,7 +298,7 @@ def require_devices(mesh: MeshConfig | NamedMesh, topology: Topology) -> None:
 
 @functools.cache
 def layout(mesh: MeshConfig | NamedMesh, topology: Topology) -> dict[str, Link]:
-    """Return the link of each mesh axis of more than one device.
+    """Return the links of each mesh axis of more than one device.
 
     Raises: UserError if the mesh and the topology differ in their number of devices.
     """
@@ -309,7 +312,7 @@ def layout(mesh: MeshConfig | NamedMesh, topology: Topology) -> dict[str, Link]:
 
 @functools.cache
 def link(mesh: MeshConfig | NamedMesh, topology: Topology, axes: tuple[str, ...]) -> Link:
-    """Return the link of a group of devices along several mesh axes, which may have more links than along one."""
+    """Return the links of groups of devices along several mesh axes, which may be more than those of a single axis."""
     single = len(axes) == 1 or topology.chip.key == "cpu"
     return layout(mesh, topology)[axes[0]] if single else _find(mesh, topology, axes)
 
@@ -326,7 +329,7 @@ def _find(mesh: MeshConfig | NamedMesh, topology: Topology, axes: tuple[str, ...
 
 
 def check(mesh: MeshConfig, topology: Topology) -> list[str]:
-    """List what makes this mesh slower on these links than it could be, one line each; [] if nothing does."""
+    """List the reasons why this mesh communicates slower than it could on these links, one line each."""
     chip, found = topology.chip, []
     if chip.torus_dims and not any(topology.wraps):
         closed = "all sizes are multiples of 4" if chip.torus_dims == 3 else f"a size is {chip.side}"
@@ -347,7 +350,7 @@ def check(mesh: MeshConfig, topology: Topology) -> list[str]:
 
 
 def chip_notes(topology: Topology) -> list[str]:
-    """List what the numbers of these chips assume, one line each."""
+    """List what a plan for these chips assumes, one line each."""
     chip, found = topology.chip, []
     if chip.devices_per_chip > 1:
         apart = _speed(chip.inside_bytes_per_s)
@@ -359,8 +362,8 @@ def chip_notes(topology: Topology) -> list[str]:
         found.append(
             f"JAX reserves {GPU_SHARE:.0%} of a GPU's {whole:.1f} GiB; if you set XLA_CLIENT_MEM_FRACTION, use --memory"
         )
-        found.append(f"NVLink has the {_speed(chip.link_bytes_per_s)} of its data sheet; on 8 H100s, "
-                     f"{NVLINK_MEASURED} of it was measured")  # fmt: skip
+        found.append(f"NVLink speed is {_speed(chip.link_bytes_per_s)}, from the data sheet; collectives on 8 H100s "
+                     f"reached {NVLINK_MEASURED} of it")  # fmt: skip
     return found
 
 
@@ -369,13 +372,14 @@ def _speed(bytes_per_s: float | None) -> str:
 
 
 def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
-    """Return the link of a mesh axis whose groups of devices have these coordinates, [group, device, torus axis].
+    """Return the links of a mesh axis. `lines` are the coordinates of its groups: [group, device, torus axis].
 
-    A group that fills a box gathers along all its torus axes at once, so their speeds add up. Both directions of a
-    link count if the torus axis has wraparound links, otherwise one, because a chip at the end has one neighbor. A
-    group that uses part of a torus axis has one ring, in both directions (`xla/links.py`). If neighbors are h links
-    apart, h groups interleave and share the links. An all-to-all is bound by the links across the middle of the longest
-    torus axis. They carry a quarter of the gathered array in each direction. A device sends (n - 1) / n^2 of the array.
+    - A group whose coordinates form a box gathers along all its torus axes at once, so their speeds add up. With
+      wraparound links both directions of a link count, otherwise one, because a chip at the end has one neighbor.
+    - A group that uses part of a torus axis has one ring, in both directions (`xla/links.py`).
+    - If neighbors in the group are h links apart, h groups interleave and share the links.
+    - An all-to-all is limited by the links across the middle of the longest torus axis. They carry a quarter of the
+      gathered array in each direction. Each of n devices sends (n - 1) / n^2 of the array.
     Source: https://jax-ml.github.io/scaling-book/sharding, "How long does this take?" and "AllToAll".
     """
     one, n, torus = topology.chip.link_bytes_per_s, lines.shape[1], topology.torus
@@ -405,11 +409,12 @@ def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
 
 
 def _shared_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
-    """Return the link of a mesh axis if a chip is several devices, [group, device, torus axes and index on the chip].
+    """Return the links of a mesh axis if a chip is several devices. `lines` has the coordinates of the groups:
+    [group, device, torus axes and index on the chip].
 
-    A group with all devices of its chips communicates as these chips would: each byte passes a chip's links once. If it
-    has one device of each chip, it shares the chip's links with the groups of the other devices. The connection inside
-    a chip is not counted next to links, because it is six times as fast.
+    A group with all devices of its chips communicates as these chips would: each byte passes a chip's links once. A
+    group with one device per chip shares the chip's links with the groups of the other devices. The connection inside a
+    chip is ignored, because it is six times as fast as the links.
     """
     chip, n, places = topology.chip, lines.shape[1], lines[..., :-1]
     here = int((places[0] == places[0, 0]).all(axis=-1).sum())  # devices of the group on one chip
@@ -417,14 +422,14 @@ def _shared_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
         speed = chip.inside_bytes_per_s
         return Link(speed, 1, True, (), f"{axis}={n} stays on a chip: {_speed(speed)}", speed, speed)
     if any((np.unique(group, axis=0, return_counts=True)[1] != here).any() for group in places):
-        raise UserError(f"JAX places {axis}={n} on {topology} across whole chips and parts of chips, which the planner "
-                        "does not model; use axes that are powers of two")  # fmt: skip
+        raise UserError(f"JAX places {axis}={n} on {topology} so that a group has all devices of some chips and one of "
+                        "others, which the planner does not model; use axes that are powers of two")  # fmt: skip
     firsts = [np.sort(np.unique(group, axis=0, return_index=True)[1]) for group in places]
     chips = np.stack([group[first] for group, first in zip(places, firsts, strict=True)])
     link = _torus_link(axis, chips if here > 1 else chips[lines[:, 0, -1] == 0], topology)
     side_by_side = (places[:, ::here] == places[:, here - 1 :: here]).all()
     gather, step = here / chip.devices_per_chip, (1 if side_by_side else 1 / here) * here / chip.devices_per_chip
-    sent = lambda count: (count - 1) / count**2  # share of the gathered array that a device sends in an all-to-all
+    sent = lambda count: (count - 1) / count**2  # fraction of the gathered array that a device sends in an all-to-all
     across = link.all_to_all_bytes_per_s * gather * sent(n) / sent(n // here)
     where = link.note.removeprefix(f"{axis}={n // here} maps to ").rpartition(", ")[0]
     which = "both devices" if here > 1 else "one device"
@@ -436,13 +441,13 @@ def _shared_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
 
 
 def _part(size: int, _wraps: bool, count: int, stride: int) -> str:
-    """Name the part of a torus axis that consists of `count` chips, `stride` apart."""
+    """Describe which chips of a torus axis a group uses: `count` chips, `stride` apart."""
     share = {1: "", 2: "half of "}.get(size // count // stride, f"1/{size // count // stride} of ")
     return {1: "", 2: "every 2nd of "}.get(stride, f"every {stride}th of ") + share
 
 
 def _box(group: np.ndarray) -> list[tuple[int, int]] | None:
-    """Return (chips, distance) of a group along each torus axis; None if it does not fill a box."""
+    """Return (number of chips, distance) of a group along each torus axis; None if it does not form a box."""
     places = [np.unique(along) for along in group.T]
     gaps = [set(np.diff(values).tolist()) or {1} for values in places]
     fills = math.prod(map(len, places)) == len(group) and all(len(gap) == 1 for gap in gaps)
@@ -450,12 +455,12 @@ def _box(group: np.ndarray) -> list[tuple[int, int]] | None:
 
 
 def _busiest(start: np.ndarray, end: np.ndarray, topology: Topology, sizes=1.0) -> float:
-    """Return the total size of the messages on the busiest direction of a link, if all are sent at once."""
+    """Return the largest total size on one direction of a link, if all `start` send to their `end` at once."""
     return float(topology.torus.loads(start, end, sizes).max()) or 1.0
 
 
 def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
-    """Return the link of a mesh axis of GPUs, numbered [group, device, 1].
+    """Return the links of a mesh axis of GPUs. `lines` has the numbers of its GPUs: [group, device, 1].
 
     Inside a node (the GPUs connected by NVLink) every GPU reaches every other at full speed. A group that spans nodes
     uses the network cards of all its GPUs in each node together.
@@ -473,9 +478,9 @@ def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
 
 
 def _hops_latency(lines: np.ndarray, topology: Topology) -> float:
-    """Seconds of the hops along each torus axis from one end of a group, [group, device, torus axis], to the other.
+    """Return the latency from one end of a group to the other, along all torus axes. `lines`: as in `_torus_link`.
 
-    Two devices of a chip count as one hop apart.
+    Two devices of the same chip count as one hop apart.
     """
     sizes, wraps = topology.shape, topology.wraps
     span = np.ptp(lines[..., : len(sizes)], axis=1)
@@ -484,7 +489,7 @@ def _hops_latency(lines: np.ndarray, topology: Topology) -> float:
 
 
 def _switched_latency(lines: np.ndarray, topology: Topology) -> float:
-    """Seconds of a ring without bytes over GPUs, numbered [group, device, 1]: n - 1 steps."""
+    """Return the latency of a ring over n GPUs: n - 1 steps. `lines`: as in `_switched_link`."""
     between = max(len(np.unique(group // topology.chip.domain)) for group in lines) - 1
     return NCCL_BEGIN_S + (lines.shape[1] - 1 - between) * NVLINK_STEP_S + between * NETWORK_STEP_S
 
@@ -495,15 +500,16 @@ def _switched_latency(lines: np.ndarray, topology: Topology) -> float:
 def wire_bytes(kind: str, joined_bytes: float, n: int) -> float:
     """Return the bytes that one of n devices sends in a collective, as in `xla/ledger.py`.
 
-    joined_bytes  size of: the result (all-gather); one device's operand (reduce-scatter, all-reduce); all operands
-                  together, so n times the ledger's payload (all-to-all); what one device sends (collective-permute)
+    joined_bytes  all-gather: the size of the result. reduce-scatter, all-reduce: the size of one device's operand.
+                  all-to-all: the size of all devices' operands together, n times the ledger's payload.
+                  collective-permute: what one device sends
     """
     share = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1 / n}
     return joined_bytes * (1 if kind == "collective-permute" else share[kind] * (n - 1) / n)
 
 
 def collective_seconds(kind: str, joined_bytes: float, n: int, link: Link) -> float:
-    """Seconds of a collective of n devices on their link, if it runs alone and is bound by bytes.
+    """Return the seconds of a collective of n devices on their links, if it runs alone, without latency.
 
     joined_bytes  as in `wire_bytes`
     Source: https://jax-ml.github.io/scaling-book/sharding, "What Have We Learned?", which approximates (n - 1)/n by 1.
@@ -515,5 +521,6 @@ def collective_seconds(kind: str, joined_bytes: float, n: int, link: Link) -> fl
 
 
 def latency_seconds(kind: str, link: Link) -> float:
-    """Seconds of latency that a collective adds to those of its bytes. An all-reduce is a scatter, then a gather."""
+    """Return the latency of a collective, in addition to the time of its bytes. An all-reduce is a reduce-scatter, then
+    an all-gather."""
     return (2 if kind == "all-reduce" else 1) * link.latency_s

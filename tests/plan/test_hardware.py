@@ -92,10 +92,10 @@ def test_the_order_of_sizes_does_not_change_a_slice(ours, clouds):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("v9:2x2", r"no chip is called 'v9'; did you mean .*known: v3, v4, v5e, .*write v4:4x4x2"),
+    ("v9:2x2", r"unknown chip 'v9'; did you mean .*known: v3, v4, v5e, .*write v4:4x4x2"),
     ("v4-64", r"'v4-64': slice names count cores .*v4-64 is v4:2x4x4"),
     ("v3-8", r"'v3-8': slice names count cores .*v3-8 is v3:2x2, "),
-    ("v5litepod-16", r"'v5litepod-16': give the shape in chips: v5litepod-64 is v5e:8x8"),
+    ("v5litepod-16", r"'v5litepod-16': slice names do not give the shape; write it in chips: v5litepod-64 is v5e:8x8"),
     ("v4:4x4", r"TPU v4 takes 3 sizes, like v4:4x4x4"),
     ("v5e:4x4x1", r"TPU v5e takes 2 sizes, like v5e:4x4"),
     ("v4:4x4x-2", r"takes 3 sizes"),
@@ -105,7 +105,7 @@ def test_the_order_of_sizes_does_not_change_a_slice(ours, clouds):
     ("v5p:16x20x28", r"8,960 chips exceed the largest slice of TPU v5p, which has 6,144"),
     ("v4:4x4x8_twisted", r"twisted tori are not supported; use v4:4x4x8, without a twist"),
     ("v5p:8x8x16_twisted", r"twisted tori are not supported; use v5p:8x8x16, "),
-    ("ironwood:2x2x1", r"no chip is called 'ironwood'; Ironwood is tpu7x; write"),
+    ("ironwood:2x2x1", r"unknown chip 'ironwood'; Ironwood is tpu7x; write"),
     ("tpu7x:4x4", r"TPU7x takes 3 sizes, like tpu7x:4x4x4"),
     ("gb200:100", r"nodes of 72, and 100 is not a multiple of 72; use gb200:72 or gb200:144"),
     ("h100:12", r"NVIDIA H100s come in nodes of 8, and 12 is not a multiple of 8; use h100:8 or h100:16"),
@@ -168,7 +168,7 @@ def test_notes_explain_what_the_numbers_assume():
     """Catches GPU memory that a JAX program cannot use, and a data sheet presented as a measurement."""
     memory, nvlink = hardware.chip_notes(Topology.parse("h200:8"))
     assert memory == "JAX reserves 75% of a GPU's 140.4 GiB; if you set XLA_CLIENT_MEM_FRACTION, use --memory"
-    assert nvlink == "NVLink has the 450 GB/s of its data sheet; on 8 H100s, 0.82 of it was measured"
+    assert nvlink == "NVLink speed is 450 GB/s, from the data sheet; collectives on 8 H100s reached 0.82 of it"
     assert hardware.chip_notes(Topology.parse("tpu7x:4x4x4")) == [
         "64 chips are 128 devices, 2 per chip with 600 GB/s between them; all numbers are per device",
         "overlap is not modeled for this chip, so all communication counts as exposed; use --compile",

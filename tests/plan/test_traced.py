@@ -529,7 +529,7 @@ BAD = {
     "a mesh twice": (GOOD, {"mesh": "rows=4,rows=2"}, "mesh 'rows=4,rows=2': axis 'rows' is given twice"),
     "a topology": (GOOD, {"words": ("--topology", "v5p:4x4x4")},
                    "mesh rows=4,columns=2 has 8 devices, and v5p:4x4x4 has 64 chips"),
-    "no topology": (GOOD, {"words": ("--topology", "v99:4")}, "no chip is called 'v99'"),
+    "no topology": (GOOD, {"words": ("--topology", "v99:4")}, "unknown chip 'v99'"),
 }  # fmt: skip
 
 
