@@ -1,7 +1,7 @@
 """Compile the trainer's step for devices that need not be attached: simulated CPU devices, or a TPU slice.
 
-libtpu (`make extra-tpu`) compiles for any slice on a machine without a TPU. The result is the program that the slice
-would run, with its memory, collectives and FLOPs. Only measuring seconds needs the slice.
+libtpu (`make extra-tpu`) compiles for any TPU slice on a machine without a TPU. The result is the program that the
+slice would run, with its memory, collectives and FLOPs. Only to measure time do you need the slice itself.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Compiled:
     alias_bytes: int  # donated arguments, whose memory the results reuse
     peak_bytes: int
     ledger: ledger.Ledger
-    shares: dict  # shares of conditionals that `ledger` uses: see `shares`
+    shares: dict  # fractions of executions of conditionals that `ledger` uses: see `shares`
     unexpected: list[str]  # collectives that should not be in the program, one line each: see `unexpected`
     step: jax.stages.Compiled
 
@@ -142,8 +142,8 @@ def topology_mesh(sizes: MeshConfig, topology: str) -> Mesh:
 def check_compiles_for(topology: Topology) -> None:
     """Raises: UserError if the topology is not a TPU slice, or if libtpu is missing."""
     if not topology.chip.torus_dims:
-        raise UserError(f"topology {str(topology)!r}: only TPU slices can be compiled for without the devices; "
-                        "name one like v4:2x4x4, v5p:4x4x4, v5e:4x4, v6e:8x8 or tpu7x:2x2x2")  # fmt: skip
+        raise UserError(f"topology {str(topology)!r}: compiling for devices that are not attached works only for TPUs; "
+                        "use a slice like v4:2x4x4, v5p:4x4x4, v5e:4x4, v6e:8x8 or tpu7x:2x2x2")  # fmt: skip
     if not importlib.util.find_spec("libtpu"):
         raise UserError(f"compiling for {topology} needs libtpu; install it with: make extra-tpu")
 
@@ -154,8 +154,8 @@ def topology_devices(topology: Topology) -> list:
     Raises: UserError without libtpu, and for a slice that libtpu does not know.
     """
     check_compiles_for(topology)
-    # Without these, libtpu queries the network for this machine's slice, and writes log files. Level 1 makes it print
-    # its warnings, which `layout_warnings` parses.
+    # Without these variables, libtpu queries the network for this machine's slice, and writes log files. With log level
+    # 1 it prints its warnings, which `layout_warnings` parses.
     quiet = dict(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1", TPU_WORKER_HOSTNAMES="localhost",
                  TPU_ACCELERATOR_TYPE="v4-8", TPU_LOG_DIR="disabled", TPU_STDERR_LOG_LEVEL="1")  # fmt: skip
     for name, value in quiet.items():
@@ -164,7 +164,7 @@ def topology_devices(topology: Topology) -> list:
     more = {"chips_per_host_bounds": (2, 4, 1)} if cloud.shape == (2, 4) else {}  # a host of 8 chips
     if topology.chip.key == "v4":  # the two cores of a chip work as one device, the default of other generations
         more = dict(chip_config_name="megacore", chips_per_host_bounds=(2, 2, 1))
-    # By default libtpu assumes that no axis wraps, and turns all-gathers over an entire torus into all-reduces.
+    # By default libtpu assumes that no axis wraps around, and turns all-gathers over a whole torus into all-reduces.
     wrap = (*cloud.wraps, False)[:3]
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=str(cloud), wrap=wrap, **more).devices
@@ -202,8 +202,8 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
     say(f"compiled in {compile_s:.1f} s")
     memory, text = step.memory_analysis(), step.as_text()
     live = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    # The TPU compiler reports the peak of live bytes, which decides what fits and may be less than `temp_bytes`. The
-    # CPU compiler does not report it.
+    # The TPU compiler reports the peak of live bytes, which determines whether the step fits, and may be less than
+    # `temp_bytes`. The CPU compiler does not report it.
     on_tpu = mesh.devices.flat[0].platform == "tpu"
     peak_bytes = memory.peak_memory_in_bytes if on_tpu else live + memory.temp_size_in_bytes
     known = shares(cfg, text)
@@ -260,7 +260,7 @@ CHATTER = rf"{LOGGED}(tpu_|llo_|deepsea_|lowering_emitter|shardy_xla_pass|barrie
 
 
 def layout_warnings(text: str) -> tuple[list[str], str]:
-    """Split the compiler's log into warnings about layout changes that need copies, and the rest without CHATTER."""
+    """Split the compiler's log into warnings about layout changes that need copies, and the rest, without CHATTER."""
     warnings, rest = [], []
     for line in text.splitlines(keepends=True):
         alarm = re.search(ALARM, line.rstrip(), re.IGNORECASE)
@@ -272,13 +272,14 @@ def layout_warnings(text: str) -> tuple[list[str], str]:
 
 
 def unexpected(collectives: list[ledger.Collective], most_bytes: int) -> list[str]:
-    """Describe the collectives that our code does not contain, one line each.
+    """Describe the collectives that should not be in the program, one line each.
 
-    Inside `shard_map` our code contains every collective. Outside it the partitioner adds sums for the gradient norm,
-    and sends the metrics of a step, at most `most_bytes` each. A larger collective moves an array to another layout.
-    Our collectives always run along mesh axes.
+    Inside `shard_map` our code contains every collective explicitly, always along mesh axes. Outside it, XLA's
+    partitioner adds all-reduces for the gradient norm, and sends the metrics of a step, at most `most_bytes` each. A
+    larger collective would mean that an array is resharded.
     The compiler may also rewrite our collectives. On TPU a reduce-scatter may become a padded all-reduce and permutes,
-    and it may merge several sums, including the norm's. So all sums are expected, and permutes without a scope.
+    and several reductions may be merged, including that of the norm. So all reductions are expected, and permutes
+    without a scope too.
     """
     lines = []
     for one in collectives:
@@ -292,22 +293,22 @@ def unexpected(collectives: list[ledger.Collective], most_bytes: int) -> list[st
 
 
 def reported_bytes(cfg: Config) -> int:
-    """Return the largest size of a step's metrics: one number per parameter of a layer, and one per expert."""
+    """Return the bytes of the largest metric of a step: one number per parameter of each layer, or one per expert."""
     return 4 * (len(optimizer.layer_parameters(cfg)) + cfg.model.n_layers * max(cfg.model.n_experts, 1))
 
 
 def shares(cfg: Config, text: str) -> dict:
-    """Return the share of runs in which a step's conditionals do work, by named scope: see `ledger.read`.
+    """Return the fraction of executions in which a step's conditionals do work, by named scope: see `ledger.read`.
 
-    In a pipeline each slot does work once per microbatch and chunk of layers. If the first or last tick has its own
-    slots, one of these runs is there.
+    In a pipeline each slot of a tick (forward, loss, backward, weight gradients) does work once per microbatch and
+    chunk of layers. If the first or last tick is compiled apart from the loop, it does one of these executions.
     """
     conditionals = "\n".join(line for line in text.splitlines() if " conditional(" in line)
     return {scope: share for scope, share in slot_shares(cfg).items() if scope in conditionals}
 
 
 def slot_shares(cfg: Config) -> dict:
-    """Return the same for every conditional that a step may have; `program.read` ignores the ones that it lacks."""
+    """Return the same for every conditional that a step may have; `program.read` ignores those that do not occur."""
     sched = pipeline.schedule(cfg)
     runs = dict.fromkeys(("forward_slot", "backward_slot", "weight_slot"), sched.microbatches * sched.chunks)
     runs["loss_slot"] = sched.microbatches

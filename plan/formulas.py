@@ -1,9 +1,9 @@
-"""Symbolic arithmetic: call the planner's functions with letters instead of numbers to get formulas.
+"""Symbolic arithmetic: call the planner's functions with letters instead of numbers, and they return formulas.
 
-Operators, `where`, `maximum`, `minimum` and `table` return a `Formula` if an argument is one, and numbers otherwise.
-Decorate a function that branches on a letter with `by_cases`: inside `in_letters` it runs once for each combination of
-branches, and `where` merges the results. Outside it runs unchanged. The browser (`docs/planner_formulas.py`) evaluates
-the formulas, so it computes what Python computes and no formula is written twice.
+Operators, `where`, `maximum`, `minimum` and `table` return a `Formula` if an argument is a Formula, else numbers.
+Decorate a function that branches on a letter with `by_cases`. Inside `in_letters`, the function then runs once for each
+combination of branches, and `where` merges the results. Outside `in_letters` it runs unchanged. The planner's web page
+evaluates the formulas (`docs/planner_formulas.py`), so it gives the same results as Python from the same code.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": opera
              "%": operator.mod, "max": max, "min": min, ">": operator.gt, "=": operator.eq}  # fmt: skip
 CONDITIONS = (">", "=", "is", "flag")  # operators with a boolean result
 NODES: dict[tuple, "Formula"] = {}  # equal formulas are one object
-TABLES: dict[str, Callable] = {}  # functions with few possible arguments, which the browser looks up
+TABLES: dict[str, Callable] = {}  # functions with few possible arguments: the browser looks up their values
 OPTIONS: dict[str, tuple] = {}  # the possible values of each Choice
 REPLACED: dict[tuple, tuple] = {}
 
@@ -133,7 +133,7 @@ def flag(name: str) -> Formula:
 
 
 def calculate(op: str, x, y):
-    """Return x op y: a number if both are numbers or if the result does not depend on the letters."""
+    """Return x op y, as a number if both are numbers or if the result does not depend on the letters."""
     if not isinstance(x, Formula) and not isinstance(y, Formula):
         return OPERATORS[op](x, y)
     is_number = lambda one, value: not isinstance(one, Formula) and one == value
@@ -155,7 +155,7 @@ def negate(x):
 
 
 def where(condition, x, y):
-    """Return x if the condition holds, else y; both are evaluated."""
+    """Return x if the condition holds, else y. Both are evaluated."""
     if not isinstance(condition, Formula):
         return x if condition else y
     if condition.op == "not":
@@ -176,12 +176,12 @@ def minimum(*values):
 
 
 def present(x) -> bool:
-    """Return False only for the number 0, since a formula may be nonzero."""
+    """Return False only for the number 0, because a formula may be nonzero."""
     return isinstance(x, Formula) or bool(x)
 
 
 def table(outputs: int) -> Callable:
-    """Decorate a function that returns `outputs` numbers but has no formula: the browser looks up its values."""
+    """Decorate a function that returns `outputs` numbers and cannot be a formula: the browser looks up its values."""
 
     def decorate(function: Callable) -> Callable:
         TABLES[function.__name__] = function
@@ -251,7 +251,7 @@ def run_branches(function: Callable, decided: dict[int, bool]):
 
 
 def by_cases(function: Callable) -> Callable:
-    """Decorate a pure function that branches on letters, so that `where` merges the results of its branches."""
+    """Decorate a pure function that branches on letters: `where` merges the results of its branches."""
     run = (lambda *args: list(function(*args))) if inspect.isgeneratorfunction(function) else function
 
     @functools.wraps(function)
@@ -264,7 +264,7 @@ def by_cases(function: Callable) -> Callable:
 
 
 def cases(function: Callable) -> list[tuple]:
-    """List (condition, result of the function under that condition), for results that are not numbers."""
+    """List (condition, result under that condition) of a function whose results are not numbers."""
     tree = run_branches(function, {}) if tracing and known is None else function()
     leaves = lambda x: [*leaves(x.yes), *leaves(x.no)] if isinstance(x, Fork) else [x]
     holds = lambda x, leaf: (where(x.condition, holds(x.yes, leaf), holds(x.no, leaf)) if isinstance(x, Fork)
@@ -316,7 +316,7 @@ def blank(x):
 
 
 def merge_rows(condition: Formula, x: list, y: list) -> list:
-    """Merge two lists, pairing rows of the same shape in order. A row that one list lacks counts as 0 there."""
+    """Merge two lists, pairing rows of the same shape in order. A row that is missing in one list counts as 0 there."""
     if x and isinstance(x[0], tuple):  # pairs of a count and rows
         return [merge(condition, *pair) for pair in zip(x, y, strict=True)]
     left, merged = list(y), []
@@ -327,7 +327,7 @@ def merge_rows(condition: Formula, x: list, y: list) -> list:
 
 
 def with_decided_choices(x, names: tuple[str, ...]):
-    """Return a hashable dataclass: the named choices get their decided value, all others their first option."""
+    """Return x with `Choice`s replaced: the named ones by their decided value, the others by their first option."""
     if not tracing:
         return x
     value = lambda choice: choice.settled if choice.name in names else OPTIONS[choice.name][0]
@@ -338,7 +338,7 @@ def with_decided_choices(x, names: tuple[str, ...]):
 
 
 def cached_replace(x, **changes):
-    """Cache `dataclasses.replace`, which validates all fields and would run for each combination of branches."""
+    """Call `dataclasses.replace` with a cache: it is slow, and called for each combination of branches."""
     key = id(x), tuple((name, value if isinstance(value, str) else id(value)) for name, value in changes.items())
     if key not in REPLACED:
         REPLACED[key] = x, changes, dataclasses.replace(x, **changes)  # references keep the ids valid

@@ -1,7 +1,7 @@
 """Trace a JAX program and count the FLOPs, memory traffic and bytes sent of one device.
 
-`read` traces a program for a mesh whose devices need not exist, and collects the rows of `rows.py`. A trace lacks the
-communication that a compiler adds (`jit` with shardings): `Program.check` refuses such a program.
+`read` traces a program for a mesh whose devices need not exist, and collects its rows (`rows.py`). A trace does not
+contain the communication that a compiler adds (`jit` with shardings), so `Program.check` rejects such programs.
 """
 
 import collections
@@ -57,7 +57,7 @@ class Program:
         return sum(row.total("hbm_bytes") for row in self.rows)
 
     def sent(self, *fields: str) -> dict[tuple, float]:
-        """Sum bytes sent by fields of Row, such as sent("axes", "kind"), in decreasing order."""
+        """Sum the bytes sent, grouped by fields of Row, such as sent("axes", "kind"), in decreasing order."""
         totals = collections.Counter()
         for row in self.rows:
             if row.axes:
@@ -78,7 +78,7 @@ class Program:
         return row.total("wire_bytes") / speeds.get(row.kind, link.bytes_per_s)
 
     def seconds(self, topology: hardware.Topology | None) -> dict[str, float] | None:
-        """Return roofline seconds for "compute" and for each group of mesh axes; None if the speed is unknown."""
+        """Return the roofline seconds of "compute" and of each group of mesh axes; None if the speed is unknown."""
         if not topology or not topology.chip.peak_flops_per_s:
             return None
         totals = collections.Counter(compute=0.0)
@@ -122,7 +122,7 @@ def specs_of_arguments(jaxpr) -> dict:
 
 
 def argument_specs(function, shapes: tuple) -> list[PartitionSpec | None]:
-    """List the spec of each argument array in the program's own `shard_map`; None if none uses it."""
+    """List the PartitionSpec of each argument array in the program's `shard_map`; None if no `shard_map` uses it."""
     jaxpr = jax.make_jaxpr(function)(*shapes).jaxpr
     specs = specs_of_arguments(jaxpr)
     return [specs.get(x) for x in jaxpr.invars]
@@ -136,7 +136,7 @@ def local_bytes(aval, spec: PartitionSpec | None, sizes: dict[str, int]) -> int:
 
 @contextlib.contextmanager
 def unfiltered_tracebacks():
-    """Keep JAX's frames in tracebacks: `missing_axis_message` searches them for the name of the missing axis."""
+    """Keep JAX's frames in tracebacks, in which `missing_axis_message` finds the name of the missing axis."""
     before = jax.config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -153,7 +153,7 @@ def abstract_mesh(mesh: hardware.NamedMesh, platform: str = "cpu") -> AbstractMe
 
 
 def has_own_mesh(x) -> bool:
-    """Whether the sharding of a shape has a mesh with explicit axes, on which the program runs."""
+    """Return True if a shape's sharding has a mesh with explicit axes; the program then runs on that mesh."""
     place = getattr(x, "sharding", None)
     return isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types
 
@@ -179,11 +179,11 @@ def read(
 
     shapes   trees of `jax.ShapeDtypeStruct`, or arrays, with the unsharded shapes of the arguments
     mesh     its axes may have any names. A `shard_map` without `mesh=` runs on it
-    shares   named scope -> the share of runs in which a conditional in that scope does work, as in `ledger.read`.
-             Any other conditional counts its more expensive branch, which `Row.branch` records
+    shares   named scope -> fraction of executions in which a conditional in that scope does work, as in `ledger.read`.
+             Any other conditional counts its more expensive branch, and `Row.branch` says so
     kernels  names of functions under `jit` that become one row, with the shapes of their operands
-    Raises: UserError for a mesh axis that does not exist and a shape that does not divide. Other errors of the
-    function propagate unchanged.
+    Raises: UserError for a mesh axis that does not exist, and for a size that is not divisible by its mesh axes. Other
+    errors of the function propagate unchanged.
     """
     sizes = dict(mesh.shape)
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
@@ -227,9 +227,10 @@ def error_place(error: BaseException) -> str:
 
 
 def missing_axis_message(error: BaseException, sizes: dict[str, int]) -> str:
-    """Return a message if a collective or a spec names an axis that the mesh lacks; empty if none does.
+    """Return a message if a collective or a PartitionSpec uses an axis that the mesh does not have, else "".
 
-    JAX 0.10 names the axis in only some of its errors. In all its collectives the argument is called `axis_name`.
+    Only some of JAX 0.10's errors contain the name of the axis. Otherwise it is taken from the argument `axis_name`,
+    which all of JAX's collectives have.
     """
     matches = [re.findall(r"(in|out)_specs\S* refers to '(\w+)'", str(error))]
     lacks = [name for groups in matches for _, name in groups if name not in sizes]
@@ -252,7 +253,7 @@ DIVIDES = re.compile(
 
 
 def indivisible_shape_message(error: BaseException) -> str:
-    """Return a message if an argument's shape does not divide by its mesh axes; empty for any other error."""
+    """Return a message if an argument's size is not divisible by its mesh axes; "" for any other error."""
     match = DIVIDES.search(str(error)) if "evenly divisible" in str(error) else None
     if not match:
         return ""

@@ -1,6 +1,7 @@
-"""Simulate the time of a compiled step on its target chips: seconds by cause, and a plot of one layer.
+"""Simulate how long a compiled step takes on its target chips: seconds by cause, and a plot of one layer.
 
-`xla/replay.py` is the simulator. This module supplies the chip, the torus coordinates of the devices, and the schedule.
+`xla/replay.py` is the simulator. This module gives it the chip, the torus coordinates of the devices, and the pipeline
+schedule.
 """
 
 import numpy as np
@@ -14,9 +15,10 @@ from plan import costs
 from plan.hardware import Topology
 from xla import links, replay
 
-# FLOPs per cycle of a device's matrix units, two per cell, so peak / FLOPs per cycle is the clock: v4 has 8 units of
-# 128 x 128 at 1.05 GHz (arXiv:2304.01433, table 4), v5e 4 at 1.5, v5p 8 at 1.75, v6e 4 of 256 x 256 at 1.75, and one
-# of the two devices of a tpu7x chip 4 at 2.2. https://jax-ml.github.io/scaling-book/tpus, "What Is a TPU?"
+# FLOPs per cycle of a device's matrix units (two per cell). The clock is the peak divided by this number. v4 has 8
+# units of 128 x 128 at 1.05 GHz (arXiv:2304.01433, table 4), v5e 4 at 1.5 GHz, v5p 8 at 1.75 GHz, v6e 4 of 256 x 256
+# at 1.75 GHz, and each of the two devices of a tpu7x chip 4 at 2.2 GHz.
+# https://jax-ml.github.io/scaling-book/tpus, "What Is a TPU?"
 FLOPS_PER_CYCLE = {"v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "tpu7x": 2**19}
 HOP_S = 1e-6  # https://jax-ml.github.io/scaling-book/sharding: "about 1us per hop"
 
@@ -31,10 +33,10 @@ def machine(topology: Topology, mesh: Mesh, latency_s: float = 0.0) -> replay.Ma
     """
     chip, devices = topology.chip, [*mesh.devices.flat]
     if chip.key not in FLOPS_PER_CYCLE or not all(hasattr(device, "coords") for device in devices):
-        raise UserError(f"replay: the devices of {topology} have no coordinates on a torus; "
-                        "name a TPU slice, like v4:4x4x2 or v5e:4x4")  # fmt: skip
+        raise UserError(f"simulation: the devices of {topology} have no coordinates on a torus; "
+                        "pass a TPU slice, like v4:4x4x2 or v5e:4x4")  # fmt: skip
     if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
-        raise UserError("replay: the simulator does not model the network between slices; name one slice")
+        raise UserError("simulation: the network between TPU slices is not modeled; pass a single slice")
     places = np.array([device.coords for device in devices])[:, : len(topology.shape)]
     shape, wraps = topology.shape, topology.wraps
     if tuple(places.max(axis=0) + 1) != shape:  # libtpu orders the dims differently
@@ -48,9 +50,10 @@ def machine(topology: Topology, mesh: Mesh, latency_s: float = 0.0) -> replay.Ma
 
 
 def critical_shares(cfg: Config, text: str) -> dict:
-    """Return the share of ticks in which a slot's work is on the critical path, by named scope: see `ledger.read`.
+    """Return the fraction of ticks in which a slot's work is on the critical path, by named scope: see `ledger.read`.
 
-    After every tick all stages wait for the slowest, so only the slots of the slowest stage count.
+    A slot is a part of a pipeline tick: forward, loss, backward or weight gradients. After every tick all stages wait
+    for the slowest, so only the slots of the slowest stage count.
     """
     sched = pipeline.schedule(cfg)
     seconds = dict(zip("FBW", costs.slots(cfg, sched), strict=True))
@@ -84,7 +87,7 @@ WAITING = "#c44e52"
 
 
 def plot(found: replay.Replay, title: str, path: str) -> None:
-    """Plot the two computations that take the most time, a layer's forward and backward pass: core and links."""
+    """Plot what core and links do in the two computations that take the most time: a layer's forward and backward."""
     names = found.longest()
     lanes = [["core", *sorted({e.lane for e in found.played[name].events} - {"core"})] for name in names]
     figure = pictures.new_picture(figsize=(12, 1.3 + sum(0.7 + 0.35 * len(lane) for lane in lanes)), dpi=150)

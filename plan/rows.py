@@ -1,13 +1,13 @@
-"""Read the rows of a traced program: every matmul, kernel and collective of one device, and how often it runs.
+"""List what one device does in a traced program: every matmul, kernel and collective is a `Row`, with its count.
 
-`Walk` visits each equation of a jaxpr once. Inside `shard_map` every array is a local shard and every collective is an
-equation, so the trace already says what each device computes and sends.
+`Walk` visits each equation (operation) of a jaxpr once. Inside `shard_map` every array is a local shard and every
+collective is an equation, so the trace shows what each device computes and sends.
 
-Bytes sent follow the formulas in `sharding.py`, as in the ledger. FLOPs are those of matmuls, convolutions and kernels;
-a kernel counts what it declares (`cost_estimate`). HBM bytes are operands and results of the same operations.
+Bytes sent follow the formulas in `sharding.py`, as in `xla/ledger.py`. FLOPs are those of matmuls, convolutions and
+kernels; a kernel counts what it declares (`cost_estimate`). HBM bytes are operands and results of the same operations.
 
-A compiler may still merge two equal matmuls. XLA does so on CPUs if attention is one block and a layer is recomputed:
-it computes the scores once, and the trace counts them twice, up to 7% of the FLOPs of `tiny`.
+A compiler may still merge two equal matmuls. XLA does so on CPUs if attention has a single block and a layer is
+recomputed: it computes the scores once, but the trace counts them twice, up to 7% of the FLOPs of `tiny`.
 """
 
 import functools
@@ -47,21 +47,21 @@ COUNTED_ONCE = "while: trips unknown, counted once"
 
 @dataclass(frozen=True)
 class Row:
-    """One operation of one device. FLOPs and bytes are of one execution."""
+    """One operation of one device. FLOPs and bytes are those of one execution."""
 
     kind: str  # matmul, convolution, kernel, or a kind of collective from the ledger
     source: str  # "model.py:123 in hidden"
-    scope: str = ""  # enclosing named scopes, outermost first
+    scope: str = ""  # enclosing `jax.named_scope`s, outermost first
     axes: tuple[str, ...] = ()  # of a collective: mesh axes of more than one device
     flops: float = 0
     hbm_bytes: float = 0  # of a matmul, its operands and results; of a kernel, what it declares
     wire_bytes: float = 0  # bytes that this device sends
     count: float = 1  # executions in one call of the program
     loop: str = ""  # "scan", or COUNTED_ONCE
-    branch: str = ""  # how a conditional around it was counted: "larger of 2 sides", "0.57 of runs (forward_slot)"
+    branch: str = ""  # how a conditional around it was counted: "larger of 2 sides" or "0.57 of runs (forward_slot)"
     unknown: bool = False  # a kernel that declares no FLOPs
     automatic: tuple[str, ...] = ()  # mesh axes over which the compiler, not the program, shards it
-    callers: tuple[str, ...] = ()  # enclosing functions, innermost first, without those of packages
+    callers: tuple[str, ...] = ()  # enclosing functions, innermost first, without those of third-party packages
     arrays: tuple[tuple[tuple[int, ...], int], ...] = ()  # shape and item size of its operands, then of its results
 
     def total(self, of: str) -> float:
@@ -76,9 +76,10 @@ def array_bytes(avals: Iterable) -> int:
 
 
 def matmul_flops(equation) -> int:
-    """Twice the left operand's entries times the right operand's dims that are neither contracted, batch nor group.
+    """Return 2 * (entries of the left operand) * (product of the right operand's sizes that are not contracting, batch
+    or group dims).
 
-    This holds for `ragged_dot` too, where each row meets one group's weights.
+    This also holds for `ragged_dot`, which multiplies each row by the weights of only one group.
     """
     lhs, rhs = (x.aval.shape for x in equation.invars[:2])
     numbers = equation.params.get("dimension_numbers") or equation.params["ragged_dot_dimension_numbers"]
@@ -89,20 +90,20 @@ def matmul_flops(equation) -> int:
 
 
 def convolution_flops(equation) -> int:
-    """Two for each weight of an output, padding and holes included."""
+    """Return 2 FLOPs per output entry and kernel weight. Positions in padding or dilation zeros count too."""
     out, rhs = equation.outvars[0].aval.shape, equation.invars[1].aval.shape
     features = rhs[equation.params["dimension_numbers"].rhs_spec[0]]
     return 2 * math.prod(out) * math.prod(rhs) // features
 
 
 def arrays_of(equation) -> tuple:
-    """Return shape and item size of the operands and results of an operation."""
+    """Return the shape and item size of each operand and result of an equation."""
     avals = (x.aval for x in (*equation.invars, *equation.outvars))
     return tuple((x.shape, x.dtype.itemsize) for x in avals if hasattr(x, "shape"))
 
 
 def computation(equation) -> Row | None:
-    """Return the row of an operation that computes, without its location; None for any other."""
+    """Return the Row of a matmul, convolution or kernel, without its location; None for other equations."""
     name, moved = equation.primitive.name, array_bytes(x.aval for x in (*equation.invars, *equation.outvars))
     if name in ("dot_general", "ragged_dot_general", "ragged_dot"):
         return Row("matmul", "", flops=matmul_flops(equation), hbm_bytes=moved)
@@ -117,7 +118,7 @@ def computation(equation) -> Row | None:
 
 
 def collective(equation, sizes: dict[str, int]) -> Row | None:
-    """Return the row of a collective, without its location; None for other operations, and for groups of one device."""
+    """Return the Row of a collective, without its location; None for other equations and for groups of one device."""
     kind, params = KIND_OF.get(equation.primitive.name), equation.params
     if not kind:
         return None
@@ -133,25 +134,25 @@ def collective(equation, sizes: dict[str, int]) -> Row | None:
     return Row(kind, "", axes=axes, wire_bytes=times.get(kind, (n - 1) / n) * payload)
 
 
-# Places ---------------------------------------------------------------------------------------------------------------
+# Locations ------------------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTERNAL = (
     str(Path(jax.__file__).parent.parent),
     str(Path(os.__file__).parent),
     "<frozen",
-)  # packages, Python's library
+)  # third-party packages, and Python's standard library
 
 
 @functools.cache
 def is_external(file: str) -> bool:
-    """Whether a file belongs to a package or to Python, or is one of our modules of collective wrappers."""
+    """Return True for a file of a third-party package or of Python, and for our modules that wrap collectives."""
     ours = os.path.realpath(file).startswith(f"{ROOT}{os.sep}")  # the path to a checkout may contain symlinks
     return file.startswith(EXTERNAL) or (ours and os.path.basename(file) in WRAPPERS)
 
 
 def source_line(traceback) -> str:
-    """Return the source line of an operation, "file.py:12 in f": the innermost frame outside packages and wrappers."""
+    """Return the source line of an equation, "file.py:12 in f": its innermost frame that is not `is_external`."""
     for frame in traceback.frames if traceback else ():
         if not is_external(frame.file_name):
             function = frame.function_name.replace("<locals>.", "")
@@ -160,7 +161,7 @@ def source_line(traceback) -> str:
 
 
 def callers(traceback) -> tuple[str, ...]:
-    """Return the names of the functions that enclose an operation, innermost first, without those of packages."""
+    """Return the functions that enclose an equation, innermost first, without those of third-party packages."""
     frames = traceback.frames if traceback else ()
     return tuple(x.function_name.rpartition(".")[2] for x in frames if not x.file_name.startswith(EXTERNAL))
 
@@ -169,12 +170,12 @@ def callers(traceback) -> tuple[str, ...]:
 class Place:
     """The location of an equation in a program, and how often it runs there."""
 
-    times: float = 1
+    times: float = 1  # executions
     scope: str = ""
     loop: str = ""
     branch: str = ""
     manual: frozenset[str] = frozenset()  # mesh axes of the enclosing `shard_map`s
-    counted: frozenset[str] = frozenset()  # scopes of conditionals whose share `times` includes
+    counted: frozenset[str] = frozenset()  # scopes of conditionals that `times` already takes into account
 
     def within(self, equation, **changes) -> "Place":
         names = str(equation.source_info.name_stack)
@@ -188,18 +189,18 @@ class Place:
 class Walk:
     """One pass over a trace. Every equation is visited once; loops and branches only change how often it counts."""
 
-    sizes: dict[str, int]  # of the mesh axes
+    sizes: dict[str, int]  # sizes of the mesh axes
     platform: str
-    shares: dict[str, Share]  # of conditionals by named scope, as in `ledger.read`
+    shares: dict[str, Share]  # named scope -> fraction of runs in which its conditional works; see `ledger.read`
     kernels: frozenset[str] = frozenset()  # names of functions under `jit` that count as one row
-    reductions: int = 0  # number outside `shard_map`, which a compiler may turn into collectives
-    shard_maps: int = 0
+    reductions: int = 0  # reductions outside `shard_map` so far, which a compiler may turn into collectives
+    shard_maps: int = 0  # `shard_map`s so far
 
     def rows(self, jaxpr, at: Place) -> list[Row]:
         return [row for equation in needed_equations(jaxpr) for row in self.equation_rows(equation, at)]
 
     def equation_rows(self, equation, at: Place) -> list[Row]:
-        """Return the rows of one equation, and of the jaxprs that it runs."""
+        """Return the rows of one equation, including those of the jaxprs that it runs."""
         name, params = equation.primitive.name, equation.params
         if row := computation(equation) or collective(equation, self.sizes):
             at = at.within(equation)
@@ -232,7 +233,8 @@ class Walk:
         return [row for jaxpr in inside for row in self.rows(jaxpr, at.within(equation))]
 
     def conditional_rows(self, equation, at: Place) -> list[Row]:
-        """Return the rows of a conditional's more expensive branch, times its share if its scope has one."""
+        """Return the rows of a conditional's more expensive branch. If `shares` has the conditional's named scope, the
+        counts are multiplied by that fraction of executions."""
         sides, platforms = equation.params["branches"], equation.params.get("branches_platforms")
         if platforms:  # `lax.platform_dependent`: only one branch is compiled
             names = [("cuda", "rocm") if self.platform == "gpu" else (self.platform,) for _ in sides]
@@ -261,7 +263,7 @@ class Walk:
 
 
 def needed_equations(jaxpr) -> list:
-    """Return the equations whose results are used. JAX 0.10 keeps unused Pallas kernels, and XLA removes them."""
+    """Return the equations whose results are used: JAX 0.10 keeps unused Pallas kernels, which XLA later removes."""
     needed, used = [], {x for x in jaxpr.outvars if isinstance(x, jex.Var)}
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not used.isdisjoint(equation.outvars):
@@ -271,5 +273,5 @@ def needed_equations(jaxpr) -> list:
 
 
 def branch_order(rows: list[Row]) -> tuple[float, ...]:
-    """Return the key that orders the branches of a conditional: FLOPs, then bytes sent, then HBM bytes."""
+    """Return the key by which branches of a conditional are compared: FLOPs, then bytes sent, then HBM bytes."""
     return tuple(sum(row.total(of) for row in rows) for of in ("flops", "wire_bytes", "hbm_bytes"))

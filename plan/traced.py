@@ -1,4 +1,4 @@
-"""Plan any JAX program: trace it and count what one device computes and sends, before you rent a chip.
+"""Plan any JAX program: trace it and count what one device computes and sends, before you pay for accelerators.
 
 Call `read(function, *shapes, mesh=mesh)`, or run `python -m plan.traced FILE:FUNCTION --mesh data=4,model=8`. HELP
 explains how a file gives the shapes of its arguments.
@@ -32,8 +32,8 @@ __all__ = ["read"]
 
 HELP = """e.g. python -m plan.traced docs/mlp.py:step --mesh data=4,model=8 --topology v5p:4x4x2
 
-Trace a JAX program for a mesh that need not exist. Print what one device stores, computes and sends, and roofline
-times in seconds. Give the mesh axes the names that the program uses, outermost first. A complete FILE:
+Trace a JAX program for a mesh that need not exist. Print what one device stores, computes and sends, and how long that
+takes according to a roofline. In --mesh, use the program's names of the mesh axes, outermost first. A complete FILE:
 
     import jax
     import jax.numpy as jnp
@@ -49,14 +49,15 @@ times in seconds. Give the mesh axes the names that the program uses, outermost 
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     arguments = ((shape(8192, 32768), shape(32768, 8192)), shape(16384, 8192))
 
-FUNCTION is `step` here. `arguments` is a tuple of unsharded shapes, or a function that returns one; --arguments gives
-another name. A shape is split by its own sharding, or else by the in_specs of the first shard_map that takes it. If
-shard_map has no mesh=, it uses the mesh of the command. A program may also create its own mesh with the same axes.
+Here, FUNCTION is `step`. `arguments` is a tuple of unsharded shapes, or a function that returns one; if it has another
+name, pass --arguments NAME. A shape is sharded as its own sharding says, or else as the in_specs of the first shard_map
+that takes it. A shard_map without mesh= uses --mesh. A program may also create its own mesh with the same axes.
 
-The counts include matmuls, convolutions, kernels that declare a cost_estimate, and collectives inside shard_map. A
-loop counts all its iterations, a conditional its more expensive branch. The roofline uses the bfloat16 peak. A trace
-lacks communication that the compiler adds (jit with shardings, no shard_map): --compile counts it in the program
-compiled for simulated CPU devices or for the TPUs of --topology. Exit status 2: the program cannot be traced."""
+The counts include matmuls, convolutions, kernels that declare a cost_estimate, and collectives inside shard_map. All
+iterations of a loop count; of a conditional, only the more expensive branch. The roofline uses the bfloat16 peak. A
+trace does not contain communication that the compiler adds (jit with shardings, no shard_map): --compile counts it in
+the program compiled for simulated CPU devices, or for the TPUs of --topology. The exit status is 2 if the program
+cannot be traced."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Arguments:
     program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE:FUNCTION")]
     mesh: str  # axes and their sizes, outermost first: data=4,model=8
     topology: str = ""  # the devices: v5p:4x4x2, v5e:4x4, h100:16 ..; empty: no times are printed
-    arguments: str = "arguments"  # the name in FILE of the shapes of FUNCTION's arguments
+    arguments: str = "arguments"  # the variable in FILE that holds the shapes of FUNCTION's arguments
     compile: bool = False  # count in the compiled program instead of in the trace
     rows: int = 10  # number of rows to print, the largest first
     json: bool = False  # print only JSON, with all rows
@@ -74,7 +75,7 @@ class Arguments:
 
 
 def device_mesh(mesh: hardware.NamedMesh, topology: hardware.Topology | None) -> Mesh:
-    """Make the mesh from a TPU topology, which need not be attached, or from simulated CPU devices."""
+    """Make the mesh from the devices of a TPU topology, which need not be attached, or from simulated CPU devices."""
     if topology and is_tpu(topology.chip):
         devices = compiled.topology_devices(topology)
     else:
@@ -128,7 +129,7 @@ def by_kind(found: ledger.Ledger) -> dict:
 
 
 def numbers(one: Program, topology: hardware.Topology | None) -> dict:
-    """Return the numbers of one device and one call as a dict."""
+    """Return the numbers for one device and one call of the program as a dict."""
     seconds = one.seconds(topology)
     return {
         "mesh": str(one.mesh),

@@ -1,11 +1,11 @@
-"""Derive symbolic FLOPs and bytes for one layer from its trace: forward, recomputation and backward.
+"""Derive formulas for the FLOPs and bytes of one layer from its trace: forward, recomputation and backward.
 
-`model.layer` is traced once for each kind of layer and each execution setting, on sizes that are distinct primes. A
-FLOP count or the bytes of a collective then factor into letters in only one way, and the formula is valid for all sizes
-and meshes: `2 b t tensor D f` is a matmul over the positions of all TENSOR neighbors.
+`model.layer` is traced once for each kind of layer and each execution setting, with sizes that are distinct primes. So
+the prime factors of a FLOP count, or of a collective's bytes, tell which sizes were multiplied, and this formula is
+valid for all sizes and meshes. For example, `2 b t tensor D f` is a matmul over the positions of the TENSOR group.
 
-A kernel (attention or experts' matmuls) is one row with the letters of its operands. It counts the FLOPs and bytes that
-it declares, see `kernels/`.
+A kernel (attention or the experts' matmuls) is one row with the letters of its operands. Its FLOPs and bytes are those
+that it declares, see `kernels/`.
 """
 
 import contextlib
@@ -31,30 +31,32 @@ from plan.program import abstract_mesh, read
 from plan.rows import ROOT, Row
 from sharding import AXES, BATCH, CONTEXT, FSDP, KERNELS_AS_CALLS, TENSOR, map_named, vary
 
-# The letters are in `model.py`'s legend. Also: r query heads per key head, k experts per token, x shared experts;
-# tensor, context and expert are sizes of mesh axes. Lower case is a local shard. With a cache: S slots, s new tokens of
-# a sequence, and n tokens between blocks, a padded equal share of all new tokens. Rotary widths must be even and
-# CONTEXT halves positions, so these sizes are twice a prime. A sum of widths has a prime that no letter has.
+# The letters are those of `model.py`'s legend; lower case is a local shard. In addition: r query heads per key head, k
+# experts per token, x shared experts, and the sizes of the mesh axes tensor, context and expert. With a KV cache: S
+# slots, s new tokens per sequence, and n tokens per device in the residual stream (all new tokens, padded, in equal
+# shards).
+# Rotary widths must be even, and CONTEXT splits positions into halves, so these sizes are twice a prime. Sums such as
+# (K + R) have a prime factor that no letter has.
 PRIMES = {
     "b": 11, "s": 107, "n": 79, "t": 2 * 13, "S": 83, "tensor": 3, "context": 5, "expert": 7, "k": 23, "e": 67, "X": 73,
     "D": 1009, "g": 37, "r": 101, "(r + 2)": 103, "K": 2 * 29, "(K + 1)": 59, "R": 2 * 53, "(K + R)": 58 + 106,
     "U": 193, "(U + 1)": 194, "Q": 71, "C": 127, "(C + R)": 127 + 106, "(Q + C + R)": 71 + 127 + 106,
     "(g (K + R) + C + R)": 37 * (58 + 106) + 127 + 106, "x": 61, "f": 47, "m": 89,
 }  # fmt: skip
-WIDE_LATENT = 1013  # a query latent too wide to be sent: see `model.sends_latents`
+WIDE_LATENT = 1013  # width of a query latent that is too wide to be sent: see `model.sends_latents`
 LETTER_OF = {max(p for p in range(3, value + 1) if value % p == 0 and all(p % q for q in range(2, p))): letter
              for letter, value in PRIMES.items()} | {WIDE_LATENT: "Q"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Term:
-    """A product of a coefficient and letters. The square of a letter lists it twice."""
+    """A product of a coefficient and letters. A squared letter is listed twice."""
 
     coefficient: float
     letters: tuple[str, ...] = ()
 
     def at(self, sizes: dict):
-        """Return the value for `sizes`, whose values may be of any type that supports `*`."""
+        """Return the value for the given sizes of the letters, which may be of any type that supports `*`."""
         value = self.coefficient
         for letter in self.letters:
             value = value * sizes[letter]
@@ -89,7 +91,7 @@ KERNELS = {  # kernel function in a trace, forward or backward: the part of the 
 
 
 def prime_sized_model(c: ModelAtWork, is_moe: bool) -> ModelAtWork:
-    """Return a one-layer model that executes like a layer of `c`, with sizes from PRIMES."""
+    """Return a one-layer model with the same operations as a layer of `c`, and sizes from PRIMES."""
     n, heads, group = PRIMES, PRIMES["g"] * PRIMES[TENSOR], 1 if c.attention == "mla" else PRIMES["r"]
     if c.work.context_attention == "all_to_all":  # then CONTEXT also shards the heads, and g is one shard
         heads *= PRIMES[CONTEXT]
@@ -111,12 +113,12 @@ def prime_sized_model(c: ModelAtWork, is_moe: bool) -> ModelAtWork:
 
 
 def whole_over_slices(spec: P) -> P:
-    """Return a parameter's spec after its all-gather over FSDP, as a layer expects it."""
+    """Return a parameter's PartitionSpec after its all-gather over FSDP, as a layer expects it."""
     return P(*(None if FSDP in (entry if isinstance(entry, tuple) else (entry,)) else entry for entry in spec))
 
 
 def gathered_layer(c: ModelAtWork, is_moe: bool):
-    """Return shapes and specs of a layer's gathered parameters in the compute dtype, as `model.layer` expects them."""
+    """Return the shapes and PartitionSpecs of a layer's gathered parameters, as `model.layer` expects them."""
     blocks, stacked = model.declare(c).blocks, 1 if is_moe else 2
 
     def shape(name, d):
@@ -132,7 +134,7 @@ MESH = hardware.named_mesh({axis: PRIMES.get(axis, 1) for axis in AXES})
 
 
 def read_rows(function, in_specs, *shapes) -> list[Row]:
-    """Return the rows of a function of local shards, on a mesh with sizes from PRIMES."""
+    """Return the rows of a function that works on local shards, traced on a mesh with sizes from PRIMES."""
     on_mesh = jax.shard_map(function, in_specs=in_specs, out_specs=P(AXES))
     return read(on_mesh, *shapes, mesh=abstract_mesh(MESH, KERNELS_AS_CALLS), kernels=frozenset(KERNELS)).rows
 
@@ -181,8 +183,8 @@ def cached_rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
     return read_rows(local, in_specs, w, entries, x_1nD, numbers_1n, positions_bs)
 
 
-# Maps a function of the model to a part of a plan. The first entry among a row's callers decides. The last entries are
-# functions in loops and kernels, whose traces do not contain the layer that calls them.
+# Maps a function of the model to a part of a plan. If several of a row's callers are listed, the first entry counts.
+# The last entries are functions in loops and kernels, whose traces do not contain the layer that calls them.
 PART_OF = {
     "attend_to_slots": "cache", "with_shared": "shared experts", "route": "router", "experts_feed_forward": "experts",
     "logit_sums": "logits", "feed_forward": "feed-forward", "attention_branch": "attention",
@@ -211,24 +213,24 @@ class LayerRow:
     axes: tuple[str, ...]
     count: Term
     flops: Term  # per execution; see `dims` for kernels
-    moved_bytes: tuple[Term, ...]  # bytes of operands and results, except an operand that the previous matmul read
+    moved_bytes: tuple[Term, ...]  # bytes of operands and results, except an operand that the previous matmul has read
     payload: Term  # bytes of a collective's array; of the gathered array for an all-gather or reduce-scatter
     dims: tuple[tuple[Term, ...], ...]  # shapes of a kernel's operands
-    recomputed: float  # recomputations in the backward pass
-    backward: float  # matmul or kernel: backward FLOPs / forward FLOPs; collective: 1 if its gradient is sent
+    recomputed: float  # number of recomputations in the backward pass
+    backward: float  # matmul or kernel: backward FLOPs / forward FLOPs; collective: 1 if the backward pass has its dual
 
     @property
     def function(self) -> str:
         return self.source.rpartition(" ")[2]
 
     def hbm_bytes(self, sizes: dict):
-        """Return the bytes that a forward pass reads and writes. All steps of a ring read the weights only once."""
+        """Return the bytes that a forward pass reads and writes. In a ring, all chunks read the weights only once."""
         count = self.count.at(sizes)
         return sum(x.at(sizes) * (count if TOKENS & {*x.letters} else self.count.coefficient) for x in self.moved_bytes)
 
     @property
     def formula(self) -> str:
-        """Format a matmul's FLOPs in a forward pass, a collective's total payload, or a kernel's operand shapes."""
+        """A matmul's FLOPs per forward pass, a collective's bytes, or a kernel's operand shapes, as text."""
         if self.dims:
             operands = (f"[{', '.join(map(str, dims))}]" for dims in self.dims[:3] if len(dims) > 1)
             return f"{KERNELS[self.kind]} of {' '.join(operands)}"
@@ -241,8 +243,8 @@ def phase_of(row: Row) -> str:
 
 
 def count_term(row: Row) -> Term:
-    """Count the executions of a row in a layer. A ring over TENSOR is unrolled, with one matmul per device and one
-    permute fewer. A ring over CONTEXT is a loop."""
+    """Return how often a row runs in a layer. A ring over TENSOR is unrolled: n matmuls and n - 1 permutes for n
+    devices. A ring over CONTEXT is a loop of n - 1 iterations."""
     n, steps = PRIMES[TENSOR], PRIMES[CONTEXT] - 1
     if row.loop:
         return Term(row.count / steps, ("(context - 1)",))
@@ -260,7 +262,7 @@ def payload(row: Row) -> float:
 
 
 def symbolic_row(row: Row, again: float, back: float) -> LayerRow:
-    """Convert a forward row to letters."""
+    """Convert a forward row to formulas. again, back: see `LayerRow.recomputed` and `LayerRow.backward`"""
     bytes_of = lambda shape, width: term(math.prod(shape) * width)
     return LayerRow(
         row.kind, row.source, row.callers, row.axes, count_term(row), term(row.flops),
@@ -270,7 +272,7 @@ def symbolic_row(row: Row, again: float, back: float) -> LayerRow:
 
 
 def pop_executions(rows: list[Row], fits, most: float = math.inf) -> float:
-    """Remove the rows that satisfy `fits` until `most` executions are reached, and count their executions."""
+    """Remove rows that satisfy `fits` until `most` executions are reached. Returns the number of their executions."""
     total = 0.0
     for row in [row for row in rows if fits(row)]:
         if total < most:
@@ -298,14 +300,14 @@ SOURCES = ("model.py", "sharding.py", "overlap/*.py", "kernels/*.py", "generate/
 
 @functools.cache
 def code_hash() -> str:
-    """Hash what the rows depend on besides their model: the traced code, the tracing code and the JAX version."""
+    """Hash what the rows depend on besides the model's settings: the traced code, this code and the JAX version."""
     files = [file for pattern in SOURCES for file in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files) + jax.__version__.encode()).hexdigest()
 
 
 @functools.cache
 def cached_on_disk(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[LayerRow]:
-    """Return `from_trace(..)`, which takes half a second, from a file in the user's cache directory if possible."""
+    """Return `from_trace(..)`, from the user's cache directory if it is there: a trace takes half a second."""
     name = hashlib.sha256(repr((code_hash(), c, c.work, is_moe, cached)).encode()).hexdigest()
     file = Path(devices.cache_directory(), "layers", name)
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
@@ -341,7 +343,7 @@ def from_trace(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[Layer
 
 
 def read_once(found: list[LayerRow]) -> list[LayerRow]:
-    """Let consecutive matmuls with the same operand read it once, because compilers merge them."""
+    """Count an operand that consecutive matmuls share only once, because compilers merge these matmuls."""
     rows, operand = [], None
     for row in found:
         if row.kind == "matmul":
@@ -352,7 +354,7 @@ def read_once(found: list[LayerRow]) -> list[LayerRow]:
 
 
 def place(row: Row) -> tuple:
-    """Return the key that an operation shares with its recomputation and its gradient."""
+    """Return the key by which an operation's recomputation and gradient are found: they have the same key."""
     return row.source, row.axes, row.loop, "ring_all_gather" in row.callers
 
 
@@ -362,7 +364,7 @@ def operands(row: Row) -> tuple:
 
 
 def is_gradient(x: Row, row: Row) -> bool:
-    """Whether x, from the same source line, belongs to the backward pass of a forward row."""
+    """Return True if x, from the same source line, is a backward operation of the forward operation `row`."""
     if row.kind in KERNELS:
         return KERNELS.get(x.kind) == KERNELS[row.kind] and operands(x) == operands(row)
     if row.axes:

@@ -1,4 +1,4 @@
-"""Import a user's file without mixing up its modules with ours, and report its errors with their source lines."""
+"""Import a user's file without confusing its modules with ours, and report its errors with their source lines."""
 
 import contextlib
 import importlib.util
@@ -13,7 +13,7 @@ from plan.rows import ROOT
 
 
 def is_project_module(module) -> bool:
-    """Whether a module is a file of this checkout and not of a package installed in it."""
+    """Return True if a module is a file of this checkout, and not of a package installed inside the checkout."""
     file = getattr(module, "__file__", None) or ""
     return Path(file).is_relative_to(ROOT) and "site-packages" not in file
 
@@ -68,7 +68,7 @@ def load(text: str, arguments: str):
         raise UserError(f"{path} has no function {name!r}; {suggest(name, known)}")
     if not hasattr(module, arguments):
         hint = "a tuple of jax.ShapeDtypeStruct, or a function that returns one"
-        raise UserError(f"{path} does not define {arguments!r}: define {hint}, or name another variable in --arguments")
+        raise UserError(f"{path} does not define {arguments!r}: define {hint}, or pass another variable as --arguments")
     return getattr(module, name), getattr(module, arguments)
 
 
@@ -82,5 +82,5 @@ def shapes_of(arguments, mesh) -> tuple:
     shapes = tuple(shapes) if isinstance(shapes, tuple | list) else (shapes,)
     for leaf in jax.tree.leaves(shapes):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise UserError(f"an argument is {leaf!r:.80}, which has no shape; use jax.ShapeDtypeStruct(shape, dtype)")
+            raise UserError(f"argument {leaf!r:.80} has no shape; use jax.ShapeDtypeStruct(shape, dtype)")
     return shapes

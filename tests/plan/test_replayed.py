@@ -52,7 +52,7 @@ def test_the_clock_is_the_peak_divided_by_flops_per_cycle():
 
 def test_devices_without_coordinates_raise_a_user_error():
     """Catches a traceback for GPUs, which have no coordinates, and for several slices."""
-    with pytest.raises(UserError, match="the devices of h100:8 have no coordinates on a torus; name a TPU slice"):
+    with pytest.raises(UserError, match="the devices of h100:8 have no coordinates on a torus; pass a TPU slice"):
         replayed.machine(Topology.parse("h100:8"), mesh_of([(0,)]))
     slices = mesh_of([*np.ndindex(4, 4, 4)])
     slices.devices[0].slice_index = 1

@@ -524,7 +524,7 @@ BAD = {
     "an import": ("1 / 0", {}, "cannot import"),
     "no function": (GOOD, {"function": "stop"}, "has no function 'stop'; did you mean 'step'?"),
     "no shapes": (GOOD.replace("arguments", "shapes"), {}, "does not define 'arguments': define a tuple of jax.Shape"),
-    "no shape": (GOOD + "    arguments = 3, 4\n", {}, "an argument is 3, which has no shape"),
+    "no shape": (GOOD + "    arguments = 3, 4\n", {}, "argument 3 has no shape"),
     "a mesh": (GOOD, {"mesh": "rows=4,columns"}, "mesh 'rows=4,columns': columns= should be AXIS=SIZE"),
     "a mesh twice": (GOOD, {"mesh": "rows=4,rows=2"}, "mesh 'rows=4,rows=2': axis 'rows' is given twice"),
     "a topology": (GOOD, {"words": ("--topology", "v5p:4x4x4")},
