@@ -1,17 +1,18 @@
 """Measure the data pipeline: reading batches, packing documents, and tokenizing.
 
-`python -m bench.data` writes random tokens and reads batches of 512 x 1,024, as `dense_124m` could; `--data.path` reads
-your own directory or bucket. The baseline copies as many scattered windows from a memory-mapped file into int32 inputs
-and targets, without a reproducible order, segments, positions or weights.
+`python -m bench.data` writes random tokens and reads batches of 512 x 1,024, the size that `dense_124m` could use;
+`--data.path` reads your own directory or bucket instead. The baseline copies the same number of scattered sequences
+from a memory-mapped file into int32 inputs and targets, without a reproducible order, segments, positions or weights.
 
-A thread prefetches batches, so a step waits less than a batch takes. The benchmark measures that wait in a loop whose
-steps sleep for the time that the planner predicts for a chip at its peak, a lower bound of a real step.
+A thread prefetches batches, so a step waits less than the time that reading a batch takes. The benchmark measures this
+wait in a loop whose steps sleep for the time that the planner predicts for a chip at its peak, a lower bound for a real
+step.
 
-With `--data.packing documents`, a run packs whole documents into rows when it starts. The benchmark packs a million
-documents with the lengths of the random ones.
+With `--data.packing documents`, a run packs whole documents into sequences when it starts. The benchmark packs a
+million documents whose lengths are distributed like those of the random tokens.
 
-Tokenizing reads the standard library several times, with a vocabulary of its 4,000 most frequent words. The baseline is
-tiktoken alone. Its unit is CPU seconds of all processes, so other load on the machine does not count.
+Tokenizing reads Python's standard library several times, with a vocabulary of its 4,000 most frequent words. The
+baseline is tiktoken alone. The unit is CPU seconds of all processes, so other load on the machine does not count.
 """
 
 import base64
@@ -51,16 +52,16 @@ class Arguments(Config):
 HELP = """e.g. python -m bench.data --data.batch_size 512
      python -m bench.data laptop --data.path tokens/stdlib-bytes
 
-Measure reading batches, compared with plain slices of a memory-mapped file, and tokenizing, compared with tiktoken."""
+Time reading batches, compared with plain slices of a memory-mapped file, and tokenizing, compared with tiktoken."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
     """Parse `[PRESET | --config FILE] [--flags]`; the preset or the file sets the defaults of the flags."""
     cfg, args = command_line(argv, "python -m bench.data", HELP, DEFAULT, Arguments)
     if args.batches < 1:
-        raise UserError(f"batches={args.batches}: must be at least 1")
+        raise UserError(f"--batches {args.batches}: must be at least 1")
     if args.text_mib < 0:
-        raise UserError(f"text_mib={args.text_mib}: must be at least 0")
+        raise UserError(f"--text_mib {args.text_mib}: must be at least 0")
     return cfg, args
 
 
@@ -103,7 +104,7 @@ def time_tokenizing(folder: str, text_mib: int) -> dict:
 
 
 def average_seconds(work, count: int) -> float:
-    """The average seconds of `count` calls, after one warm-up call."""
+    """Return the average seconds of `count` calls, after one warm-up call."""
     work(0)
     begin = time.perf_counter()
     for number in range(1, count + 1):
@@ -112,7 +113,7 @@ def average_seconds(work, count: int) -> float:
 
 
 def plain_slices_reader(cfg: Config):
-    """Return fn(step) -> inputs and targets from plain slices of as many windows; None if no shard is memory-mapped."""
+    """Return fn(step) -> inputs and targets of a batch from plain slices; None if no shard is memory-mapped."""
     split, T, B = dataset.open_corpus(cfg).splits["train"], cfg.data.seq_len, cfg.data.batch_size
     flat = max(split.shards, key=len)
     if not isinstance(flat, np.ndarray):
@@ -128,7 +129,7 @@ def plain_slices_reader(cfg: Config):
 
 
 def exposed_seconds(cfg: Config, step_s: float, count: int) -> float:
-    """The average seconds that a step of `step_s` seconds waits for its batch."""
+    """Return the average seconds that a step of `step_s` seconds waits for its batch."""
     ahead, total = dataset.prefetch(cfg, 0), 0.0
     for number in range(count + 1):
         begin = time.perf_counter()

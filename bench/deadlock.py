@@ -6,9 +6,10 @@
 
 Each collective of the program needs the result of the previous one, so all devices run them in the same order. But
 XLA's CPU backend has only one thread per device, unless NPROC is larger. A thread that enters a collective blocks until
-its group is complete, and JAX starts the next program before this one has ended. Devices in the next program then hold
-the threads that the others need to finish this one. (JAX 0.10.2. The file imports nothing from this project, so it can
-be sent to the JAX developers as it is.) Exit status 0: the programs ended; 1: XLA aborted.
+all devices of its group have entered, and JAX starts the next program before this one has ended. So devices that are
+already in the next program block the threads that the others need to finish this one. (JAX 0.10.2. The file imports
+nothing from this project, so it can be sent to the JAX developers as it is.) The exit status is 0 if the programs
+ended, and 1 if XLA aborted.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """Compare this project's trainer with a torch trainer on one GPU: tokens/s, MFU, memory.
 
 `python -m bench.gpu` trains dense_124m and a small MoE with both trainers in turn, five times. Each measurement is a
-separate process, so only one framework uses the GPU at a time, and neither reuses compiled programs. Both train on the
-same batch, repeatedly, already on the device. The torch trainer is `torch_trainer.py`.
+separate process, so only one framework uses the GPU at a time, and neither reuses compiled programs. In all steps both
+train on the same batch, which is already on the device. The torch trainer is `torch_trainer.py`.
 
-Without a GPU, `--device cpu` tests the benchmark on small shapes; its numbers say nothing about a GPU.
+Without a GPU, `--device cpu` tests the benchmark itself on small shapes; its numbers say nothing about a GPU.
 """
 
 import datetime
@@ -46,20 +46,20 @@ SMALL = {"model.vocab_size": 512, "model.d_model": 64, "model.n_layers": 2, "mod
 @dataclass(frozen=True)
 class Arguments:
     models: tuple[str, ...] = tuple(MODELS)  # models to train
-    rounds: Size = 5  # measurements of each trainer, in turn
+    rounds: Size = 5  # number of measurements of each trainer, in turn
     steps: Size = 20  # timed steps, after the first four
     batch_size: Size = 16  # sequences per step
-    # settings of main.py, NAME=VALUE, for the models of both trainers: work.remat=none data.seq_len=2048
+    # settings of main.py as NAME=VALUE, for both trainers, such as work.remat=none data.seq_len=2048
     set: tuple[str, ...] = ()
     device: Literal["gpu", "cpu"] = "gpu"  # cpu: small shapes, to test the benchmark
-    torch_python: str = sys.executable  # a Python with torch, if this one has none
+    torch_python: str = sys.executable  # a Python with torch installed, if this one does not have it
     ours_only: bool = False  # measure only this project's trainer, without torch
     peak_tflops: NotNegative = 0.0  # peak TFLOP/s of the GPU, bf16 dense, for MFU; 0: from plan/hardware.py
     json: bool = False  # print one line of JSON instead of a table
 
 
 HELP = """e.g. python -m bench.gpu --rounds 5                                # dense_124m and a small MoE
-     python -m bench.gpu --device cpu --rounds 1                   # without a GPU: does it work?
+     python -m bench.gpu --device cpu --rounds 1                   # test the benchmark without a GPU
      python -m bench.gpu --models moe --set work.remat=none       # settings of main.py, for both trainers
 
 Compare this project's trainer with a torch trainer on one GPU, in turn: tokens/s, MFU, memory."""
@@ -73,7 +73,7 @@ def parse(argv: list[str]) -> Arguments:
 
 
 def model_configs(args: Arguments) -> dict[str, Config]:
-    """The configuration of each model. Raises: UserError for an unknown model or setting."""
+    """Return the configuration of each model. Raises: UserError for an unknown model or setting."""
     given = {}
     for word in args.set:
         name, equals, value = word.partition("=")
@@ -86,12 +86,12 @@ def model_configs(args: Arguments) -> dict[str, Config]:
     found = {}
     for name in args.models:
         if name not in MODELS:
-            raise UserError(f"--models {name}: no such model; {suggest(name, MODELS)}")
+            raise UserError(f"--models {name}: unknown model; {suggest(name, MODELS)}")
         small = SMALL if args.device == "cpu" else {}
         size = {"data.batch_size": args.batch_size, "run.steps": 1 + WARMUP + args.steps}
         found[name] = preset("dense_124m", **COMMON_SETTINGS | MODELS[name] | small | size | given)
         if found[name].mesh.devices > 1:
-            raise UserError(f"mesh {found[name].mesh}: this benchmark uses one device; leave the mesh out")
+            raise UserError(f"mesh {found[name].mesh}: this benchmark uses a single device; drop the mesh")
     return found
 
 
@@ -99,9 +99,9 @@ def model_configs(args: Arguments) -> dict[str, Config]:
 
 
 def measure(spec: dict) -> dict:
-    """Train on one device, with the training step of main.py; must run in a fresh process.
+    """Train on one device, with the training step of main.py; must run in a new process.
 
-    peak_bytes covers the whole process, including compilation and initialization, like torch's; None: unknown, on CPU.
+    peak_bytes covers the whole process, including compilation and initialization, like torch's. On CPU it is None.
     Raises: UserError if there is no such device.
     """
     import jax
@@ -113,8 +113,8 @@ def measure(spec: dict) -> dict:
     cfg = Config.from_dict(spec["config"])
     device = jax.devices()[0]
     if device.platform != spec["device"]:
-        raise UserError(f"JAX {jax.__version__} sees no {spec['device'].upper()} but {device.device_kind!r}; install "
-                        "CUDA's plugin with: make extra-gpu; without a GPU: --device cpu")  # fmt: skip
+        raise UserError(f"JAX {jax.__version__} finds no {spec['device'].upper()}, only {device.device_kind!r}; "
+                        "install JAX's CUDA plugin with: make extra-gpu; without a GPU, pass --device cpu")  # fmt: skip
     mesh = sharding.make_mesh(cfg.mesh)
     begin = time.perf_counter()
     with compile_cache(""):
@@ -142,7 +142,7 @@ def measure(spec: dict) -> dict:
 
 
 def command(side: str, spec: dict, python: str) -> list[str]:
-    """The command of one measurement. Its process prints one line of JSON, or ends with an error message."""
+    """Return the command of one measurement. It prints one line of JSON, or ends with an error message."""
     words = {"ours": [sys.executable, "-m", "bench.gpu", "--one"], "torch": [python, "-m", "bench.torch_trainer"]}
     return [*words[side], json.dumps(spec)]
 
@@ -176,7 +176,7 @@ def check_torch(python: str) -> None:
         wrong = error.strerror
     if wrong:
         raise UserError(f"{python}: {wrong}; install torch in a separate environment (python3 -m venv t; "
-                        "t/bin/pip install torch numpy) and name it with --torch_python t/bin/python, or "
+                        "t/bin/pip install torch numpy) and pass --torch_python t/bin/python, or "
                         "skip torch with --ours_only")  # fmt: skip
 
 
@@ -202,8 +202,8 @@ def compare(args: Arguments) -> dict:
                     say(f"  {found[name][side][-1]['tokens_per_s']:,.0f} tokens/s")
             params = [found[name][side][0]["params"] for side in sides]
             if len(set(params)) > 1:
-                raise UserError(f"{name}: the trainers have {' and '.join(map(str, params))} parameters; "
-                                "they must be equal")  # fmt: skip
+                raise UserError(f"{name}: the trainers have {' and '.join(map(str, params))} parameters, but must have "
+                                "the same number; use only --set options that both support")  # fmt: skip
     return summary(args, found)
 
 
@@ -246,9 +246,9 @@ def table(found: dict) -> str:
     lines = [f"{found['device']}, {found['date']}, {', '.join(found['versions'])}; {found['rounds']} rounds of "
              f"{found['steps']} steps"]  # fmt: skip
     if not found["peak_flops_per_s"]:
-        lines.append("no MFU: the peak of this device is unknown; give its dense bf16 peak with --peak_tflops")
+        lines.append("no MFU: the peak FLOP/s of this device is unknown; pass its dense bf16 peak as --peak_tflops")
     for name, one in found["models"].items():
-        lines += ["", f"{name}: {one['params']:,} parameters, {one['flops_per_token'] / 1e6:,.1f} MFLOP a token",
+        lines += ["", f"{name}: {one['params']:,} parameters, {one['flops_per_token'] / 1e6:,.1f} MFLOP per token",
                   f"{'tokens/s':8} {'least':>11} {'median':>11} {'most':>11} {'MFU':>7} {'peak GiB':>9} "
                   f"{'compile s':>10}  loss, first and last"]  # fmt: skip
         lines += [row(side, one[side]) for side in ("ours", "torch") if side in one]

@@ -1,10 +1,10 @@
 """Find out which TPU compiler option overlaps which collective with compute, on which chip; needs no TPU.
 
 `python -m bench.options` compiles the forward pass, recomputation and backward pass of six layers with two matrices
-each, on the mesh data=2,fsdp=8, with each set of options. It prints the share of each collective's bytes that is
-overlapped with matmuls (`xla/ledger.py`). All-gathers and reduce-scatters reach at most half, because a layer's first
-all-gather and last reduce-scatter have no matmul of their layer to overlap with. The table marks sets with a libtpu
-warning."""
+each, on the mesh data=2,fsdp=8, with each set of options. It prints which fraction of each collective's bytes overlaps
+with matmuls (`xla/ledger.py`). For all-gathers and reduce-scatters this is at most half, because a layer's first
+all-gather and last reduce-scatter have no matmul in the same layer to overlap with. The last column is "yes" if libtpu
+prints a warning about the options."""
 
 import json
 import os
@@ -38,7 +38,7 @@ SLICES = ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4", "tpu7x:2x2x2")  # 16 de
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 MESH = MeshConfig(data=2, fsdp=8)
 LAYERS, ROWS, WIDTH = 6, 2048, 1024
-WARNING = "at your own risk"  # part of libtpu's warning about options that may give wrong results on a chip
+WARNING = "at your own risk"  # part of libtpu's warning that options may give wrong results on this chip
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def layers(mesh):
 
 
 def measure(topology: str, mesh):
-    """Yield a row for each set of options: the overlapped share of each kind's bytes, and whether libtpu warns."""
+    """Yield a table row per set of options: the overlapped fraction of each kind's bytes, and whether libtpu warns."""
     lowered = layers(mesh)
     for name, told in SETS.items():
         with compiled.captured_stderr() as heard:

@@ -1,8 +1,8 @@
-"""Measure how much of a step's communication the TPU compiler overlaps with compute, and the memory of its attention.
+"""Measure how much of a step's communication the TPU compiler overlaps with compute, and which memory attention uses.
 
-`python -m bench.overlap` compiles the training step of the headline run, without TPUs. A preset, `--topology`, `--mesh`
-and any setting of main.py choose another step. `--json` prints one line instead of a table. `--seconds` simulates the
-compiled schedule, and `--plot` draws one layer of it.
+`python -m bench.overlap` compiles the training step of the preset moe1b, without TPUs. Another preset, `--topology`,
+`--mesh` and any setting of main.py choose another step. `--json` prints one line instead of a table. `--seconds`
+simulates the compiled program, and `--plot` draws one layer of it.
 
 Numbers are for one device and one step: GB = 1e9 bytes, GiB = 2^30. `xla/ledger.py` defines hidden and exposed.
 """
@@ -28,29 +28,31 @@ MEMORIES = {"S(1)": "VMEM", "S(3)": "CMEM"}  # see `ledger.bytes_by_memory`
 class Arguments(Config):
     topology: str = "v4:4x4x2"  # the TPU slice to compile for: v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:8x8 ..
     json: bool = False  # print one line of JSON instead of a table
-    seconds: bool = False  # simulate the compiled schedule: seconds by cause
-    at_peak: bool = False  # with --seconds: matmuls at the chip's peak, instead of the compiler's estimate
-    latency_us: float = 0.0  # with --seconds: latency of a message per link, in microseconds; about 1 on a TPU
-    plot: str = ""  # with --seconds: draw one layer's forward and backward pass into this file: png, svg or pdf
+    seconds: bool = False  # simulate the compiled program: seconds by cause
+    at_peak: bool = False  # with --seconds: assume that matmuls run at the chip's peak FLOP/s, not at XLA's estimate
+    latency_us: float = 0.0  # with --seconds: latency per link, in microseconds; about 1 on a TPU
+    plot: str = ""  # with --seconds: draw one layer's forward and backward pass to this file: png, svg or pdf
 
 
 HELP = """e.g. python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64
      python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --seconds --plot a.png
 
-Measure how much communication the TPU compiler overlaps with compute, and what attention moves; needs no TPU.
+Measure how much communication the TPU compiler overlaps with compute, and how many bytes attention reads and writes in
+each memory. Needs no TPU.
 
-Exposed bytes stall the step, and hidden ones may: --seconds shows for how long. To choose a mesh: python -m plan."""
+Communication that does not overlap stalls the step. Overlapped communication stalls it too if it outlasts the compute:
+--seconds estimates these times. To choose a mesh, use python -m plan."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
-    """Parse `[PRESET | --config FILE] [--flags]`; the default is the headline run.
+    """Parse `[PRESET | --config FILE] [--flags]`; the default preset is moe1b.
 
     Raises: UserError if the topology is not a TPU slice.
     """
     cfg, args = command_line(argv, "python -m bench.overlap", HELP, "moe1b", Arguments)
     if not planner.is_tpu(hardware.Topology.parse(args.topology).chip):
-        raise UserError(f"topology {args.topology!r}: only TPU slices are compiled for without the chips; "
-                        "name one like v4:4x4x2, v5p:4x4x4, v5e:4x4 or v6e:8x8")  # fmt: skip
+        raise UserError(f"topology {args.topology!r}: compiling for devices that are not attached works only for TPUs; "
+                        "use a slice like v4:4x4x2, v5p:4x4x4, v5e:4x4 or v6e:8x8")  # fmt: skip
     asked = [name for name in ("at_peak", "latency_us", "plot") if getattr(args, name)]
     if asked and not args.seconds:
         raise UserError(f"--{asked[0]} applies only to a simulated step; add --seconds")
@@ -66,7 +68,7 @@ def say(text: str) -> None:
 
 
 def measure(cfg: Config, args: Arguments) -> dict:
-    """Compile the training step for a TPU slice and measure it. CPU seconds include all threads and tracing."""
+    """Compile the training step for a TPU slice and analyze it. CPU seconds include all threads, and tracing."""
     mesh = compiled.topology_mesh(cfg.mesh, args.topology)
     begin = time.process_time()
     step = compiled.compile_step(cfg, mesh, say)
@@ -86,7 +88,7 @@ def simulate(cfg: Config, args: Arguments, mesh, text: str) -> dict:
 
 
 def ledger_numbers(found) -> dict:
-    """The totals of a ledger, and its bytes by mesh axes, kind and source line."""
+    """Return the totals of a ledger, and its bytes by mesh axes, kind and source line."""
     rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.totals_by(field).items()}
     return {
         "wire_bytes": found.total.wire_bytes,
@@ -115,7 +117,7 @@ def table(found: dict) -> str:
     line = lambda what, number, note="": f"{what:42} {number:>12}  {note}".rstrip()
     wire, of_wire = found["wire_bytes"], lambda name: share(found[name], found["wire_bytes"]) + " of it"
     lines = [
-        line("on the wire", gb(wire), f"in {found['collectives']:,.0f} collectives"),
+        line("sent", gb(wire), f"in {found['collectives']:,.0f} collectives"),
         line("  exposed: no overlap with matmuls", gb(found["exposed_bytes"]), of_wire("exposed_bytes")),
         line("    synchronous, without start and done", gb(found["synchronous_bytes"]), of_wire("synchronous_bytes")),
         line("  hidden: overlapped with matmuls", gb(found["hidden_bytes"]), of_wire("hidden_bytes")),
@@ -133,7 +135,7 @@ def table(found: dict) -> str:
     for field in ("axes", "kind", "source"):
         lines += [
             "",
-            f"{'by ' + field:42} {'times':>9} {'on the wire':>12} {'share':>7} {'exposed':>12} {'share':>7}",
+            f"{'by ' + field:42} {'times':>9} {'sent':>12} {'share':>7} {'exposed':>12} {'share':>7}",
         ]
         ranked = sorted(found[f"by_{field}"].items(), key=lambda row: -row[1]["exposed_bytes"])
         rest = [total for _, total in ranked[LINES:]]

@@ -1,8 +1,8 @@
-"""Compare the step times that `plan/expected.py` predicts with simulations of the compiled schedules.
+"""Compare the step times that `plan/expected.py` predicts with simulations of the compiled programs.
 
 `python -m bench.plan` compiles steps with random presets, meshes and settings for four kinds of TPU, simulates each
-schedule, and prints both times. With a preset and `--first 10`, it compiles the first ten layouts of a search. It needs
-no TPU, and takes a minute or two per step.
+program, and prints both times. With a preset and `--first 10`, it compiles the ten fastest layouts of a search. It
+needs no TPU, and takes a minute or two per step.
 """
 
 import json
@@ -27,17 +27,17 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Arguments(Config):
-    topology: str = ""  # with --first: the TPU slice to search
-    first: int = 0  # compile this many layouts of a search, from the first; 0: random configurations
+    topology: str = ""  # with --first: the TPU slice whose meshes are searched
+    first: int = 0  # compile this many layouts of a search, the fastest first; 0: random configurations
     drawn: int = 24  # without --first: number of random configurations
-    seed: int = 0  # of the random configurations
-    json: bool = False  # print one line of JSON per step, and one for all, instead of a table
+    seed: int = 0  # without --first: seed of the random configurations
+    json: bool = False  # print one line of JSON per step, and one with the summary, instead of a table
 
 
 HELP = """e.g. python -m bench.plan --drawn 4
      python -m bench.plan llama3_8b --topology v4:4x4x4 --data.batch_size 64 --data.seq_len 4096 --first 10
 
-Compare predicted step times with simulations of the compiled schedules; a minute or two per step."""
+Compare predicted step times with simulations of the compiled programs. Needs no TPU; a minute or two per step."""
 
 
 def random_plans(seed: int):
@@ -48,7 +48,7 @@ def random_plans(seed: int):
         mesh = at.choice([*planner.meshes(topology.devices)])
         settings = {key: at.choice(values) for key, values in CHOICES.items()}
         settings |= {"mesh": mesh, "data.seq_len": 2048, "data.batch_size": mesh.batch_shards * at.choice((2, 4)) * 4}
-        if name in ("llama3_8b", "mixtral_8x7b"):  # all layers do not fit on slices this small
+        if name in ("llama3_8b", "mixtral_8x7b"):  # with all layers they do not fit on such small slices
             settings["model.n_layers"] = 8
         try:
             one = planner.plan(preset(name, **settings), topology)
@@ -60,7 +60,7 @@ def random_plans(seed: int):
 
 
 def search_plans(cfg: Config, topology: str, most: int):
-    """Yield (description, plan) of the first layouts of a search."""
+    """Yield (description, plan) of the fastest layouts of a search."""
     fit, _, _ = planner.search(cfg, hardware.Topology.parse(topology), None, say)
     for one in fit[:most]:
         yield f"{one.cfg.mesh} {one.sched.name if one.cfg.mesh.stage > 1 else ''}".strip(), one
@@ -85,7 +85,7 @@ def measure(what: str, one: planner.Plan) -> dict | None:
 
 
 def summary(rows: list[dict]) -> dict:
-    """The relative differences of predicted and simulated seconds, and the agreement of their rankings."""
+    """Return the relative differences between predicted and simulated seconds, and how well their rankings agree."""
     from scipy.stats import kendalltau
 
     off = sorted(abs(row["expected_s"] / row["replayed_s"] - 1) for row in rows)
@@ -106,7 +106,7 @@ def line(row: dict) -> str:
 def main(argv: list[str] | None = None) -> None:
     cfg, args = command_line(sys.argv[1:] if argv is None else argv, "python -m bench.plan", HELP, "moe1b", Arguments)
     if args.first and not (args.topology and planner.is_tpu(hardware.Topology.parse(args.topology).chip)):
-        raise UserError("--first needs a TPU slice; name one, like --topology v4:4x4x2")
+        raise UserError("--first needs a TPU slice; pass one, like --topology v4:4x4x2")
     plans = search_plans(cfg, args.topology, args.first) if args.first else random_plans(args.seed)
     if not args.json:
         print(f"{'':9} {'':62} expected replayed         GiB  planned", flush=True)

@@ -1,14 +1,20 @@
 """Compare the predicted cost of each pipeline schedule with a compiled step on simulated devices.
 
 `python -m bench.schedules` uses the configuration of `python -m bench.step` with stage=4; `--json` prints one line per
-schedule. Predicted columns: the bubble and the makespan if each stage continues as soon as it can (asynchronous); the
-makespan in lock-step, as this program runs; a stage's work without idle time; the most activations it saves. The unit
-is one forward pass of a stage. Measured columns: XLA's temporary memory per device, and the seconds of a step.
+schedule. The unit of time is one forward pass of a stage.
 
-Layers are recomputed, so a backward pass takes 3 units. `zb` splits it into two halves, of 2 and 3 units, because both
-recompute and traverse the layers. There is no balance loss: with one, all but `gpipe` run their forward passes twice.
-Simulated devices share this machine's cores, so another stage uses the core of an idle one. Step times follow the total
-work of all stages, including recomputation, not the makespan; bubbles take time only on real devices.
+    predicted  bubble, makespan  idle fraction and duration, if each stage continues as soon as it can (asynchronously)
+               lock-step         makespan if all stages wait for each other after every tick, as this program does
+               work              time of a stage without its idle time
+               live              largest number of activations that a stage stores at once
+    measured   temp MiB          XLA's temporary memory per device
+               step s            seconds of a step
+
+Layers are recomputed, so a backward pass takes 3 units. `zb` splits it into two halves of 2 and 3 units, because both
+recompute the forward pass, and both compute the gradients of inputs. There is no balance loss: with it, all schedules
+except `gpipe` run their forward passes twice. Simulated devices share this machine's cores, so if a stage is idle,
+another one uses its core. Measured step times therefore follow the total work of all stages, including recomputation,
+not the makespan. Bubbles take time only on real devices.
 """
 
 import dataclasses
@@ -27,8 +33,8 @@ from pipeline import schedules
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    stages: int = 4  # S
-    microbatches: int = 8  # M, with 2 sequences each
+    stages: int = 4  # number of pipeline stages
+    microbatches: int = 8  # number of microbatches, of 2 sequences each
     names: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zb")  # schedules to compare
     steps: int = 3  # timed steps, after one warm-up step; the fastest counts
     json: bool = False  # print one JSON object per schedule
@@ -42,9 +48,9 @@ def settings(args: Arguments, name: str) -> Config:
 
 
 def predict(cfg: Config, args: Arguments) -> dict:
-    """The simulator's prediction: a backward pass takes 2 forward passes, plus 1 to recompute the activations."""
+    """Return the simulator's prediction. A backward pass takes 2 forward passes, plus 1 to recompute activations."""
     sched = schedules.schedule(cfg.work.schedule, args.stages, args.microbatches, cfg.work.chunks, lead=2)
-    # If weight gradients are postponed, both halves recompute and traverse the layers.
+    # If weight gradients are delayed, both halves recompute activations, and both compute the gradients of inputs.
     F, B, W = (1, 2, 3) if sched.splits_backward else (1, 3, 0)
     found = schedules.simulate(sched, F, B, W)
     return {

@@ -1,13 +1,13 @@
 """Compare tokens/s of the serving engine with transformers' `generate`, on the same weights and cores, in one process.
 
-`python -m bench.serve` saves a small Llama with random parameters in transformers' format, converts it as
+`python -m bench.serve` saves a small Llama with random parameters in the format of transformers, converts it as
 `python -m weights from-hf` does, and continues the same prompts greedily with both, in turn. Both use float32 and all
 cores. The engine has one slot per prompt and samples as in serving: one step per token, and each token is returned to
-Python. The benchmark compares the tokens too. They can differ occasionally because float32 sums have a different order;
-all later tokens of that answer then differ as well.
+Python. The benchmark also compares the tokens. They can differ occasionally, because float32 sums have a different
+order; all later tokens of that sequence then differ as well.
 
-Compilation is timed separately. Other load on the machine slows both, so each round measures both in turn, and the
-ratio is the median of the rounds' ratios.
+Compilation is timed separately. Other load on the machine slows both down, so each round measures both in turn, and the
+printed ratio is the median over the rounds.
 """
 
 import json
@@ -32,9 +32,9 @@ class Arguments:
     batches: tuple[int, ...] = (1, 8, 32)  # numbers of prompts to continue together
     prompt: Size = 64  # tokens per prompt
     answer: Size = 64  # tokens to generate per prompt
-    rounds: Size = 5  # measurements of each, in turn
-    layers: Size = 8  # of the model
-    width: Size = 384  # of the model
+    rounds: Size = 5  # number of measurements of each, in turn
+    layers: Size = 8  # number of layers of the model
+    width: Size = 384  # width of the model
     json: bool = False  # print one line of JSON for each batch
 
 
@@ -129,7 +129,8 @@ def main(argv: list[str] | None = None) -> None:
         import torch
         import transformers
     except ModuleNotFoundError as error:
-        raise UserError(f"{error}; install it: make extra-parity, and torch as pyproject.toml says") from error
+        raise UserError(f"{error}; install transformers with: make extra-parity; pyproject.toml says how to install "
+                        "torch") from error  # fmt: skip
     from weights import convert
 
     transformers.logging.set_verbosity_error()

@@ -1,8 +1,8 @@
 """Kill one run repeatedly, resume it each time, and compare its final state with a run that was never killed.
 
 `python -m bench.soak --kills 20` prints one line per kill. The exit status is 1 if a parameter, an optimizer moment or
-a logged loss differs in one bit. It uses `kill -9` at random times, which the seed determines: after a step, while a
-checkpoint is being written, or at any time after the process starts.
+a logged loss is not bitwise identical. It uses `kill -9` at random times: after a step, while a checkpoint is being
+written, or at any time after the process starts. `--seed` determines these times.
 """
 
 import json
@@ -38,26 +38,26 @@ class Kill:
 
     kill: int
     drawn: Moment
-    resumed_at: int | None  # step of the checkpoint it resumed from; None: killed earlier, or began at step 0
+    resumed_at: int | None  # step of the checkpoint it resumed from; None: killed before that, or began at step 0
     last_step: int | None  # last step that it logged
-    saving: str  # steps with an interrupted save
-    good: int | None  # step of the newest good checkpoint
+    saving: str  # steps whose save was interrupted
+    good: int | None  # step of the latest complete checkpoint
 
 
 def progress(lines: list[str]) -> tuple[int | None, int | None]:
-    """The step at which a run resumed, and its last step, from its output."""
+    """Parse from a run's output the step at which it resumed, and its last step."""
     resumed = [int(n) for line in lines for n in re.findall(r"^resumed +at step (\d+)", line)]
     taken = [int(n) for line in lines for n in re.findall(r"^step +(\d+)/\d+  loss", line)]
     return (resumed or [None])[-1], (taken or [None])[-1]
 
 
 def unfinished(checkpoints: Path) -> dict[Path, int]:
-    """The interrupted saves, with the time of their last change."""
+    """Return the interrupted saves, with the time of their last change."""
     return {path: path.stat().st_ctime_ns for path in checkpoints.glob("*" + checkpoint.SAVING)}
 
 
 def kill_once(argv: list[str], directory: Path, number: int, moment: Moment, draw: random.Random, every: int) -> Kill:
-    """Start the run and kill it at the given moment. Raises: AssertionError if it exits with an error by itself."""
+    """Start the run and kill it at the given moment. Raises: AssertionError if it fails before that."""
     checkpoints, after_s = directory / "checkpoints", draw.uniform(0, 0.06)
     words, before = [sys.executable, "main.py", *argv], unfinished(checkpoints)
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -98,7 +98,7 @@ def untimed_rows(directory: Path) -> list[dict]:
 
 
 def final_arrays(argv: list[str], directory: Path) -> dict[str, np.ndarray]:
-    """All arrays of the newest checkpoint: parameters, optimizer moments, step."""
+    """Return all arrays of the latest checkpoint: parameters, optimizer moments, step."""
     cfg = main.parse(argv)
     mesh = sharding.make_mesh(cfg.mesh)
     target = checkpoint.make_target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
@@ -109,7 +109,7 @@ def final_arrays(argv: list[str], directory: Path) -> dict[str, np.ndarray]:
 
 
 def differences(argv: list[str], ours: Path, theirs: Path) -> list[str]:
-    """The names of arrays and metric rows that are not bit-equal in two runs with the same settings."""
+    """List the arrays and metrics rows that are not bitwise identical in two runs with the same settings."""
     a, b = final_arrays(argv, ours), final_arrays(argv, theirs)
     assert a and list(a) == list(b)
     found = [name for name in a if a[name].tobytes() != b[name].tobytes()]
@@ -160,7 +160,7 @@ def command(args: Arguments) -> int:
         arrays = len(final_arrays(straight, home / "straight" / "run"))
         print(f"{len(kills)} kills in {time.perf_counter() - begin:.0f} s, {sum(bool(k.saving) for k in kills)} "
               f"of them in a save; {arrays} arrays, {len(untimed_rows(home / 'straight' / 'run'))} rows compared: "
-              + ("bit-equal" if not found else "DIFFERENT: " + ", ".join(found)))  # fmt: skip
+              + ("bitwise identical" if not found else "DIFFERENT: " + ", ".join(found)))  # fmt: skip
     return 1 if found else 0
 
 

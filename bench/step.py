@@ -3,9 +3,10 @@
 `python -m bench.step` measures a small MoE on fsdp=2,stage=2,tensor=2. A preset, `--mesh` and any setting of main.py
 choose another step. `--json` prints one line instead of a table. No tokens are needed.
 
-Simulated devices share this machine's cores, so their seconds compare programs, not machines. Bytes and FLOPs are from
-the compiled program, for the busiest device, without a stage's idle ticks. `temp_bytes` is XLA's temp_size_in_bytes for
-one device, on CPU too: a function of local shards has the same value on 1, 2 and 8 devices.
+Simulated devices share this machine's cores, so use their times only to compare programs, not machines. Bytes and FLOPs
+are from the compiled program, for the busiest device, without a stage's idle ticks. `temp_bytes` is XLA's
+temp_size_in_bytes. It is per device on CPU too: the same function of local shards has the same value on 1, 2 and 8
+devices.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ def parse(argv: list[str]) -> tuple[Config, Arguments]:
     """Parse `[PRESET | --config FILE] [--flags]`; the preset or the file sets the defaults of the flags."""
     cfg, args = command_line(argv, "python -m bench.step", HELP, DEFAULT, Arguments)
     if args.steps < 1:
-        raise UserError(f"steps={args.steps}: must be at least 1")
+        raise UserError(f"--steps {args.steps}: must be at least 1")
     if args.mesh.devices > MOST_DEVICES:
         raise UserError(
             f"mesh {args.mesh} needs {args.mesh.devices} devices, but at most {MOST_DEVICES} can be simulated; "
@@ -63,7 +64,7 @@ def say(*words) -> None:
 
 
 def random_batch(cfg: Config) -> dict[str, np.ndarray]:
-    """A random batch in the format of dataset.batch: one document per row, a target at every position."""
+    """Return a random batch in the format of dataset.batch: one document per sequence, a target at every position."""
     rng, shape = np.random.default_rng(cfg.run.seed), (cfg.data.batch_size, cfg.data.seq_len)
     tokens = lambda: rng.integers(0, cfg.model.vocab_size, shape, dtype=np.int32)
     return {
@@ -86,7 +87,7 @@ def measure(cfg: Config, steps: int) -> dict:
     say(f"mesh {cfg.mesh}: {split}")
     program = compiled.compile_step(cfg, mesh, say)
     if cfg.mesh.stage > 1 and "forward_slot" not in program.shares:
-        say("no conditional in scope forward_slot: a stage's idle ticks are counted as work")
+        say("warning: the program has no conditional in scope forward_slot, so a stage's idle ticks count as work")
     say(f"running {steps + 1} steps ..")
     batch = sharding.put(random_batch(cfg), mesh)
     step_s = best_seconds(program.step, optimizer.init(cfg, mesh), batch, steps)
@@ -95,7 +96,7 @@ def measure(cfg: Config, steps: int) -> dict:
 
 
 def best_seconds(step, state, batch, steps: int) -> float:
-    """The seconds of the fastest step, from the call until all results are ready, after one warm-up step."""
+    """Return the seconds of the fastest step, from the call until all results are ready, after one warm-up step."""
     import jax
 
     seconds = []
@@ -107,7 +108,7 @@ def best_seconds(step, state, batch, steps: int) -> float:
 
 
 def ledger_numbers(cfg: Config, found) -> dict:
-    """The bytes that one device sends in a step, and the ratio of executed FLOPs to model FLOPs."""
+    """Return the bytes that one device sends in a step, and the ratio of executed FLOPs to model FLOPs."""
     from plan import planner
 
     rows = lambda field: {name: dataclasses.asdict(total) for name, total in found.totals_by(field).items()}
@@ -123,12 +124,12 @@ def table(found: dict) -> str:
     mib = lambda size: f"{size / 2**20:,.2f} MiB"
     lines = [
         f"lower {found['lower_s']:.2f} s, compile {found['compile_s']:.2f} s, step {found['step_s']:.3f} s",
-        f"temporary memory {mib(found['temp_bytes'])} a device",
-        f"on the wire {mib(found['wire_bytes'])} a device and step, in {found['collectives']:,} collectives",
-        f"FLOPs {found['flops_ratio']:.3f} x those of the model",
+        f"temporary memory {mib(found['temp_bytes'])} per device",
+        f"sent {mib(found['wire_bytes'])} per device and step, in {found['collectives']:,} collectives",
+        f"FLOPs {found['flops_ratio']:.3f} x model FLOPs",
     ]
     for field in ("kind", "axes", "source"):
-        lines += ["", f"{'by ' + field:48} {'executed':>9}  {'on the wire':>13}"]
+        lines += ["", f"{'by ' + field:48} {'executed':>9}  {'sent':>13}"]
         for name, total in found[f"collectives_by_{field}"].items():
             lines.append(f"  {name:46} {total['count']:>9,.0f}  {mib(total['wire_bytes']):>13}")
     return "\n".join(lines)

@@ -5,7 +5,7 @@ uses the usual techniques: `torch.compile`, `F.scaled_dot_product_attention`, on
 float32 weights cast to bfloat16 per matmul, and fused AdamW. Experts are dropless: rows sorted by expert go through
 `F.grouped_mm`, which on a GPU is faster than a loop over the experts or a matmul padded to the largest group.
 
-The model equals model.py with the settings in `FIXED`. With the same weights, the losses are the same.
+The model computes the same as model.py with the settings in `FIXED`: with the same weights, the losses are equal.
 """
 
 import functools
@@ -115,7 +115,7 @@ class MoE(nn.Module):
         self.w_down_EMD = weight(E, M, D, std=(2 * c.n_layers * M) ** -0.5)
 
     def forward(self, x_BTD):
-        """Returns the experts' output and the balance loss of this layer."""
+        """Return the experts' output and the balance loss of this layer."""
         x_ND, E = x_BTD.flatten(0, 1), len(self.w_router)
         probability_NE = F.linear(x_ND.float(), self.w_router).softmax(dim=-1)
         chosen_Nk, experts_Nk = probability_NE.topk(self.top_k)
@@ -152,7 +152,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.n_layers))
 
     def forward(self, tokens_BT, targets_BT):
-        """Returns the training loss, and the cross-entropy that is its main part, in nats a token."""
+        """Return the training loss, and its main part, the cross-entropy, in nats per token."""
         c, T = self.c, tokens_BT.shape[1]
         frequency = c.rope_theta ** (-torch.arange(0, c.d_head, 2, device=tokens_BT.device) / c.d_head)
         angles = torch.arange(T, device=tokens_BT.device)[:, None] * frequency
@@ -195,7 +195,7 @@ def from_ours(c, ours: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def trainer(model: Transformer, o, compile: bool):
-    """Return fn(tokens, targets) -> cross-entropy, which takes a step of AdamW with a clipped gradient."""
+    """Return fn(tokens, targets) -> cross-entropy. Each call takes a step of AdamW with a clipped gradient."""
     named = dict(model.named_parameters())
     matrices = [p for name, p in named.items() if p.ndim > 1 and name != "embedding"]
     others = [p for name, p in named.items() if p.ndim == 1 or name == "embedding"]
@@ -218,7 +218,7 @@ def trainer(model: Transformer, o, compile: bool):
 def measure(spec: dict) -> dict:
     """Train on one batch, as `bench.gpu.measure` does. `compile_s` is the time of the first step, which compiles.
 
-    It compiles only on a GPU: on CPU that needs a C compiler and grouped bfloat16 matmuls.
+    It calls `torch.compile` only on a GPU, because on CPU that needs a C compiler and grouped bfloat16 matmuls.
     """
     c, o = settings(spec["config"])
     on_gpu = spec["device"] == "gpu"

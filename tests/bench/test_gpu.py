@@ -99,7 +99,7 @@ def test_what_is_not_known_is_not_made_up():
     args = gpu.parse(["--rounds", "1"])
     found = gpu.summary(args, {"moe": {"ours": [said(device="NVIDIA X", peak_bytes=None)]}})
     text = gpu.table(found)
-    assert "no MFU: the peak of this device is unknown; give its dense bf16 peak with --peak_tflops\n" in text
+    assert "no MFU: the peak FLOP/s of this device is unknown; pass its dense bf16 peak as --peak_tflops\n" in text
     assert text.splitlines()[-1].split()[4:6] == ["-", "-"]
     found = gpu.summary(gpu.parse(["--peak_tflops", "100"]), {"moe": {"ours": [said(tokens_per_s=2e7)]}})
     assert "no MFU" not in gpu.table(found) and "40.0%" in gpu.table(found)
@@ -125,10 +125,10 @@ def preset_parameters(name):
 # What is refused ------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "--models mo": "--models mo: no such model; did you mean 'moe'? known: dense_124m, moe",
+    "--models mo": "--models mo: unknown model; did you mean 'moe'? known: dense_124m, moe",
     "--set work.remet=none": "no setting is called 'work.remet'; did you mean 'work.remat'?",
     "--set work.remat": "--set work.remat: should be NAME=VALUE, like work.remat=none",
-    "--set mesh=fsdp=2": "mesh fsdp=2: this benchmark uses one device; leave the mesh out",
+    "--set mesh=fsdp=2": "mesh fsdp=2: this benchmark uses a single device; drop the mesh",
     "--rounds 0": "rounds=0: must be at least 1",
 }
 
@@ -155,7 +155,7 @@ def test_other_parameters_are_no_comparison(measured, monkeypatch, capsys):
     stub = lambda side, *_: [sys.executable, "-c", f"print('{json.dumps(said(params=len(side)))}')"]
     monkeypatch.setattr(gpu, "command", stub)
     status, _, err = run(capsys, "--models", "moe", "--rounds", "1")
-    assert status == 2 and "error: moe: the trainers have 4 and 5 parameters; they must be equal" in err
+    assert status == 2 and "error: moe: the trainers have 4 and 5 parameters, but must have the same number; " in err
 
 
 def test_without_torch_it_says_how(tmp_path, capsys):
@@ -172,7 +172,7 @@ def test_without_torch_it_says_how(tmp_path, capsys):
 
 def test_without_a_gpu_it_says_so(tmp_path):
     """Catches numbers of a CPU that pass for a GPU's."""
-    with pytest.raises(UserError, match=r"sees no GPU but 'cpu'; .* make extra-gpu; without a GPU: --device cpu"):
+    with pytest.raises(UserError, match=r"finds no GPU, only 'cpu'; .* make extra-gpu; without a GPU, pass --device cpu"):
         gpu.measure(dict(config=small("moe").to_dict(), device="gpu", batch="", warmup=0, steps=1))
 
 

@@ -55,4 +55,4 @@ def test_a_search_of_no_slice_is_refused(capsys):
     """Catches a traceback where the slice is missing, or is none of TPUs."""
     for words in ("moe1b --first 3", "moe1b --topology h100:32 --first 3"):
         assert bench_plan.main(words.split()) == 2
-        assert capsys.readouterr().err == "error: --first needs a TPU slice; name one, like --topology v4:4x4x2\n"
+        assert capsys.readouterr().err == "error: --first needs a TPU slice; pass one, like --topology v4:4x4x2\n"

@@ -65,7 +65,7 @@ def test_devices_without_coordinates_raise_a_user_error():
     [(["--at_peak"], "--at_peak applies only to a simulated step; add --seconds"),
      (["--seconds", "--latency_us", "-1"], "must be at least 0; about 1 on a TPU"),
      (["--seconds", "--plot", "layer.doc"], "cannot write a picture ending in 'doc'"),
-     (["--topology", "h100:8", "--seconds"], "only TPU slices are compiled for")],
+     (["--topology", "h100:8", "--seconds"], "compiling for devices that are not attached")],
 )  # fmt: skip
 def test_bad_flags_are_refused_before_compilation(flags, message):
     """Catches a minute of compilation before a command fails because of a bad flag."""

@@ -254,7 +254,7 @@ def test_the_command_prints_one_line_of_json(numbers, monkeypatch, capsys):
 
 def test_unsupported_topologies_are_refused():
     """Catches libtpu's own error about a GPU, and a preset compiled for the wrong machine."""
-    with pytest.raises(UserError, match=r"^topology 'h100:8': only TPU slices .* v4:4x4x2, "):
+    with pytest.raises(UserError, match=r"^topology 'h100:8': compiling for devices .* v4:4x4x2, "):
         overlap.parse(["tiny", "--topology", "h100:8"])
     cfg, args = overlap.parse([])
     assert (cfg, args.topology) == (preset("moe1b"), "v4:4x4x2")
