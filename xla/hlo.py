@@ -1,7 +1,7 @@
 """Parse the text of a compiled XLA program into instructions.
 
-`Program(compiled.as_text())` holds the computations of an optimized module in the order of the text. A computation
-comes before its callers, and in a scheduled module instructions are in the order in which they start.
+`Program(compiled.as_text())` holds the computations (functions) of an optimized module in the order of the text. A
+computation comes before its callers. In a scheduled module, instructions are in the order in which they start.
 """
 
 import math
@@ -29,7 +29,7 @@ SAME_VALUE = ("copy", "convert", "bitcast", "reshape", "copy-start", "copy-done"
 class Instruction:
     root: bool
     name: str
-    type: str  # of the result: an array, or a tuple of them
+    type: str  # of the result: an array, or a tuple of arrays
     opcode: str
     arguments: str  # operands; a constant's value, a parameter's number
     attributes: str
@@ -52,7 +52,7 @@ class Instruction:
 
     @property
     def contents(self) -> list[str]:
-        """The computations inside it: of a fusion, an async start or a kernel."""
+        """The computations inside this instruction, if it is a fusion, an async start or a kernel."""
         if self.opcode == "call-start":  # TPU: a computation that runs on a SparseCore
             return [self.attribute("to_apply=")]
         if self.opcode.removesuffix("-start") not in ("fusion", "async", "custom-call"):
@@ -65,7 +65,7 @@ class Instruction:
         return self.opcode.removesuffix("-start") in KINDS
 
     def groups(self, devices: int) -> list[list[int]]:
-        """The device groups of a collective, or a permute's (from, to) pairs; empty for other instructions."""
+        """Return the device groups of a collective, or a permute's (from, to) pairs; [] for other instructions."""
         name = "source_target_pairs=" if "permute" in self.opcode else "replica_groups="
         text = self.attribute(name, GROUPS) if self.is_collective else ""
         return device_groups(text, devices) if text else []
@@ -109,12 +109,12 @@ class Program:
             elif line.startswith("  ") or line.endswith("{"):
                 unread = unread or line.strip()
         if not self.entry:
-            raise UserError("this is not HLO text: it has no ENTRY computation; pass compiled.as_text()")
+            raise UserError("the text is not HLO: it has no ENTRY computation; pass compiled.as_text()")
         if unread:
-            raise UserError(f"cannot read this line of HLO: {shorten(unread)}")
+            raise UserError(f"cannot parse this line of HLO, please report it: {shorten(unread)}")
 
     def called_computations(self, one: Instruction) -> list[str]:
-        """List every computation that an instruction names: bodies, conditions, branches, fused and applied ones."""
+        """List every computation that an instruction refers to, such as a loop's body or a fusion's contents."""
         # Control predecessors are instructions, which may have the name of a computation.
         attributes = re.sub(r"control-predecessors=\{.*?\}", "", one.attributes)
         return [name for name in re.findall(r"%([^\s,{}]+)", attributes) if name in self.computations]
@@ -140,7 +140,7 @@ class Program:
                          f"{self.source(loop)}): its condition is not counter < constant")  # fmt: skip
 
     def counter_step(self, body: dict, counter: "Element") -> int | None:
-        """Return what a loop's body adds to its counter; None if it changes it in another way."""
+        """Return what a loop's body adds to the loop's counter; None if it changes the counter in another way."""
         if not isinstance(counter, Element) or root(body).opcode != "tuple":
             return None
         add, values = self.scalar(body, origin(body, root(body).operands[counter.index]))
@@ -158,7 +158,7 @@ class Program:
         return root(fused), values
 
     def value(self, computation: dict, name: str) -> "int | Element | None":
-        """Return a scalar's value: a constant, an element of the computation's one parameter, or None for others."""
+        """Return a scalar's value: a constant, or an Element of the computation's single parameter, else None."""
         one = origin(computation, name)
         if one.opcode == "constant" and re.fullmatch(r"-?\d+", one.arguments):
             return int(one.arguments)
@@ -167,7 +167,7 @@ class Program:
         return None
 
     def source(self, one: Instruction) -> str:
-        """Return the source line of an instruction: the innermost frame outside installed packages and WRAPPERS."""
+        """Return an instruction's source line: its innermost frame outside third-party packages and WRAPPERS."""
         if file := one.attribute("source_file=", r'"(.*?)"'):
             return f"{os.path.basename(file)}:" + one.attribute("source_line=", r"(\d+)")
         places, frame = [], int(one.attribute("stack_frame_id=", r"(\d+)") or 0)
@@ -224,11 +224,12 @@ GROUPS = r"(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[[^]]*\
 
 
 def device_groups(text: str, devices: int) -> list[list[int]]:
-    """Read the groups of a collective, in any of XLA's notations.
+    """Parse the device groups of a collective, in any of XLA's notations.
 
-    {{0,1},{2,3}} lists them, and {} is one group of all devices. [2,2]<=[2,2]T(1,0) reshapes and transposes the numbers
-    from 0, and each row is a group. mesh['a'=2,'b'=2] {'b'} has a group along each line of axis b. 'b':(2)4 is part of
-    an axis: size 4, within each of 2 parts.
+    - {{0,1},{2,3}} lists the groups; {} is one group of all devices.
+    - [2,2]<=[2,2]T(1,0) reshapes the numbers 0, 1, 2, .. and transposes them; each row is a group.
+    - mesh['a'=2,'b'=2] {'b'} has one group along axis b for each index along a. 'b':(2)4 is a part of axis b: its
+      devices are first split into 2 parts, and groups of size 4 are in each.
     """
     if text == "{}":
         return [list(range(devices))]
@@ -252,7 +253,7 @@ def device_groups(text: str, devices: int) -> list[list[int]]:
 
 
 def iota(text: str) -> np.ndarray:
-    """Read [2,4]T(1,0), the numbers from 0 in that shape, transposed, or a plain list of numbers."""
+    """Parse [2,4]T(1,0), which is the numbers 0, 1, 2, .. in this shape, transposed; or a plain list of numbers."""
     shape, _, order = text.partition("T")
     if not text.startswith("["):
         return np.array(_numbers(text))

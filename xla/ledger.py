@@ -1,14 +1,14 @@
 """Count the collectives, the matmul FLOPs and the memory traffic of a compiled step.
 
-`read(compiled.as_text(), mesh)` works on XLA's output for CPU, GPU and TPU. A computation runs as often as its callers
-run, times the trip count of a loop. A conditional runs its most expensive branch.
+`read(compiled.as_text(), mesh)` works on XLA's output for CPU, GPU and TPU. A computation (a function of the program)
+runs as often as its callers run, times the trip count of a loop. A conditional runs its most expensive branch.
 
-Partition i of the program is device i of `mesh.devices`, in row-major order. So a replica group is a set of positions
-on the mesh, and the axes along which they differ are the axes of the collective.
+Partition i of the program is device i of `mesh.devices`, in row-major order. So a replica group is a set of mesh
+coordinates, and the axes along which they differ are the axes of the collective.
 
-A collective is overlapped (`hidden`) if matmuls run between its start and its end in the schedule, which is the order
-of lines in a computation. Otherwise it is exposed: the device waits for it. A matmul can overlap with several
-collectives, so overlapped bytes may still stall the step if they take longer than the matmuls.
+A collective is overlapped (`hidden`) if matmuls run between its start and its end in the compiled schedule, which is
+the order of instructions in a computation. Otherwise it is exposed: the device waits for it. A matmul can overlap with
+several collectives, so overlapped bytes may still stall the step if they take longer than the matmuls.
 
 Instructions that this module does not know, and that might communicate, raise an error instead of counting 0 bytes.
 """
@@ -37,10 +37,10 @@ class Collective:
     axes: tuple[str, ...]  # mesh axes it runs along; ("?",) if its groups match no axes
     payload_bytes: int  # size of the gathered array for an all-gather, of all operands for the others
     dtype: str  # of the operands, in HLO's spelling
-    wire_bytes: int  # this device sends in one execution
-    count: float  # executions in one step; a fraction if `shares` gives how often a conditional runs
-    asynchronous: bool  # it has a start and an end, and other work may run between them
-    source: str  # "model.py:123 in function"; "?" for one that the compiler added
+    wire_bytes: int  # bytes that this device sends in one execution
+    count: float  # executions in one step; not an integer if `shares` scales a conditional
+    asynchronous: bool  # it has a start and an end, and other instructions may run between them
+    source: str  # "model.py:123 in function"; "?" if the compiler added the collective
     scope: str  # named scopes around it, ending with the primitive
     hidden: bool = False  # overlapped: matmuls run between its start and its end
     beside_flops: int = 0  # FLOPs of these matmuls, in one execution
@@ -52,8 +52,8 @@ HBM = "HBM"
 @dataclass(frozen=True)
 class Total:
     count: float  # executions in one step
-    wire_bytes: float  # this device sends in one step
-    exposed_bytes: float  # of these, the bytes it waits for
+    wire_bytes: float  # bytes that this device sends in one step
+    exposed_bytes: float  # the part of these bytes that does not overlap with matmuls
 
     @property
     def hidden_bytes(self) -> float:
@@ -74,7 +74,7 @@ class Ledger:
         return _total(self.collectives)
 
     def totals_by(self, field: str) -> dict[str, Total]:
-        """Sum the collectives by one of their fields, most bytes first; axes are written like 'fsdp*tensor'."""
+        """Sum the collectives by one of their fields, most bytes first. Axes have the form 'fsdp*tensor'."""
         groups = collections.defaultdict(list)
         for one in self.collectives:
             value = getattr(one, field)
@@ -88,7 +88,7 @@ class Ledger:
         return self.moved.get(HBM, {})
 
     def memory_bytes(self, scope: str, memory: str = HBM) -> float:
-        """Sum the operands and results, in main or another memory, of all instructions in a named scope.
+        """Sum the bytes of operands and results that all instructions in a named scope have in one kind of memory.
 
         A fusion or kernel counts with its own operands and results. An array counts once for each instruction that
         reads it, and once where it is written. Copies from one memory to another have no scope.
@@ -97,7 +97,7 @@ class Ledger:
         return sum(size for path, size in self.moved.get(memory, {}).items() if inside.search(path))
 
     def memories(self, scope: str) -> dict[str, float]:
-        """Return `memory_bytes` of each memory, most first: HBM, and HLO's names of others, see `bytes_by_memory`."""
+        """Return the `memory_bytes` of each memory (HBM, or HLO's names, see `bytes_by_memory`), largest first."""
         sizes = {memory: self.memory_bytes(scope, memory) for memory in self.moved}
         return dict(sorted(((memory, size) for memory, size in sizes.items() if size), key=lambda item: -item[1]))
 
@@ -111,7 +111,7 @@ Share = float | Callable[[float], float]
 
 
 class Work(NamedTuple):
-    """The work of one execution of an instruction or of a computation."""
+    """The cost of one execution of an instruction or of a computation."""
 
     flops: int = 0
     wire_bytes: int = 0
@@ -128,12 +128,13 @@ def add_work(works) -> Work:
 def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None = None) -> Ledger:
     """Count what one device executes in a step: collectives, matmul FLOPs and memory traffic.
 
-    mesh    the mesh the program was compiled for, or the sizes of its axes, outermost first
-    shares  named scope -> share of the executions of a conditional in that scope that run its most expensive branch, on
-            the busiest device; the others cost nothing. Conditionals inside that branch are not scaled again. A share
-            may be a function of how often a step reaches the conditional: `lambda ticks: microbatches / ticks`
-    Raises: ValueError if a loop's trip count or a collective's devices cannot be determined, or no conditional is in
-    the scope of a share; UserError for instructions that might communicate uncounted, see `refuse_unknown`.
+    mesh    the mesh that the program was compiled for, or the sizes of its axes, outermost first
+    shares  named scope -> in which fraction of its executions a conditional in that scope runs its most expensive
+            branch, on the busiest device; the other executions cost nothing. Conditionals inside that branch are not
+            scaled again. Instead of a number, the value may be a function of how often a step reaches the conditional:
+            `lambda ticks: microbatches / ticks`
+    Raises: ValueError if a loop's trip count or a collective's devices cannot be determined, or if no conditional is in
+    a scope of `shares`; UserError for instructions that might communicate without being counted, see `refuse_unknown`.
     """
     sizes = tuple(mesh.shape.items()) if isinstance(mesh, Mesh) else tuple(mesh.items())
     program = Program(text)
@@ -177,7 +178,7 @@ class Call:
 
     computation: str
     times: int = 1
-    conditional: str = ""  # scope of the conditional that may skip it
+    conditional: str = ""  # scope of the conditional that may skip the call
 
 
 def calls_of(program: Program, computation: dict, one: Instruction, cost: dict[str, Work]):
@@ -197,7 +198,7 @@ def calls_of(program: Program, computation: dict, one: Instruction, cost: dict[s
 
 
 def execution_counts(calls: dict[str, list[Call]], entry: str, shares: dict[str, Share]) -> dict[str, float]:
-    """Count how often a step runs each computation. In `calls` callers come after their callees, the entry last."""
+    """Count how often a step runs each computation. In `calls`, callers come after their callees, the entry last."""
     times, spent, unused = collections.Counter({entry: 1}), collections.defaultdict(set), set(shares)
     for name in reversed(calls):
         for call in calls[name]:
@@ -239,9 +240,9 @@ def dot_work(computation: dict, one: Instruction, contracted: str) -> Work:
 
 
 def convolution_flops(one: Instruction, lhs: list[int], rhs: list[int]) -> int:
-    """Count 2 FLOPs for each pair of a weight and an input, but none for padding or the holes of dilation.
+    """Count 2 FLOPs for each pair of a weight and an input, but none for padding or dilation zeros.
 
-    The TPU compiler writes every matmul as a convolution, and its batch dims as spatial ones.
+    The TPU compiler writes every matmul as a convolution, and its batch dims as spatial dims.
     """
     inputs, kernel, output = re.split(r"_|->", one.attribute("dim_labels=", r"([^,]+)"))
     out = dims(one.type)
@@ -261,7 +262,7 @@ def convolution_flops(one: Instruction, lhs: list[int], rhs: list[int]) -> int:
 
 @functools.cache
 def count_pairs(inputs: int, outputs: int, size: int, stride: int, low: int, hole: int, dilation: int) -> int:
-    """Count pairs of an output and a weight, along one spatial dim, that read an input rather than padding."""
+    """Count pairs of an output and a weight, along one spatial dim, that read an input and not padding or zeros."""
     at = np.arange(outputs)[:, None] * stride + np.arange(size)[None] * dilation - low
     return int(np.sum((at % hole == 0) & (at >= 0) & (at < inputs * hole)))
 
@@ -270,11 +271,12 @@ def count_pairs(inputs: int, outputs: int, size: int, stride: int, low: int, hol
 
 NAMES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "after-all",
          "async-update"}  # fmt: skip
-CALLERS = {"while", "conditional", "call"}  # the computations they run count, not their operands
+CALLERS = {"while", "conditional", "call"}  # their computations count, not their operands
 
 
 def moved_by_memory(computation: dict, one: Instruction) -> dict[str, int]:
-    """Return the bytes of one instruction's operands and results. If it has two parts, start reads and done writes."""
+    """Return the bytes of an instruction's operands and results, by memory. Of an asynchronous pair, the start reads
+    and the done writes."""
     if one.opcode in NAMES | CALLERS:
         return {}
     read = [] if one.opcode.endswith("-done") else [computation[name].type for name in one.operands]
@@ -286,7 +288,7 @@ def moved_by_memory(computation: dict, one: Instruction) -> dict[str, int]:
 def bytes_by_memory(type_text: str) -> collections.Counter:
     """Return the bytes of a type's arrays by the memory they are in: HBM, or S(n) in HLO's notation.
 
-    S(1) is VMEM, S(3) the 128 MiB of CMEM that only v4 has, S(5) the host's memory; the others hold scalars.
+    S(1) is VMEM, S(3) the 128 MiB of CMEM that only v4 has, and S(5) the host's memory. The others hold scalars.
     """
     found = collections.Counter()
     for dtype, sizes, layout in re.findall(ARRAY.pattern + r"(?:\{([^}]*)\})?", type_text):
@@ -323,8 +325,10 @@ THREADS = {"", "main", "sparsecore"}  # a SparseCore communicates while the Tens
 
 
 def refuse_unknown(program: Program) -> None:
-    """Reject instructions that might communicate without being counted. Raises: UserError for an unknown opcode or
-    execution thread, and for a computation with collectives that an instruction names but is not known to run.
+    """Reject instructions that might communicate without being counted.
+
+    Raises: UserError for an unknown opcode or execution thread, and for an instruction that refers to a computation
+    with collectives if we do not know whether it executes that computation.
     """
     exchanging = set()
     for name, computation in program.computations.items():  # a computation comes before its callers
@@ -341,22 +345,23 @@ def refuse_unknown(program: Program) -> None:
             if runs and not named:
                 raise unknown_error(program, one, "a computation that the text does not have")
             if inside and not runs and not one.opcode.endswith(("-update", "-done")):
-                raise unknown_error(program, one, f"how {one.opcode} runs %{inside}, which holds collectives,")
+                raise unknown_error(program, one, f"how {one.opcode} runs %{inside}, which contains collectives,")
             if inside or one.is_collective:
                 exchanging.add(name)
 
 
 def unknown_error(program: Program, one: Instruction, what: str) -> UserError:
     line = shorten(f"%{one.name} = {one.type} {one.opcode}({one.arguments})")
-    return UserError(f"the ledger does not know {what} and would count its bytes as 0: {line} "
-                     f"({one.scope or 'no scope'}, {program.source(one)})")  # fmt: skip
+    return UserError(f"xla/ledger.py does not know {what} and would count its communication as 0 bytes; please report "
+                     f"it: {line} ({one.scope or 'no scope'}, {program.source(one)})")  # fmt: skip
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------
 
 
 def collectives_in(program: Program, name: str, one: Instruction):
-    """Yield (computation, collective) for each collective that an instruction of `name` is, fuses or starts."""
+    """Yield (computation, collective) for each collective in an instruction of computation `name`: the instruction
+    itself, or collectives inside a fusion or an async start."""
     if one.is_collective:
         yield name, one
     elif one.opcode in STARTS:
@@ -366,10 +371,11 @@ def collectives_in(program: Program, name: str, one: Instruction):
 
 
 def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, list[int]]]:
-    """List the collectives of a computation, each once: the computation that contains it, the collective, whether it
-    has two parts, and the line numbers of all instructions that begin, continue or end it.
+    """Return one tuple per collective in a computation: (computation that contains it, collective, is asynchronous,
+    line numbers of all instructions that begin, continue or end it).
 
-    On TPU a collective may continue inside fusions that compute at the same time; each contains a copy of it.
+    On TPU a collective may be spread over several fusions, which overlap it with compute. Each of these fusions repeats
+    the instruction, but it is listed only once.
     """
     begun, found = collections.defaultdict(list), {}
     for place, one in enumerate(program.computations[name].values()):
@@ -387,7 +393,7 @@ def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, lis
 
 
 def collectives_with_overlap(program: Program, name: str, sizes: tuple, works: list[Work]):
-    """Yield the collectives of a computation, with the matmuls they overlap; `works` is the work of each line."""
+    """Yield the collectives of a computation, with the matmuls that overlap. works: the cost of each instruction"""
     for where, inner, two_parts, places in spans(program, name):
         beside = add_work(works[places[0] : places[-1] + 1])
         if found := collective(program, where, inner, sizes):
@@ -440,12 +446,12 @@ def axes_of(kind: str, text: str, sizes: tuple[tuple[str, int], ...]) -> tuple[t
 
 
 def unordered_pairs(text: str) -> list[str]:
-    """List pairs of collectives in one computation that nothing orders, if at least one of them is nested in a loop, a
-    branch, a call or a fusion of that computation.
+    """List pairs of collectives in one computation without a dependency between them, where at least one of the two is
+    nested in a loop, a branch, a call or a fusion.
 
-    Two are ordered if one depends on the other's result, directly or not, or has it as a control predecessor. Pairs
-    directly in the computation are left out, because XLA's CPU executor starts those in order; so are transfers of a
-    device to itself. `ordered.py` explains how an unordered pair fails on simulated devices.
+    A dependency is a path through operands or control predecessors. If both are directly in the computation, the pair
+    is not listed, because XLA's CPU executor starts them in order. Transfers from a device to itself do not count.
+    `ordered.py` explains how an unordered pair fails on simulated devices.
     """
     program, within, pairs = Program(text), {}, []
     devices = int((re.search(r"num_partitions=(\d+)", text) or ["", 1])[1])

@@ -1,7 +1,8 @@
-"""Count the bytes that an instruction moves in main memory: only the slice, if it reads or changes a slice of an array.
+"""Count the bytes that an instruction reads from and writes to main memory (HBM).
 
-`Memory` follows operands into fusions. If an operand is only sliced there, the slices count. If it is updated in place,
-the update counts. Arrays in on-chip memory, spaces S(1) and above, do not count.
+If it reads or changes only a slice of an array, only the slice counts. `Memory` follows operands into fusions: if an
+operand is only sliced there, the slices count, and if it is updated in place, the update counts. Arrays in on-chip
+memory, which HLO calls S(1) and above, do not count.
 """
 
 import functools
@@ -21,7 +22,7 @@ class Memory:
         self.inside = functools.cache(self._inside)
 
     def bytes_moved(self, computation: dict, one: Instruction) -> int:
-        """Count the bytes that one execution reads and writes. If it has two parts, the start counts all."""
+        """Count the bytes that one execution reads and writes. Of an asynchronous pair, the start counts all."""
         if one.opcode in NAMES | CALLERS or one.opcode.endswith(("-done", "-update")):
             return 0
         if one.opcode == "custom-call" and one.attribute("custom_call_target=", r'"(.*?)"') in NO_WORK:

@@ -25,10 +25,10 @@ OPTIONS = {
     "gpu": {"xla_gpu_enable_latency_hiding_scheduler": "true"},
     "cpu": {},
 }
-# SparseCores communicate while the TensorCore computes. On v5p and v6e these are the only options without a libtpu
-# warning that overlap gathers and scatters. On TPU7x they are the default, v4 keeps the options it was measured with,
-# and v5e has no SparseCore. The set is "ENABLE_SPARSECORE_OFFLOADING_FOR_RS_AG_AR" in benchmarks/xla_flags_library.py
-# of github.com/AI-Hypercomputer/maxtext.
+# SparseCores, a second kind of core on a TPU, communicate while the TensorCore computes. On v5p and v6e only these
+# options overlap all-gathers and reduce-scatters without a libtpu warning. On TPU7x they are the default, v4 keeps the
+# options it was measured with, and v5e has no SparseCore. The set is "ENABLE_SPARSECORE_OFFLOADING_FOR_RS_AG_AR" in
+# benchmarks/xla_flags_library.py of github.com/AI-Hypercomputer/maxtext.
 # Left out: flags that fuse a collective with the matmuls it overlaps (xla_tpu_enable_async_collective_fusion*). On v4,
 # v5p and v6e libtpu warns that they may give wrong results; v5e overlaps without them.
 SPARSECORE = {
@@ -56,7 +56,7 @@ def compiler_options(mesh: Mesh, asked: str = "") -> dict[str, str]:
 
 
 def parse(text: str) -> dict[str, str]:
-    """Read NAME=VALUE,..; an empty value stays empty."""
+    """Parse NAME=VALUE,..; an empty value stays empty."""
     values = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
@@ -68,7 +68,7 @@ def parse(text: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def option_errors():
-    """Around a compile: raise UserError if the compiler does not know an option, or cannot read its value."""
+    """Context manager around a compilation. Raises: UserError for an unknown compiler option or an invalid value."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,16 +1,16 @@
-"""`jit` for simulated devices, which runs collectives in one order by making each depend on the one before.
+"""A `jit` that prevents deadlocks on simulated devices: each collective depends on the previous one.
 
 All simulated devices are threads of one process, and a thread that reaches a collective waits for the others in its
-group. XLA's CPU executor starts independent operations in any order. It orders when a loop or a branch starts, but not
-the operations inside it. So two devices can reach a collective inside a loop and one outside it in different orders.
-Then both wait forever, or threads of different collectives meet and the results are wrong. An accelerator executes its
-program in one order, so none of this applies to it: there, `jit` is `jax.jit`.
+group. XLA's CPU executor starts independent operations in any order. It fixes when a loop or a branch starts, but not
+when the operations inside it do. So two devices can reach two collectives, one inside a loop and one outside, in
+different orders. Then both wait forever, or threads of different collectives are matched and the results are wrong.
+Accelerators execute a program in one order, so they don't have this problem: for them, `jit` is `jax.jit`.
 
-Here `jit` rewrites the program after JAX has traced and differentiated it. Every collective takes its operands from
-`after(x, token)`, which is x, and the token is computed from the result of the collective before. A token is always
-False, but no compiler can infer that. It is passed into and out of loops and branches.
+On simulated devices `jit` rewrites the program after JAX has traced and differentiated it. Every collective takes its
+operands from `after(x, token)`, which returns x, and the token is computed from the result of the previous collective.
+A token is always False, but no compiler can infer that. It is passed into and out of loops and branches.
 
-`compile` checks the compiled program, and refuses to run it if any collectives are still unordered.
+`compile` checks the compiled program, and raises an error if any collectives are still unordered.
 """
 
 import functools
@@ -32,12 +32,12 @@ COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gath
 
 
 def is_simulated(mesh: Mesh) -> bool:
-    """Return whether the mesh has several devices that are threads of this process. An AbstractMesh has none."""
+    """Return True if the mesh has several devices that are threads of this process. An AbstractMesh has no devices."""
     return isinstance(mesh, Mesh) and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def jit(function, mesh: Mesh, **options):
-    """Return `jax.jit(function, **options)`; on simulated devices it runs collectives in one order.
+    """Return `jax.jit(function, **options)`; on simulated devices, the result runs collectives in a fixed order.
 
     Inside another traced function it just calls `function`, because the outermost `jit` orders everything.
     Raises: see `compile`, on the first call.
@@ -46,7 +46,7 @@ def jit(function, mesh: Mesh, **options):
 
 
 class InOrder:
-    """A function of arrays whose collectives run in one order. Use `lower` and calls as with `jax.jit`."""
+    """A compiled function whose collectives run in a fixed order. Call it, or `lower` it, as with `jax.jit`."""
 
     def __init__(self, function, mesh: Mesh, options: dict):
         self.function, self.mesh, self.programs = function, mesh, {}
@@ -63,11 +63,12 @@ class InOrder:
 
 
 def compile(lowered: jax.stages.Lowered, mesh: Mesh):
-    """Compile the result of `jit(..).lower(..)`. On simulated devices, also check the order of collectives, and make
-    each call wait for the previous one. (Unless NPROC asks for more, XLA has one thread per device. If two programs
-    overlap, one can take threads that the other needs to start: `python bench/deadlock.py` shows it.)
+    """Compile the result of `jit(..).lower(..)`.
 
-    Raises: UserError that names the first pair of unordered collectives.
+    On simulated devices, this also checks the order of collectives, and each call waits for the previous call. (XLA has
+    one thread per device, unless NPROC is larger. If two programs overlap, one can occupy threads that the other needs:
+    `python bench/deadlock.py` shows it.)
+    Raises: UserError with the first pair of unordered collectives.
     """
     if not is_simulated(mesh):
         with options.option_errors():
@@ -77,8 +78,8 @@ def compile(lowered: jax.stages.Lowered, mesh: Mesh):
         program = lowered.compile()
     if pairs := ledger.unordered_pairs(program.as_text()):
         raise UserError(
-            f"{mesh.size} simulated devices could deadlock or compute wrong results: nothing orders {pairs[0]}, nor "
-            f"{len(pairs) - 1} more pairs of collectives; compile with ordered.jit")  # fmt: skip
+            f"{mesh.size} simulated devices could deadlock or compute wrong results: no dependency fixes the order of "
+            f"{pairs[0]}, and {len(pairs) - 1} more pairs; use xla.ordered.jit instead of jax.jit")  # fmt: skip
     return lambda *args: jax.block_until_ready(program(*jax.block_until_ready(args)))
 
 
@@ -98,7 +99,7 @@ def _(token, *arrived):
 
 
 def _after(x, token):
-    """Return x, in a way that would change it if the token were True, even if x is a constant."""
+    """Return x by a computation whose result would differ if the token were True, even if x is a constant."""
     token = token.reshape((1,) * x.ndim)
     return jnp.where(token, jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x ^ token.astype(x.dtype)
 
@@ -120,7 +121,7 @@ mlir.register_lowering(token_p, mlir.lower_fun(_token, multiple_results=False))
 
 
 def order_collectives(function, mesh: Mesh):
-    """Return the same function, with its collectives ordered as they were traced."""
+    """Return the same function, with dependencies that order its collectives as they were traced."""
 
     @functools.wraps(function)
     def ordered(*args):
@@ -169,7 +170,7 @@ def collect_holders(jaxpr, mesh: Mesh, found: set) -> set:
 
 
 def is_collective(equation, mesh: Mesh) -> bool:
-    """Return whether it is a collective over more than one device; the compiler removes the others."""
+    """Return True for a collective over more than one device; the compiler removes other collectives."""
     if equation.primitive.name not in COLLECTIVES:
         return False
     axes = equation.params.get("axes", equation.params.get("axis_name"))
@@ -177,7 +178,7 @@ def is_collective(equation, mesh: Mesh) -> bool:
 
 
 def add_token(jaxpr, aval, mesh: Mesh, holders: set, at=0, tie_results=False):
-    """Order a jaxpr. The token becomes an additional input at index `at`, and an additional first output.
+    """Order a jaxpr's collectives. The token becomes an additional input at index `at`, and the first output.
 
     tie_results  make all outputs wait for all collectives
     """

@@ -1,20 +1,20 @@
-"""Simulate the compiled schedule of one device, to estimate where the seconds of a step go.
+"""Simulate the compiled program of one device, to estimate what the time of a step is spent on.
 
-`replay(compiled.as_text(), mesh, machine)` runs the scheduled program in order against a simulated clock.
+`replay(compiled.as_text(), mesh, machine)` executes the instructions in their compiled order with a simulated clock.
 
-- A matmul takes the compiler's own `estimated_cycles` or, with `at_peak`, its FLOPs at the chip's peak. For a kernel
-  the compiler estimates nothing: it takes its FLOPs at the peak or its bytes at full memory bandwidth, if longer.
+- A matmul takes the compiler's own `estimated_cycles` or, with `at_peak`, its FLOPs at the chip's peak. The compiler
+  has no estimate for a kernel, which takes the longer of its FLOPs at the peak and its bytes at full memory bandwidth.
 - Any other instruction takes the time of its main-memory reads and writes at full bandwidth. Asynchronous copies and
-  slices run one after the other, overlapped with all other work.
-- A collective uses links from its start (`links.py`), shared with all others in flight, and the device waits for it at
-  its end. All devices are assumed to be at the same point of the program.
-- A loop runs as often as its trip count, a conditional runs its longest branch, or the share of its executions that
-  `shares` gives, see `ledger.read`. Collectives in flight do not share links with those inside a loop or branch that
-  runs between their start and their end.
+  slices run one after the other, and overlap with everything else.
+- A collective uses links (`links.py`) from its start on, shared with all other collectives in flight. At its end the
+  device waits for it. All devices are assumed to be at the same point of the program.
+- A loop runs as often as its trip count. A conditional runs its longest branch, in all executions or in the fraction
+  that `shares` gives (see `ledger.read`). Collectives in flight do not share links with those inside a loop or branch
+  that runs between their start and their end.
 
-It does not know how much memory bandwidth a matmul leaves to others, how long a collective takes to start (the option
-`latency_s`), how a ring of devices is ordered, or the speed of vector units: an instruction that moves nothing in main
-memory takes no time. None of this has been measured on a chip.
+Four things are unknown: how much memory bandwidth a matmul leaves for other instructions, how long a collective takes
+to start (the option `latency_s`), how a ring of devices is ordered, and the speed of vector units. So an instruction
+that reads and writes nothing in main memory takes no time. None of this has been measured on a chip.
 """
 
 import collections
@@ -44,7 +44,7 @@ class Machine:
     cycles_per_s: float
     hbm_bytes_per_s: float
     link_bytes_per_s: float
-    latency_s: float = 0.0  # of one message from a chip to its neighbor
+    latency_s: float = 0.0  # from a chip to its neighbor
 
 
 class Event(NamedTuple):
@@ -56,7 +56,7 @@ class Event(NamedTuple):
     what: str  # products, other ops, copies, waiting, or a collective's kind
     scope: str
     source: str = ""  # the source line, "model.py:123 in function"; "?" for instructions that the compiler added
-    wire_bytes: int = 0  # sent by this device, for a collective and for the wait at its end
+    wire_bytes: int = 0  # bytes that this device sends in the collective (also for the wait at its end)
 
 
 @dataclass
@@ -64,21 +64,21 @@ class Timeline:
     """One execution of a computation."""
 
     seconds: float = 0.0  # including called computations
-    own: collections.Counter = field(default_factory=collections.Counter)  # seconds by cause, without called ones
+    own: collections.Counter = field(default_factory=collections.Counter)  # seconds by cause, without calls
     events: list[Event] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """One step of one device, in seconds."""
+    """The simulated step of one device, in seconds."""
 
     seconds: float
-    causes: dict[str, float]  # products (matmuls), other ops, copies, and waits by collectives' axes: "fsdp*tensor"
-    played: dict[str, Timeline]  # by computation
+    causes: dict[str, float]  # products (matmuls), other ops, copies, and waits by the collective's axes: "fsdp*tensor"
+    played: dict[str, Timeline]  # computation -> one execution
     times: dict[str, float]  # how often a step runs each computation
 
     def longest(self, count: int = 2) -> list[str]:
-        """Return the computations with the most seconds of the step, not counting the computations they call."""
+        """Return the computations that take the most time in a step, not counting the computations that they call."""
         own = {name: self.times.get(name, 0) * one.own.total() for name, one in self.played.items()}
         return sorted(own, key=own.get, reverse=True)[:count]
 
@@ -87,15 +87,15 @@ def replay(text: str, mesh: Mesh | dict[str, int], machine: Machine, shares: dic
            at_peak: bool = False) -> Replay:  # fmt: skip
     """Simulate a scheduled program.
 
-    mesh     the mesh it was compiled for, or the sizes of its axes, outermost first
-    shares   named scope -> share of the executions of a conditional in which the devices wait for its longest branch
-    at_peak  time matmuls at the chip's peak instead of the compiler's estimate
-    Raises: ValueError if the program is not scheduled, or its devices are not as many as the machine's places; and as
-    `ledger.read` does.
+    mesh     the mesh that the program was compiled for, or the sizes of its axes, outermost first
+    shares   named scope -> fraction of a conditional's executions in which devices wait for its longest branch
+    at_peak  matmuls run at the chip's peak, instead of the compiler's estimate
+    Raises: ValueError if the program is not scheduled, or if mesh and machine have different numbers of devices; and
+    the errors of `ledger.read`.
     """
     sizes = tuple(mesh.shape.items()) if isinstance(mesh, Mesh) else tuple(mesh.items())
     if "is_scheduled=true" not in text.partition("\n")[0]:
-        raise ValueError("this program has no schedule; pass the text of a compiled program, compiled.as_text()")
+        raise ValueError("the program is not scheduled; pass the text of a compiled program, compiled.as_text()")
     if (devices := math.prod(n for _, n in sizes)) != len(machine.places):
         raise ValueError(f"mesh {dict(sizes)} has {devices} devices, but the machine has {len(machine.places)} places")
     player = Simulator(Program(text), sizes, machine, at_peak)
@@ -119,7 +119,7 @@ class Simulator:
         self.work = functools.cache(self._work)
 
     def simulate(self, name: str) -> list[ledger.Call]:
-        """Simulate one computation, and return its calls. A fused computation takes its time in the fusion instead."""
+        """Simulate one computation, and return its calls. The time of a fused computation counts in the fusion."""
         computation, calls = self.program.computations[name], []
         if name in self.parts:
             self.played[name] = Timeline()
@@ -171,7 +171,7 @@ class Simulator:
         return PRODUCTS, int(cycles) / machine.cycles_per_s if cycles else max(computing, moving)
 
     def is_fused_collective(self, one: Instruction) -> bool:
-        """Return whether a fusion contains a collective, whose time is that of its links."""
+        """Return True if a fusion contains a collective: then its time is the time on the links."""
         return any(inner.is_collective for part in one.contents for inner in self.program.computations[part].values())
 
     def _work(self, name: str) -> ledger.Work:
@@ -216,7 +216,7 @@ class Simulator:
         return links.gather_load(torus, at, wire_bytes, ring), hops * (2 if kind == "all-reduce" else 1)
 
     def speeds(self, flights: list["Flight"]) -> list[float]:
-        """Return the fraction of each collective in flight that is done per second."""
+        """Return the rate of each collective in flight, as the fraction that is completed per second."""
         key = tuple(flight.key for flight in flights)
         if key not in self.rates:
             self.rates[key] = links.share_bandwidth([flight.load for flight in flights], self.machine.link_bytes_per_s)
@@ -227,7 +227,7 @@ COPYING = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-s
 
 
 class Seconds:
-    """Maps computations to their seconds, including called ones; the ledger picks a conditional's branch by them."""
+    """Maps computations to their seconds, including calls; the ledger uses them to choose a conditional's branch."""
 
     def __init__(self, played: dict[str, Timeline]):
         self.played = played
@@ -308,7 +308,7 @@ class Clock:
             self.events.append(Event(float(begin), float(self.now), "core", what, *which))
 
     def skip(self, seconds: float) -> None:
-        """Advance the time by that of a called computation, which does not count as this one's own."""
+        """Advance the clock by the time of a called computation, which is not part of `own`."""
         self.advance(self.now + seconds)
         self.skipped += seconds
 

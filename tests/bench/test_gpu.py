@@ -172,7 +172,7 @@ def test_without_torch_it_says_how(tmp_path, capsys):
 
 def test_without_a_gpu_it_says_so(tmp_path):
     """Catches numbers of a CPU that pass for a GPU's."""
-    with pytest.raises(UserError, match=r"finds no GPU, only 'cpu'; .* make extra-gpu; without a GPU, pass --device cpu"):
+    with pytest.raises(UserError, match=r"finds no GPU, only 'cpu'; .* make extra-gpu; without a GPU, pass"):
         gpu.measure(dict(config=small("moe").to_dict(), device="gpu", batch="", warmup=0, steps=1))
 
 

@@ -219,7 +219,7 @@ def test_the_table_shows_exposed_bytes(numbers):
               for name, size in numbers.items()}  # fmt: skip
     scaled["attention_by_memory"] = {"S(3)": 17 * 10**9, "HBM": 5 * 10**9}
     cells = {line[:42].strip(): line[42:].split() for line in overlap.table(scaled).splitlines() if line}
-    assert cells["on the wire"] == ["176.000", "GB", "in", "2", "collectives"]
+    assert cells["sent"] == ["176.000", "GB", "in", "2", "collectives"]
     assert cells["exposed: no overlap with matmuls"] == ["88.000", "GB", "50.0%", "of", "it"]
     assert cells["synchronous, without start and done"] == ["0.000", "GB", "0.0%", "of", "it"]
     assert cells["hidden: overlapped with matmuls"] == ["88.000", "GB", "50.0%", "of", "it"]

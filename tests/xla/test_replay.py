@@ -124,7 +124,7 @@ def test_a_timeline_shows_core_and_communication():
 
 def test_unscheduled_programs_are_refused():
     """Catches a program before scheduling, whose order means nothing, and one for another number of devices."""
-    with pytest.raises(ValueError, match="has no schedule"):
+    with pytest.raises(ValueError, match="is not scheduled"):
         replay.replay(TEXT.replace(", is_scheduled=true", ""), SIZES, LINE)
     with pytest.raises(ValueError, match="has 2 devices, but the machine has 4 places"):
         replay.replay(TEXT, {"fsdp": 2}, LINE)

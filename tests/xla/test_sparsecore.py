@@ -116,9 +116,9 @@ STRANGE = {
     '%r = ((bf16[4,6]{1,0}), bf16[8,6]{1,0}) call-start(%z), async_execution_thread="sparsecore", runs=%gone':
         "a computation that the text does not have",
     '%r = bf16[8,6]{1,0} custom-call(%z), custom_call_target="Wrapped", called_computations={%gathered}':
-        "how custom-call runs %gathered, which holds collectives,",
+        "how custom-call runs %gathered, which contains collectives,",
     "%r = bf16[4]{0} reduce(%z, %i), dimensions={1}, to_apply=%gathered":
-        "how reduce runs %gathered, which holds collectives,",
+        "how reduce runs %gathered, which contains collectives,",
 }  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_unknown_instructions_are_refused(line):
     with pytest.raises(UserError) as refusal:
         read(line=f'{line}, metadata={{op_name="jit(step)/strange"}}')
     message = str(refusal.value)
-    assert message.startswith(f"the ledger does not know {STRANGE[line]} and would count its bytes as 0: %r = ")
+    assert message.startswith(f"xla/ledger.py does not know {STRANGE[line]} and would count its communication as 0 bytes")
     assert message.endswith(" (jit(step)/strange, ?)") and "\n" not in message and len(message) < 300
 
 
@@ -146,9 +146,9 @@ def test_known_instructions_are_accepted(line):
 @pytest.mark.parametrize("line", ["%r = bf16[4,6]{1,0} negate[%z]", "%r := bf16[4,6] negate(%z)"])
 def test_a_line_that_cannot_be_read_is_refused(line):
     """Catches an instruction in an unknown notation that is skipped together with its bytes."""
-    with pytest.raises(UserError, match=r"^cannot read this line of HLO: %r :?= bf16\[4,6\]"):
+    with pytest.raises(UserError, match=r"^cannot parse this line of HLO, please report it: %r :?= bf16\[4,6\]"):
         read(line=line)
-    with pytest.raises(UserError, match=r"^cannot read this line of HLO: gathered \("):
+    with pytest.raises(UserError, match=r"^cannot parse this line of HLO, please report it: gathered \("):
         read(TEXT.replace("%gathered (", "gathered ("))
 
 
