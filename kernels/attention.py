@@ -1,8 +1,9 @@
-"""Flash attention: computes scores one block at a time instead of storing the score matrix.
+"""Flash attention: compute scores one block at a time instead of storing the score matrix.
 
-Letters as in `model.py`. A visit computes one block of queries with one block of keys; key blocks later than all its
-queries are skipped. The forward pass rescales the softmax when its maximum grows. The backward pass recomputes the
-scores, and the weights from the saved logsumexp. Source: FlashAttention-2, arXiv:2307.08691.
+Shape letters are those of `model.py`. A visit computes the scores of one block of queries with one block of keys. Key
+blocks later than all queries of a block are skipped. The forward pass rescales the softmax when its maximum grows. The
+backward pass recomputes the scores, and the softmax weights from the saved logsumexp.
+Source: FlashAttention-2, arXiv:2307.08691.
 """
 
 import functools
@@ -22,13 +23,14 @@ float32 = jnp.float32
 
 
 def partial_attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, starts: Starts = ((0,),), here=0):
-    """Causal attention over the given keys, and its logsumexp, which allows merging it with attention to other keys.
+    """Compute causal attention over the given keys, and the logsumexp of each query's scores. With the logsumexp, the
+    result can be merged with attention to other keys.
 
-    Keys are in sequence order. A query attends to keys up to its own position and within its own document. A query that
-    sees no key gets zeros and the logsumexp HIDDEN. Each of g key and value heads serves h / g adjacent query heads.
+    Keys are in sequence order. A query attends to keys up to its own position and within its own document. A query with
+    no such key gets zeros and the logsumexp HIDDEN. Each of g key/value heads serves h / g adjacent query heads.
 
-    starts  for each device, the key positions at which its equal chunks of queries begin; S: after all keys
-    here    the index of this device
+    starts  for each device, the key positions at which its equally long chunks of queries begin; S means after all keys
+    here    index of this device in `starts`
     Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U], float32 [b, s, h].
     """
     operands = q_bshK * q_bshK.shape[-1] ** -0.5, k_bSgK, v_bSgU, segments_bs, segments_bS, jnp.asarray(here)
@@ -37,7 +39,7 @@ def partial_attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, starts: 
         return _attention(starts, *vary(operands, sorted(everywhere)))
 
 
-# The custom gradient wraps the choice of implementation, so all implementations have the same residuals.
+# The custom gradient wraps the choice of implementation, so all implementations save the same arrays.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(starts: Starts, *operands):
     forms = dict(tpu=tpu_attention, gpu=gpu_attention, default=mixed_in_blocks)
@@ -69,7 +71,8 @@ _attention.defvjp(_forward, _backward)
 def count_visits(
     s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str
 ) -> tuple[int, int, int, int]:
-    """Count a head's visits, forward and backward, the queries or keys per block, and the spans of keys."""
+    """Return, for one head, the visits of the forward and of the backward pass, the queries (and keys) per block, and
+    the number of spans of keys (see `blocks_per_span`)."""
     block = tpu_block(s, S, starts) if platform == "tpu" else cpu_block_rows(s, starts)
     span = blocks_per_span(S, K, U, block, width) if platform == "tpu" else -(-S // block)
     ahead, back = (visits(s, S, starts, block, of).shape[-1] for of in (None, span))
@@ -79,7 +82,7 @@ def count_visits(
 def flops(s: int, S: int, starts: Starts, h: int, K: int, U: int, width: int, platform: str) -> tuple[int, int]:
     """Count FLOPs for one sequence on a device, forward and backward, including masked entries of visited blocks.
 
-    The backward pass recomputes the scores, then computes the gradients of weights, queries, keys and values.
+    The backward pass recomputes the scores, then computes the gradients of softmax weights, queries, keys and values.
 
     width  bytes per number
     """
@@ -90,8 +93,9 @@ def flops(s: int, S: int, starts: Starts, h: int, K: int, U: int, width: int, pl
 def hbm_bytes(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, width: int, platform: str):
     """Count the bytes of HBM traffic of attention for one sequence, forward and backward.
 
-    Each visit reads its keys and values. Queries stay on chip for all their visits; backward, for their visits to one
-    span of keys, whose gradients stay on chip too. A query has one float32 logsumexp forward, two numbers backward.
+    Each visit reads its keys and values. In the forward pass a block of queries stays on chip for all its visits; in
+    the backward pass, for its visits to one span of keys, whose gradients stay on chip too. In addition each query has
+    one float32 number (the logsumexp) in the forward pass, and two in the backward pass.
     """
     ahead, back, block, spans = count_visits(s, S, starts, K, U, width, platform)
     forward = h * (width * (ahead * block + s) * (K + U) + 4 * s)
@@ -101,13 +105,14 @@ def hbm_bytes(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, wi
 
 
 # Plain JAX ------------------------------------------------------------------------------------------------------------
-# A block stacks the queries of all heads that share a key head as rows. Letters: n blocks, x queries, X keys per block.
+# In a block, the queries of all heads that share a key head are stacked as rows. Letters: n blocks, x queries and X
+# keys per block, r query heads per key head, y = r * x rows.
 
 BLOCK = 256  # maximum number of queries, and of keys, per block
 
 
 def cpu_block_rows(s: int, starts: Starts) -> int:
-    """The number of queries, and of keys, per block: a chunk is split into equal blocks of at most BLOCK."""
+    """Return the number of queries, and of keys, per block: a chunk is split into equal blocks of at most BLOCK."""
     chunk = s // len(starts[0])
     return -(-chunk // -(-chunk // BLOCK))
 
@@ -151,7 +156,8 @@ def einsum_f32(equation, x, y):
 
 
 def mixed_in_blocks(starts, *operands):
-    """Attention in plain JAX: a loop over visits that carries each query's weighted values, maximum score and sum."""
+    """Attention in plain JAX: a loop over visits that carries each query's weighted values, maximum score, and sum of
+    exponentials."""
     q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = split_operands(starts, *operands)
     s = operands[0].shape[1]
 
@@ -177,7 +183,7 @@ def mixed_in_blocks(starts, *operands):
 
 
 def pulled_in_blocks(starts, *args):
-    """The gradients of queries, keys and values in plain JAX: the same loop with recomputed scores."""
+    """Return the gradients of queries, keys and values in plain JAX: the same loop, with recomputed scores."""
     *operands, d_mixed_bshU, top_bsh, slope_bsh = args
     q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = split_operands(starts, *operands)
     g = k_nbgXK.shape[2]
@@ -203,14 +209,14 @@ def pulled_in_blocks(starts, *args):
 
 
 # TPU: kernels that keep blocks of scores in VMEM ----------------------------------------------------------------------
-# Scores are transposed, [X, x], with queries along the lanes, so a number per query is a row.
+# Scores are transposed, [X, x], with queries along the lanes of a vector. So one number per query forms a row.
 
 VMEM_BYTES = 8 * 2**20  # for the gradients of keys and values, out of the 16 MiB of VMEM that a kernel may use
 
 
 def tpu_block(s: int, S: int, starts: Starts) -> int:
-    """The queries, and keys, per block. Large, to amortize a visit's overhead; at most a chunk and a quarter of the
-    keys, because half of each block on the diagonal is masked."""
+    """Return the number of queries, and of keys, per block. It is large, to amortize a visit's overhead, but at most a
+    chunk and at most a quarter of the keys, because half of each block on the diagonal is masked."""
     most = min(s // len(starts[0]), S // 4)
     return next((block for block in (512, 256) if block <= most), 128)
 
@@ -221,7 +227,7 @@ def heads_first(x_bshK, block: int):
 
 
 def query_rows(starts, segments_bs, here, block: int):
-    """The position and the document of each query, [b, 2, s]."""
+    """Return the position and the document of each query, [b, 2, s]."""
     order_bs = jnp.broadcast_to(
         jnp.asarray(query_positions(starts, segments_bs.shape[1]))[here][None, :], segments_bs.shape
     )
@@ -229,7 +235,7 @@ def query_rows(starts, segments_bs, here, block: int):
 
 
 def scores(q_xK, k_XK, queries_2x, keys_1X, j):
-    """The masked scores of a visit to key block j, [X, x]."""
+    """Return the masked scores of a visit to key block j, [X, x]."""
     block = k_XK.shape[0]
     scores_Xx = dot(k_XK, q_xK, 1, 1)
     place_Xx = j * block + jax.lax.broadcasted_iota(jnp.int32, scores_Xx.shape, 0)
@@ -238,7 +244,7 @@ def scores(q_xK, k_XK, queries_2x, keys_1X, j):
 
 
 def is_first_and_last(v, n: int, entry):
-    """Whether visit v is the first, and whether it is the last, of adjacent visits with the same entry."""
+    """Return whether visit v is the first, and whether it is the last, of consecutive visits with the same entry(v)."""
     is_first = (v == 0) | (entry(jnp.maximum(v - 1, 0)) != entry(v))
     return is_first, (v == n - 1) | (entry(jnp.minimum(v + 1, n - 1)) != entry(v))
 
@@ -301,7 +307,8 @@ def backward_kernel(n, blocks, span, head_v, query_v, key_v, q, k, v, queries, k
 
 
 def blocks_per_span(S: int, K: int, U: int, block: int, width: int) -> int:
-    """Key blocks per equal span, so that its gradients fit in VMEM_BYTES. width: bytes per number of the output."""
+    """Return the number of key blocks per span: keys are split into equal spans whose gradients fit in VMEM_BYTES.
+    width: bytes per number of the output"""
     lanes = sum(-(-size // 128) * 128 for size in (K, U))
     spans = -(-S // max(VMEM_BYTES // ((4 + width) * lanes * block), 1) // block)
     return -(-S // (spans * block))
@@ -325,7 +332,7 @@ def block_specs(block: int, heads: int) -> BlockSpecs:
 
 
 def kernel_inputs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block: int, span: int):
-    """The inputs of both kernels, padded to whole blocks and spans of keys, and their BlockSpecs."""
+    """Return the inputs of both kernels, padded to whole blocks and spans of keys, and their BlockSpecs."""
     heads, (K, U) = q_bshK.shape[2] // k_bSgK.shape[2], (k_bSgK.shape[3], v_bSgU.shape[3])
     at = block_specs(block, heads)
     arrays = (heads_first(q_bshK, block), heads_first(k_bSgK, span * block), heads_first(v_bSgU, span * block),
@@ -354,9 +361,10 @@ def tpu_attention(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here
 
 def tpu_attention_grads(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh,
                         slope_bsh, interpret=False):  # fmt: skip
-    """The gradients of queries, keys and values on a TPU.
+    """Return the gradients of queries, keys and values on a TPU.
 
-    Gradients of a span of keys stay in VMEM until all queries of all heads visited it; a query's are summed over spans.
+    The gradients of a span of keys stay in VMEM until all queries of all heads have visited it. The gradients of a
+    query are summed over spans.
     """
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block, heads = tpu_block(s, S, starts), h // g

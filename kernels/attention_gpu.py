@@ -1,8 +1,9 @@
-"""Flash attention on GPUs: each Triton program owns one block and loops over the blocks that it attends to.
+"""Flash attention on GPUs: each Triton program owns one block of queries, or of keys, and loops over the other blocks.
 
-Letters as in `model.py`; x queries and X keys per block. Widths are padded with zeros to powers of two, which changes
-no matmul. Each device's queries are in sequence order, so a query block attends to the first key blocks, and a key
-block is attended to by the last query blocks. Source: FlashAttention-2, arXiv:2307.08691.
+Shape letters are those of `model.py`; x queries and X keys per block. Widths are padded to powers of two with zeros,
+which does not change the matmuls' results. Each device's queries are in sequence order, so a query block attends to the
+first key blocks up to some number, and a key block matters to all query blocks from some number on.
+Source: FlashAttention-2, arXiv:2307.08691.
 """
 
 import functools
@@ -22,14 +23,14 @@ TILE_BYTES = 32 * 2**10  # for one block of keys and values, out of at least 99 
 
 
 def gpu_block(s: int, S: int, K: int, U: int, width: int) -> int:
-    """The number of queries, and of keys, per block: 64, or 32 or 16 if 64 keys and values exceed TILE_BYTES or the
-    sequence. Triton matmuls need at least 16."""
+    """Return the number of queries, and of keys, per block: 64, or less (32, 16) if 64 keys and values need more than
+    TILE_BYTES or are more than the sequence. Triton matmuls need at least 16."""
     fits = [n for n in (64, 32) if n * width * (power_of_two(K) + power_of_two(U)) <= TILE_BYTES and n <= max(s, S)]
     return max([*fits, 16])
 
 
 def masked_scores(q_xK, k_XK, queries_2x, documents_X, j):
-    """The masked scores of a query block and key block j, [x, X]."""
+    """Return the masked scores of a query block and key block j, [x, X]."""
     place_X = j * len(k_XK) + jax.lax.broadcasted_iota(jnp.int32, (len(k_XK),), 0)
     place_x, documents_x = queries_2x
     seen = (place_x[:, None] >= place_X[None]) & (documents_x[:, None] == documents_X[None])
@@ -59,7 +60,7 @@ def forward_program(q, k, v, places, documents_s, documents_S, visits_i, mixed, 
 
 
 def score_grads(scores_xX, d_mixed_xU, v_XU, top_x, slope_x):
-    """The softmax weights, and the gradient of the scores."""
+    """Return the softmax weights, and the gradient of the scores."""
     weight_xX = jnp.exp(scores_xX - top_x[:, None])
     return weight_xX, weight_xX * (dot(d_mixed_xU, v_XU, 1, 1) - slope_x[:, None])
 
@@ -102,7 +103,8 @@ def key_grads_program(heads, q, k, v, places, documents_s, documents_S, first_j,
 
 
 def program_tables(starts: Starts, s: int, S: int, here, block: int):
-    """Positions of the queries; the number of key blocks per query block; the first query block per key block."""
+    """Return the positions of the queries, the number of key blocks that each query block attends to, and the first
+    query block that attends to each key block."""
     place_s, blocks = jnp.asarray(query_positions(starts, s))[here], -(-S // block)
     last_i = place_s[np.minimum(np.arange(block, s + block, block), s) - 1]
     first_j = jnp.sum(last_i[None, :] < block * np.arange(blocks)[:, None], axis=1, dtype=jnp.int32)
@@ -110,7 +112,7 @@ def program_tables(starts: Starts, s: int, S: int, here, block: int):
 
 
 class InputSpecs(NamedTuple):
-    """The BlockSpecs of a program's inputs: for each dim, its own block or all of it."""
+    """The BlockSpecs of a program's inputs: of each dim a program reads its own block, or everything."""
 
     query: Callable  # width -> BlockSpec; so is key
     key: Callable
@@ -173,7 +175,11 @@ def gpu_attention(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here
 
 def gpu_attention_grads(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh,
                         slope_bsh, interpret=False):  # fmt: skip
-    """The gradients of queries, keys and values on a GPU. Scores are computed twice, so no programs share an output."""
+    """Return the gradients of queries, keys and values on a GPU.
+
+    One kernel computes those of queries, and another those of keys and values. Both recompute the scores, so no two
+    programs write to the same output.
+    """
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block = gpu_block(s, S, K, U, k_bSgK.dtype.itemsize)
     places, visits_i, first_j = program_tables(starts, s, S, here, block)

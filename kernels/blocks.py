@@ -1,7 +1,8 @@
 """Split work into blocks and list the pairs of blocks that a kernel computes; shared by all kernels.
 
-Letters as in `model.py`. A visit is a pair that has to be computed: a block of queries and a block of keys, or a tile
-of rows and an expert that owns some of them. Key blocks that are later than all queries of a block are skipped.
+Shape letters are those of `model.py`. A visit is a pair that has to be computed: a block of queries and a block of
+keys, or a tile of rows and an expert to which some of these rows are assigned. Key blocks that are later than all
+queries of a block are skipped.
 """
 
 import functools
@@ -17,20 +18,21 @@ Starts = tuple[tuple[int, ...], ...]  # for each device, the key positions at wh
 
 
 def query_positions(starts: Starts, s: int):
-    """The position of each query in the key sequence, [devices, s]."""
+    """Return the position of each query in the key sequence, [devices, s]."""
     starts_nc = np.array(starts, np.int32)
     return (starts_nc[:, :, None] + np.arange(s // starts_nc.shape[1], dtype=np.int32)).reshape(len(starts), s)
 
 
 @functools.cache
 def visible_blocks(s: int, S: int, starts: Starts, block: int):
-    """Which key blocks each query block must visit. Shape: boolean [devices, query blocks, key blocks]."""
+    """Return which key blocks each query block must visit: boolean [devices, query blocks, key blocks]."""
     last_ni = np.maximum.reduceat(query_positions(starts, s), np.arange(0, s, block), axis=1)
     return last_ni[:, :, None] >= np.arange(0, S, block)
 
 
 def list_visits(meets):
-    """The sorted indices of the True entries. Devices with fewer visits get extra ones, which are fully masked.
+    """Return the sorted indices of the True entries, which are the visits. Devices with fewer visits than others get
+    additional ones, which are fully masked.
 
     Shapes: boolean [devices, ..] -> [devices, dims, visits].
     """
@@ -44,8 +46,8 @@ def list_visits(meets):
 def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, heads: int = 1):
     """List (head of the group, query block, key block) of each visit. Shape: [devices, 3, v].
 
-    span  key blocks per span; None: all. All queries of all heads visit one span before the next span begins, and each
-          query block visits every span at least once
+    span  number of consecutive key blocks in a span; None: all. All queries of all heads visit one span before the next
+          span begins, and each query block visits every span at least once
     """
     meets_nij = visible_blocks(s, S, starts, block)
     n, nq, nk = meets_nij.shape
@@ -61,13 +63,14 @@ class Visits(NamedTuple):
     """The expert and the tile of each visit, sorted by both."""
 
     start_e: jax.Array  # first row of each expert
-    end_e: jax.Array  # one past its last row
+    end_e: jax.Array  # index after the last row of each expert
     expert_i: jax.Array
     tile_i: jax.Array
 
 
 def expert_visits(A: int, sizes_e, tile: int) -> tuple[Visits, jax.Array]:
-    """List and count the visits, at most A/tile + e - 1. An expert without rows visits one tile, with no effect."""
+    """List and count the visits of e experts, at most A/tile + e - 1. An expert without rows has one visit, which has
+    no effect."""
     end_e = jnp.cumsum(sizes_e)
     start_e = end_e - sizes_e
     visits_e = jnp.maximum(-(-end_e // tile) - start_e // tile, 1)
@@ -84,7 +87,7 @@ def pad_to_multiple(x, size: int, dim: int, value=0):
 
 
 def power_of_two(width: int) -> int:
-    """The smallest power of two that is at least `width` and 16, the smallest operand of a Triton matmul."""
+    """Return the smallest power of two >= `width` that is at least 16, the minimum size in a Triton matmul."""
     return max(16, 1 << (width - 1).bit_length())
 
 

@@ -1,7 +1,7 @@
 """The grouped matmul of a mixture of experts, with one implementation per platform.
 
-Letters as in `model.py`: A rows (tokens assigned to experts), D and M widths, e this device's experts. A visit is a
-pair of a tile of rows and an expert that owns some of them.
+Shape letters are those of `model.py`: A rows (each is a token assigned to an expert), D and M widths, e experts on this
+device. A visit is a pair of a tile (a block of rows) and an expert to which some of these rows are assigned.
 """
 
 import functools
@@ -21,16 +21,18 @@ float32 = jnp.float32
 
 
 def grouped_matmul(rows_AD, w_eDM, sizes_e):
-    """Multiply consecutive groups of rows, group i by w[i]; rows past the last group give 0. Shapes: [A, D] -> [A, M].
+    """Multiply consecutive groups of rows, group i by w[i]. Rows after the last group give 0. Shapes: [A, D] -> [A, M].
 
-    Unlike `jax.lax.ragged_dot`, no row is multiplied by every expert (there: on CPUs, and backward on TPUs).
+    sizes_e  number of rows in each group
+    `jax.lax.ragged_dot` multiplies every row by every expert's weights, on CPUs and in the backward pass on TPUs. This
+    function never does.
     """
     everywhere = set().union(*(jax.typeof(x).mat.varying for x in (rows_AD, w_eDM, sizes_e)))
     return _grouped_matmul(*vary((rows_AD, w_eDM, sizes_e), sorted(everywhere)))
 
 
-# The custom gradient wraps the choice of implementation. Its residuals are only the operands, so a remat policy sees
-# the weights and can gather them again.
+# The custom gradient wraps the choice of implementation. It saves only the operands for the backward pass, so a remat
+# policy can gather the weights again instead of saving them.
 @jax.custom_vjp
 def _grouped_matmul(rows_AD, w_eDM, sizes_e):
     forms = dict(tpu=tpu_grouped_matmul, gpu=gpu_grouped_matmul, default=grouped_matmul_in_tiles)
@@ -53,19 +55,19 @@ TILE = 256  # maximum rows per tile of `grouped_matmul_in_tiles`
 
 
 def padded_tiles(A: int, e: int, tile: int = TILE) -> tuple[int, int]:
-    """The rows per tile, and the maximum number of tiles: the case that every expert's last tile has one row."""
+    """Return the rows per tile, and the maximum number of tiles, if the last tile of every expert has only one row."""
     tile = min(tile, -(-A // e))
     return tile, (A - e) // tile + e
 
 
 def grouped_matmul_in_tiles(rows_AD, w_eDM, sizes_e, tile: int = TILE):
-    """Grouped matmul in plain JAX: pads each group to whole tiles, so one batched matmul multiplies all tiles."""
+    """Grouped matmul in plain JAX: pad each group to whole tiles, then multiply all tiles in one batched matmul."""
     (A, D), e = rows_AD.shape, len(w_eDM)
     tile, n_tiles = padded_tiles(A, e, tile)
     tiles_e = -(-sizes_e // tile)
     group_A = jnp.repeat(jnp.arange(e + 1), jnp.append(sizes_e, A - jnp.sum(sizes_e)), total_repeat_length=A)
     padding_e = (jnp.cumsum(tiles_e) - tiles_e) * tile - (jnp.cumsum(sizes_e) - sizes_e)
-    # Rows past the last group get an index past the last tile, where writes are dropped and reads give 0.
+    # Rows after the last group get an index after the last tile, where writes are dropped and reads give 0.
     place_A = jnp.arange(A) + jnp.append(padding_e, n_tiles * tile)[group_A]
     source = jnp.full((n_tiles * tile,), A).at[place_A].set(jnp.arange(A), mode="drop", unique_indices=True)
     tiles = rows_AD.at[source].get(mode="fill", fill_value=0).reshape(n_tiles, tile, D)
@@ -75,7 +77,7 @@ def grouped_matmul_in_tiles(rows_AD, w_eDM, sizes_e, tile: int = TILE):
 
 
 def pulled_in_tiles(rows_AD, w_eDM, sizes_e, d_out_AM):
-    """The gradients of the rows and of the weights in plain JAX."""
+    """Return the gradients of the rows and of the weights in plain JAX."""
     _, pull = jax.vjp(lambda rows, w: grouped_matmul_in_tiles(rows, w, sizes_e), rows_AD, w_eDM)
     return pull(d_out_AM)
 
@@ -84,29 +86,30 @@ def pulled_in_tiles(rows_AD, w_eDM, sizes_e, d_out_AM):
 
 
 def tpu_grouped_matmul_grads(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
-    """The gradients of the rows and of the weights on a TPU."""
+    """Return the gradients of the rows and of the weights on a TPU."""
     d_rows_AD = tpu_grouped_matmul(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret)
     return d_rows_AD, tpu_weight_grads(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
 
 
 VMEM_BYTES = 12 * 2**20  # for blocks, out of the 16 MiB of VMEM that a kernel may use; the compiler needs some
 TILES = (1024, 512)  # rows per tile: many, to amortize reading a visit's weights
-PART = 128  # rows per part of a tile, the height of the matrix unit; a visit multiplies only parts with its rows
+PART = 128  # rows per part of a tile, the height of the matrix unit; a visit computes only parts with its expert's rows
 
 
 def rows_multiplied(A: int, e: int) -> int:
-    """The maximum number of rows that e experts multiply: a part shared by two experts counts twice."""
+    """Return the maximum number of rows that are multiplied: a part with rows of two experts counts twice."""
     return (-(-A // PART) + e - 1) * PART
 
 
 def expert_row_mask(at: Visits, i, tile: int, part, shape):
-    """A mask that is True for the rows of this part of the tile that belong to the expert of visit i."""
+    """Return a mask that is True for the rows of this part of the tile that are assigned to the expert of visit i."""
     row = at.tile_i[i] * tile + part.start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     return (row >= at.start_e[at.expert_i[i]]) & (row < at.end_e[at.expert_i[i]])
 
 
 def for_each_expert_part(at: Visits, i, tile: int, multiply):
-    """Call `multiply` on each part of the tile with rows of the expert of visit i; once if that is the whole tile."""
+    """Call `multiply` on each part of the tile that has rows of the expert of visit i, or once on the whole tile if all
+    parts have such rows."""
     begin, expert = at.tile_i[i] * tile, at.expert_i[i]
     first = jnp.maximum(at.start_e[expert] - begin, 0) // PART
     last = jnp.minimum(at.end_e[expert] - begin + PART - 1, tile) // PART  # exclusive
@@ -128,13 +131,13 @@ class Blocks(NamedTuple):
 
 
 def block_widths(width: int) -> list[int]:
-    """The possible block widths of a dim, widest first: all of it, or a divisor that is a multiple of 128 lanes."""
+    """List the possible block widths of a dim, widest first: the whole dim, and divisors that are multiples of 128."""
     return [width] + [n for n in range((width - 1) // 128 * 128, 0, -128) if width % n == 0]
 
 
 def cheapest_blocks(A: int, D: int, M: int, vmem_bytes, hbm_bytes) -> Blocks:
-    """The blocks that fit in VMEM and minimize the bytes moved by the busier core of a chip. A v4 or v5p chip has two
-    cores, which share the blocks of M."""
+    """Return the block sizes that fit in VMEM with the fewest bytes read and written by the busier core of a chip. A v4
+    or v5p chip has two cores, and the blocks of M are divided between them."""
     tiles = [min(tile, -(-A // PART) * PART) for tile in TILES]
     every = [Blocks(*sizes) for sizes in itertools.product(tiles, block_widths(D), block_widths(M))]
     fit = [one for one in every if vmem_bytes(*one) <= VMEM_BYTES] or [min(every, key=lambda one: vmem_bytes(*one))]
@@ -142,7 +145,8 @@ def cheapest_blocks(A: int, D: int, M: int, vmem_bytes, hbm_bytes) -> Blocks:
 
 
 def matmul_hbm_bytes(A: int, D: int, M: int, e: int, width: int, tile: int, d: int, m: int) -> int:
-    """The maximum bytes the matmul kernel moves. If D is split, each visit reads its rows and weights again."""
+    """Return the maximum bytes that the matmul kernel reads and writes. If D is split into blocks, each visit reads its
+    rows and weights again."""
     n_tiles = -(-A // tile)
     n_visits = n_tiles + e - 1
     n_rows, n_weights = (n_tiles, e) if d == D else (n_visits, n_visits)
@@ -196,7 +200,7 @@ def tpu_grouped_matmul(rows_AD, w_eDM, sizes_e, transposed=False, interpret=Fals
 
 
 def tpu_weight_grads(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
-    """The gradient of each expert's weights, summed over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
+    """Return the gradient of each expert's weights, summed over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
     (A, D), M, e = rows_AD.shape, d_out_AM.shape[1], len(sizes_e)
     width, out_width = rows_AD.dtype.itemsize, jnp.dtype(dtype).itemsize
     hbm_bytes = functools.partial(weight_grads_hbm_bytes, A, D, M, e, width, out_width)
@@ -246,7 +250,7 @@ def _call(kernel, grid, at, in_specs, out_specs, out, operands, interpret, *, fl
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(at), grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=[scratch]
         ),
-        # "parallel": the cores of a chip share the blocks of M.
+        # "parallel": the blocks of M are divided between the cores of a chip.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         cost_estimate=pl.CostEstimate(flops, transcendentals=0, bytes_accessed=hbm_bytes),
         interpret=interpret,

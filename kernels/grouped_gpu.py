@@ -1,4 +1,4 @@
-"""The experts' grouped matmul on GPUs: Triton programs that read an expert's weights in place.
+"""The experts' grouped matmul on GPUs: Triton programs that read the experts' weights without copying them.
 
 Letters as in `kernels/grouped.py`: A rows, D and M widths, e experts; a block has x rows, d and m columns. Block sizes
 are powers of two, and dims are padded with zeros to whole blocks.
@@ -17,14 +17,14 @@ float32 = jnp.float32
 
 
 def block_sizes(D: int, M: int, width: int) -> tuple[int, int, int]:
-    """Rows, and columns of D and M, per block. With 2 bytes per number, (128 + 128) * 64 numbers are 32 KiB;
-    double-buffered, they fit in an SM's 99 KiB or more of shared memory."""
+    """Return the rows, columns of D, and columns of M per block. With 2 bytes per number, (128 + 128) * 64 numbers are
+    32 KiB. Double-buffered, they fit in the shared memory of an SM (99 KiB or more)."""
     x, d, m = (128, 64, 128) if width <= 2 else (64, 32, 64)
     return x, min(d, power_of_two(D)), min(m, power_of_two(M))
 
 
 def expert_row_mask(start_e, end_e, expert, tile, x: int):
-    """A mask of the rows of a tile that belong to the expert."""
+    """Return a mask of the rows of a tile that are assigned to the expert."""
     row_x = tile * x + jax.lax.broadcasted_iota(jnp.int32, (x,), 0)
     return (row_x >= start_e[expert]) & (row_x < end_e[expert])
 
@@ -88,7 +88,7 @@ def weight_grads_program(x: int, start_e, end_e, rows, d_out, out):
 
 
 def gpu_weight_grads(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
-    """The gradient of each expert's weights, summed over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
+    """Return the gradient of each expert's weights, summed over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
     D, M, e = rows_AD.shape[1], d_out_AM.shape[1], len(sizes_e)
     m, x, d = block_sizes(len(rows_AD), D, rows_AD.dtype.itemsize)  # the sum runs over rows
     m = min(m, power_of_two(M))
@@ -109,7 +109,7 @@ def gpu_weight_grads(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
 
 
 def gpu_grouped_matmul_grads(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
-    """The gradients of the rows and of the weights on a GPU."""
+    """Return the gradients of the rows and of the weights on a GPU."""
     d_rows_AD = gpu_grouped_matmul(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret)
     return d_rows_AD, gpu_weight_grads(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
 
