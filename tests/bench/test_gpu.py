@@ -86,7 +86,7 @@ def test_the_table_says_what_was_measured(measured, capsys):
     head, blank, of, columns, ours, torchs, ratio = out.splitlines()
     assert status == 0 and not blank
     assert head.startswith("NVIDIA H200, 20") and head.endswith(", jax 0, torch 1; 3 rounds of 7 steps")
-    assert of == "moe: 700 parameters, 2.0 MFLOP a token"
+    assert of == "moe: 700 parameters, 2.0 MFLOP per token"
     assert columns.split() == "tokens/s least median most MFU peak GiB compile s loss, first and last".split()
     mfu = lambda tokens_per_s: f"{tokens_per_s * 2e6 / hardware.PEAK_FLOPS_PER_S['NVIDIA H200']:.1%}"
     assert ours.split() == ["ours", "1,000,000", "3,000,000", "5,000,000", mfu(3e6), "3.00", "3.0", "9.500", "9.125"]

@@ -56,7 +56,7 @@ def test_devices_without_coordinates_raise_a_user_error():
         replayed.machine(Topology.parse("h100:8"), mesh_of([(0,)]))
     slices = mesh_of([*np.ndindex(4, 4, 4)])
     slices.devices[0].slice_index = 1
-    with pytest.raises(UserError, match="does not model the network between slices"):
+    with pytest.raises(UserError, match="the network between TPU slices is not modeled"):
         replayed.machine(Topology.parse("v4:4x4x4"), slices)
 
 
