@@ -13,7 +13,7 @@ def check_picture(path: str | os.PathLike) -> None:
     folder, name = os.path.split(os.fspath(path))
     ending = os.path.splitext(name)[1].removeprefix(".").lower()
     if ending not in PICTURES:
-        raise UserError(f"{path}: cannot write a picture ending in {ending!r}; known: {', '.join(PICTURES)}")
+        raise UserError(f"{path}: cannot write a figure ending in {ending!r}; known: {', '.join(PICTURES)}")
     if not os.path.isdir(folder or "."):
         raise UserError(f"{path}: there is no directory {folder}")
 

@@ -153,7 +153,7 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
         console.print(f"{len(large)} layouts are too large; the smallest of them, {large[0].cfg.mesh}, needs "
                       f"{amount(large[0].peak_bytes, 'bytes')} of {amount(large[0].limit_bytes, 'bytes')}")  # fmt: skip
     for reason, many in sorted(refused.items(), key=lambda item: -item[1])[:5]:
-        console.print(f"{many} refused: {reason}")
+        console.print(f"{many} layouts are not possible: {reason}")
     if better:
         console.print(suggestion((fit or large)[0], *better), soft_wrap=True)
 

@@ -56,7 +56,7 @@ def test_a_damaged_shard_is_named(tokens, capsys):
     assert check.main([str(tokens)]) == 2
     assert "train-00001.npy has sha256 " in capsys.readouterr().err
     assert check.main([str(tokens.parent / "none")]) == 2
-    with pytest.raises(UserError, match="cannot write a picture ending in 'xyz'"):
+    with pytest.raises(UserError, match="cannot write a figure ending in 'xyz'"):
         check.check(check.Arguments(str(tokens), plot="a.xyz"))
 
 

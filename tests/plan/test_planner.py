@@ -460,7 +460,7 @@ def test_a_search_is_drawn(capsys, tmp_path, figures):
 
 
 @pytest.mark.parametrize("words, why", [
-    (["--plot", "a.xyz"], "a.xyz: cannot write a picture ending in 'xyz'; known: png, svg, pdf, jpg, webp"),
+    (["--plot", "a.xyz"], "a.xyz: cannot write a figure ending in 'xyz'; known: png, svg, pdf, jpg, webp"),
     (["--plot", "nowhere/a.png"], "nowhere/a.png: there is no directory nowhere"),
     (["--max_batch", "--plot", "a.png"], "--max_batch finds a single number, so there is nothing to draw"),
     (["--search", "8", "--topology", "cpu:8", "--plot", "a.png"], "the speed of this machine is unknown"),

@@ -64,7 +64,7 @@ def test_devices_without_coordinates_raise_a_user_error():
     "flags, message",
     [(["--at_peak"], "--at_peak applies only to a simulated step; add --seconds"),
      (["--seconds", "--latency_us", "-1"], "must be at least 0; about 1 on a TPU"),
-     (["--seconds", "--plot", "layer.doc"], "cannot write a picture ending in 'doc'"),
+     (["--seconds", "--plot", "layer.doc"], "cannot write a figure ending in 'doc'"),
      (["--topology", "h100:8", "--seconds"], "compiling for devices that are not attached")],
 )  # fmt: skip
 def test_bad_flags_are_refused_before_compilation(flags, message):

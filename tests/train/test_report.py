@@ -191,7 +191,7 @@ def test_a_bad_line_is_reported(tmp_path, line, message):
 
 def test_an_unknown_image_format_is_refused(tmp_path):
     """Catches matplotlib's traceback for a misspelled extension."""
-    with pytest.raises(UserError, match=r"a\.pgn: cannot write a picture ending in 'pgn'; known: .*png"):
+    with pytest.raises(UserError, match=r"a\.pgn: cannot write a figure ending in 'pgn'; known: .*png"):
         report.draw([write(tmp_path / "a", rows())], tmp_path / "a.pgn")
 
 
