@@ -20,6 +20,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from config import AXES, MeshConfig
 from errors import UserError
 
+# What differs between devices along each axis, and so is sharded over it:
+#   DATA     sequences; the weights are replicated
+#   STAGE    blocks of layers (pipeline stages)
+#   FSDP     sequences, and one dim of every weight matrix
+#   EXPERT   sequences, routed experts, and one dim of all other weight matrices
+#   CONTEXT  positions, and one dim of every weight matrix
+#   TENSOR   heads, hidden widths and vocabulary of weights; positions of the residual stream
 DATA, STAGE, FSDP, EXPERT, CONTEXT, TENSOR = AXES
 BATCH = (DATA, FSDP, EXPERT)  # devices along these axes hold different sequences
 SLICED = (FSDP, EXPERT, CONTEXT)  # these axes together shard one dim of each weight matrix, gathered before use

@@ -112,7 +112,9 @@ def schedule(cfg: Config) -> schedules.Schedule:
 
 
 def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
-    """Run function(params, batch, step) on local shards, in the one `shard_map`: manual over all axes, `check_vma` on.
+    """Return a function of whole arrays that runs function(params, batch, step) on local shards.
+
+    This is the one `shard_map` around the model: manual over all axes, `check_vma` on.
 
     reads  names of the arrays that the function needs from the batch, a dict as `dataset.batch` returns it; others are
            ignored. One array is added: index_BT, int32, the index of each token in the global batch, for dropout keys
