@@ -105,7 +105,7 @@ def alternate_passes(forward: list[Op], backward: list[Op], ahead: int) -> tuple
 
 
 def one_f_one_b(S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
-    """Order S - 1 - s forward passes on stage s, then alternate one forward and one backward pass.
+    """Order S - 1 - s forward passes first on stage s, then alternate one forward and one backward pass.
 
     Source: PipeDream-Flush, arXiv:2006.09503. Bubble: (S - 1) / (M + S - 1). Stored activations: min(S - s, M).
     """

@@ -25,8 +25,8 @@ HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
 Predict the memory, communication and time of a training step before you pay for accelerators; with --inference, of
 text generation.
 
-The planner evaluates formulas and uses no device. --compile checks them against the compiler's memory, FLOPs and
-collectives. The exit status is 1 if the step does not fit in memory. Presets:"""
+The planner evaluates formulas and uses no device. --compile checks the results against the compiler's memory, FLOPs
+and collectives. The exit status is 1 if the step does not fit in memory. Presets:"""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Arguments(Config):
     why: bool = False  # explain the plan: compare the FLOPs and bytes of each line of the model with the traced step
     memory: float = 0.0  # memory of a device in GiB; 0: the memory of its chip
     json: str = ""  # write the numbers to this file as JSON; -: print only the JSON
-    # file for a figure (png, svg or pdf): memory, communication and schedule; or the layouts of --search; or
-    # --inference by batch size
+    # draw memory, communication and schedule (or the layouts of a search, or inference by batch size) to this png, svg
+    # or pdf file
     plot: str = ""
     inference: bool = False  # plan inference instead of training: KV cache, sequences that fit, tokens/s
     prompt: Count = 0  # --inference: tokens per prompt; 0: three quarters of data.seq_len

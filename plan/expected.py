@@ -9,7 +9,7 @@ difference. Their numbers were fitted to simulated steps of four presets on TPU 
   write its result. So narrow matmuls are far from the peak. Attention and expert kernels take the longer of the two.
 - Other operations read and write the residual stream, saved activations, the experts' inputs and weights several times.
   v4 keeps some of this in its on-chip memory (CMEM); on other chips it takes OTHERS times as long.
-- In a ring over TENSOR, each send overlaps only with the one matmul next to it.
+- In a ring over TENSOR, each send overlaps only with the matmul that runs at the same time.
 - Communication that does not overlap is exposed; `hiding.py` lists it by chip. Two cases are partly exposed: a weight
   all-gather that takes longer than the matmuls that use the weight, and a gradient reduction on a SparseCore (a core of
   the TPU that can run collectives), which exposes the fraction HELD_UP of its time.

@@ -161,7 +161,7 @@ class Plan:
         return sum(self.expected.values()) if self.expected else self.step_s
 
     def mfu(self, step_s: float | None) -> float | None:
-        """Return model FLOPs / (FLOPs that the chip could execute in this time)."""
+        """Return the MFU: model FLOPs / (FLOPs that the chip could execute in this time)."""
         return step_s and self.model_flops / step_s / self.topology.chip.peak_flops_per_s
 
     def to_json(self) -> dict:
