@@ -59,7 +59,7 @@ class Arguments:
 
 
 HELP = """e.g. python -m bench.gpu --rounds 5                                # dense_124m and a small MoE
-     python -m bench.gpu --device cpu --rounds 1                   # test the benchmark without a GPU
+     python -m bench.gpu --device cpu --rounds 1                   # without a GPU: test the benchmark
      python -m bench.gpu --models moe --set work.remat=none       # settings of main.py, for both trainers
 
 Compare this project's trainer with a torch trainer on one GPU, in turn: tokens/s, MFU, memory."""

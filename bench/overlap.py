@@ -37,11 +37,11 @@ class Arguments(Config):
 HELP = """e.g. python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64
      python -m bench.overlap llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --seconds --plot a.png
 
-Measure how much communication the TPU compiler overlaps with compute, and how many bytes attention reads and writes in
-each memory. Needs no TPU.
+Measure how much communication the TPU compiler overlaps with compute, and the bytes that attention reads and writes.
 
-Communication that does not overlap stalls the step. Overlapped communication stalls it too if it outlasts the compute:
---seconds estimates these times. To choose a mesh, use python -m plan."""
+Needs no TPU. Communication stalls the step if it is not overlapped, or if it takes longer than the compute.
+
+--seconds estimates for how long. To choose a mesh, use python -m plan."""
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:

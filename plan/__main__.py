@@ -22,11 +22,11 @@ HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
      python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
 
-Predict the memory, communication and time of a training step before you pay for accelerators; with --inference, of
-text generation.
+Predict memory, communication and step time before you pay for accelerators; with --inference, for text generation.
 
-The planner evaluates formulas and uses no device. --compile checks the results against the compiler's memory, FLOPs
-and collectives. The exit status is 1 if the step does not fit in memory. Presets:"""
+The planner evaluates formulas; --compile compares them with the compiler's counts. Exit status 1: it does not fit.
+
+Presets:"""
 
 
 @dataclass(frozen=True)
