@@ -444,8 +444,8 @@ def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bs
 
 def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
     """Apply top_k routed experts and the shared experts to each token.
-    Shapes: [b, t, D] -> [b, t, D] and the router's statistics. Padding tokens (real_bt = 0) are routed and take
-    slots like others; only the statistics exclude them."""
+    Shapes: [b, t, D] -> [b, t, D] and the router's statistics. Padding tokens (real_bt = 0) are routed
+    and take slots like others; only the statistics exclude them."""
     gates_btk, experts_btk, probabilities_btE = route(w, c, x_btD)
     x_bsD = gather_apply(c, lambda x_bpD: x_bpD, x_btD)
     gates_bsk, experts_bsk = (all_gather(x, TENSOR, dim=1) for x in (gates_btk, experts_btk))
