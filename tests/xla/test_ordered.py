@@ -178,7 +178,7 @@ def test_an_unordered_program_is_refused(monkeypatch):
     cfg = preset("tiny", **{"mesh": "stage=2,expert=2", "model.n_layers": 5, "data.batch_size": 8})
     mesh = sharding.make_mesh(cfg.mesh)
     traced = optimizer.train_step(cfg, mesh).lower(*compiled.shapes(cfg, mesh))
-    with pytest.raises(UserError, match=r"4 simulated devices could deadlock .* nor \d+ more pairs") as refusal:
+    with pytest.raises(UserError, match=r"4 simulated devices could deadlock .* and \d+ more pairs") as refusal:
         ordered.compile(traced, mesh)
     assert "model.py:" in str(refusal.value), refusal.value
 
