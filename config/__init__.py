@@ -1,11 +1,11 @@
 """Settings, presets and command lines. Nothing here imports JAX.
 
 Open `settings.py` first: each setting is one field with a type, a default and a description. `presets.py` has the
-presets, `fields.py` the types of settings and their checks, `flags.py` the command line, and `migrations.py` converts
-settings that earlier versions wrote.
+presets, `fields.py` has the types of settings and their checks, `flags.py` parses the command line, and `migrations.py`
+converts settings that earlier versions wrote.
 
-From outside: use `config.preset(..)`, the classes and functions below, `flags.command_line`, the types of `fields.py`
-for other dataclasses, and `migrations.migrate` for files of a run.
+From outside: use `config.preset(..)`, the classes and functions below, `flags.command_line`, the types in `fields.py`
+for other dataclasses, and `migrations.migrate` for files from a run.
 """
 
 from config.fields import AUTO, Affects, Count, NotNegative, Positive, Size, SizeOrAuto, check

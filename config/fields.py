@@ -1,4 +1,4 @@
-"""Types of settings: allowed ranges, what a setting affects, and the checks. Nothing here imports JAX."""
+"""The types of settings: their allowed ranges, what they affect, and their checks. Nothing here imports JAX."""
 
 import dataclasses
 import enum
@@ -26,33 +26,33 @@ Share = Annotated[float, Range(lambda x: 0 <= x <= 1, "must be between 0 and 1")
 ShareBelow1 = Annotated[float, Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
 Betas = tuple[ShareBelow1, ShareBelow1]
 
-AUTO = "auto"  # the planner chooses the value from mesh, chip and memory; see `plan/auto.py`
+AUTO = "auto"  # the planner chooses a value that suits the mesh, the chip and its memory; see `plan/auto.py`
 SizeOrAuto = Size | Literal["auto"]
 
 
 class Affects(enum.Enum):
     """What a setting affects. It is declared with the setting's type, or for a whole group in `Config`."""
 
-    FUNCTION = enum.auto()  # what the parameters compute; a run that starts from another's parameters inherits it
-    OWN = enum.auto()  # the same, for a part that no family of published weights has; off by default
+    FUNCTION = enum.auto()  # the function that the parameters define; a run with run.init_from inherits it
+    OWN = enum.auto()  # the same, for a feature that no supported family of published weights has; off by default
     NUMBERS = enum.auto()  # dtypes, in training and inference
     TRAINING = enum.auto()  # how parameters are trained, and on which data
     ORDER = enum.auto()  # the order of the tokens; it may change for future steps
-    SPEED = enum.auto()  # time and memory; it changes results only by rounding
-    RUN = enum.auto()  # how long a run is, where its files are, and what it reports
-    START = enum.auto()  # a single start of a run; not written to its config.json
+    SPEED = enum.auto()  # time and memory; results change only by rounding
+    RUN = enum.auto()  # how long a run is, where its files are stored, and what it reports
+    START = enum.auto()  # only one start of a run; not written to its config.json
 
 
 class Baseline(NamedTuple):
-    """Two values of a setting of `work`: the plainest, which is the baseline, and the one that needs the least memory
-    (or about the least)."""
+    """Two values of a setting in `work`: `plain` is the baseline for comparisons; `least` needs the least memory, or
+    nearly so."""
 
     plain: str | int
     least: str | None = None
 
 
 def metadata_of(hint, kind: type):
-    """Return the metadata of type `kind` in the annotation of a setting, or None."""
+    """Return the metadata of type `kind` in a setting's `Annotated` type, or None."""
     return next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, kind)), None)
 
 
@@ -101,49 +101,49 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-# Text that encodes several values: data.skip and data.mixture ---------------------------------------------------------
+# Strings that encode several values: data.skip and data.mixture -------------------------------------------------------
 
-PERIOD = 1000  # a mixture's shares are exact over any window of this many sequences
+PERIOD = 1000  # the weights of a mixture are exact over any window of this many sequences
 
 
 @functools.lru_cache(maxsize=64)
 def parse_skips(text: str) -> tuple[tuple[int, int], ...]:
-    """Parse `1200:1210,5000:5001` into pairs: (first step, from 0, with another batch; number of batches skipped).
+    """Parse `1200:1210,5000:5001` into pairs: (first step that uses a later batch, from 0; number of skipped batches).
 
-    Raises: UserError naming the part that cannot be parsed.
+    Raises: UserError that quotes the part that cannot be parsed.
     """
     found = []
     for part in filter(None, text.split(",")):
         first, last = map(int, match.groups()) if (match := re.fullmatch(r"(\d+):(\d+)", part)) else (0, 0)
         if not 1 <= first < last:
-            raise UserError(f"data.skip={text!r}: {part!r} should be FIRST:AFTER, steps of the log; with 1200:1210, "
-                            "step 1200 uses the batch of step 1210, which skips 10 batches")  # fmt: skip
+            raise UserError(f"data.skip={text!r}: {part!r} should be START:END, two steps of metrics.jsonl; 1200:1210 "
+                            "skips 10 batches: step 1200 uses the batch of step 1210")  # fmt: skip
         found.append((first - 1, last - first))
     return tuple(sorted(found))
 
 
 class Phase(NamedTuple):
-    """The shares of a mixture from one step on."""
+    """The weights of a mixture from one step on."""
 
     first: int  # step, from 0
-    shares: dict[str, int]  # name -> sequences of PERIOD
+    shares: dict[str, int]  # name -> number of sequences out of PERIOD
 
 
 @functools.lru_cache(maxsize=64)
 def parse_mixture(text: str) -> tuple[Phase, ...]:
-    """Parse `code=0.7,prose=0.3@5000:code=0.5,prose=0.5`: shares, and new shares from step 5000 of the log on.
+    """Parse `code=0.7,prose=0.3@5000:code=0.5,prose=0.5`: weights, and new weights from step 5000 on (counted from 1).
 
-    Raises: UserError naming the part that cannot be parsed, or shares whose sum is not 1.
+    Raises: UserError that quotes the part that cannot be parsed, or the weights whose sum is not 1.
     """
     phases = []
     for part in text.split("@") if text else ():
         begins, colon, words = part.rpartition(":")
         if bool(colon) != bool(phases) or (colon and not (begins.isdecimal() and int(begins) > phases[-1].first + 1)):
-            form = "STEP:NAME=SHARE,.. with a later step of the log" if phases else "NAME=SHARE,.."
+            form = "STEP:NAME=WEIGHT,.. with a later step" if phases else "NAME=WEIGHT,.."
             raise UserError(f"data.mixture={text!r}: {part!r} should be {form}")
         phases.append(Phase(int(begins) - 1 if colon else 0, _shares(text, words)))
     if len({frozenset(phase.shares) for phase in phases}) > 1:
-        raise UserError(f"data.mixture={text!r}: every phase must name the same sources; a share may be 0")
+        raise UserError(f"data.mixture={text!r}: all phases (separated by @) must have the same names; use 0 if unused")
     return tuple(phases)
 
 
@@ -152,16 +152,16 @@ def _shares(text: str, words: str) -> dict[str, int]:
     for part in words.split(","):
         match = re.fullmatch(r"([A-Za-z0-9_.-][A-Za-z0-9_./-]*)=(\d*\.?\d+)", part)
         if not match:
-            raise UserError(f"data.mixture={text!r}: {part!r} should be NAME=SHARE, with a directory of tokens in "
-                            "data.path as NAME, such as code=0.7")  # fmt: skip
+            raise UserError(f"data.mixture={text!r}: {part!r} should be NAME=WEIGHT, where NAME is a directory of "
+                            "tokens in data.path, such as code=0.7")  # fmt: skip
         name, share = match[1], Fraction(match[2]) * PERIOD
         if name in shares:
             raise UserError(f"data.mixture={text!r}: {name!r} is given twice")
         if share.denominator > 1:
-            raise UserError(f"data.mixture={text!r}: {part!r}: shares are exact over any {PERIOD:,} sequences, so "
-                            f"use at most 3 decimals: {name}={round(share) / PERIOD}")  # fmt: skip
+            raise UserError(f"data.mixture={text!r}: {part!r}: a weight may have at most 3 decimals; use "
+                            f"{name}={round(share) / PERIOD}")  # fmt: skip
         shares[name] = int(share)
         sum_is.append(match[2])
     if (total := sum(shares.values())) != PERIOD:
-        raise UserError(f"data.mixture={text!r}: the shares {' + '.join(sum_is)} = {total / PERIOD} should add up to 1")
+        raise UserError(f"data.mixture={text!r}: weights must add up to 1, but {' + '.join(sum_is)} = {total / PERIOD}")
     return shares

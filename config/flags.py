@@ -1,4 +1,4 @@
-"""Command lines: a preset or a file gives the settings, and flags change them."""
+"""Command lines: the settings come from a preset or a file, and flags change them."""
 
 import dataclasses
 import itertools
@@ -23,14 +23,14 @@ def command_line(
 ) -> tuple[Config, Any]:  # fmt: skip
     """Parse `[PRESET | --config FILE] [--flags]`. --help shows the values after the other flags are applied.
 
-    default    a preset's name, or settings, to use without PRESET and --config; None: one of the two is required
+    default    a preset's name, or settings, to use without PRESET and --config; None: one of these two is required
     arguments  a dataclass with the fields of Config and a command's own flags
-    change     fn(start, flags) -> the settings that the flags then change
+    change     fn(settings, flags) -> the settings to apply the flags to
     Returns the settings, and the `arguments` object.
     Raises: UserError if the preset or file cannot be read, if both are given, or if one is required and missing.
     """
     start, name, flags = starting_point(argv, default)
-    defaults = f"Defaults are {name}; --help-verbose explains them."
+    defaults = f"Defaults come from {name}. --help-verbose explains each flag."
     arguments = tyro.cli(
         arguments, prog=f"{prog} [PRESET | --config FILE]", description=f"{description.strip()}\n\n{defaults}",
         default=arguments(**vars(change(start, flags))), args=flags + derived_flags(start.model, flags),
@@ -40,17 +40,17 @@ def command_line(
 
 
 def derived_flags(before: ModelConfig, flags: list[str]) -> list[str]:
-    """Return flags for the settings that follow other flags; see `following`."""
+    """Return flags for the settings whose values follow from other flags; see `derived_settings`."""
     matches = re.findall(r"--model\.(n.heads|d.model|n.kv.heads|d.head)[= ](\d+)", " ".join(flags))
     given = {name.replace("-", "_"): int(n) for name, n in matches}
     return [f"--model.{name}={n}" for name, n in derived_settings(before, given).items()]
 
 
-OR_CONFIG_FILE = ", or with --config FILE a run's settings"
+OR_CONFIG_FILE = ", or from a run with --config FILE"
 
 
 def starting_point(argv: list[str], default: str | Config | None) -> tuple[Config, str, list[str]]:
-    """Split a command line: return the settings of `PRESET` or `--config FILE`, a name for them, and the flags."""
+    """Split a command line: return the settings of `PRESET` or `--config FILE`, where they come from, and the flags."""
     for word, after in itertools.pairwise([*argv, "--"]):
         setting = word[2:].replace("-", "_")
         if setting in CHOICES and after.startswith("-"):
@@ -69,26 +69,26 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
         raise UserError("--config needs the config.json of a run, such as --config runs/laptop/config.json")
     if len(files) > 1 or (files and named):
         given = " and ".join([*(f"preset {name!r}" for name in named), *(f"--config {file}" for file in files)])
-        raise UserError(f"{given}: settings can start from only one of them; remove the others")
+        raise UserError(f"{given}: pass only one preset or --config file")
     if files:
-        return read_config(files[0]), f"those in {files[0]}", flags
+        return read_config(files[0]), files[0], flags
     if default is None and not named:
         if not {"-h", "--help", "-H", "--help-verbose"} & set(flags):
-            raise UserError(f"start with a preset ({', '.join(PRESETS)}) or with the settings of a run: --config FILE")
+            raise UserError(f"no settings: pass a preset ({', '.join(PRESETS)}) or a run's settings: --config FILE")
         default = next(iter(PRESETS))
     if isinstance(default, Config) and not named:
-        return default, f"this command's own{OR_CONFIG_FILE}", flags
+        return default, f"this command{OR_CONFIG_FILE}", flags
     name = (named or [default])[0]
-    return preset(name), f"the preset's, here {name!r}{OR_CONFIG_FILE}", flags
+    return preset(name), f"the preset ({name!r} here){OR_CONFIG_FILE}", flags
 
 
 def read_config(file: str) -> Config:
-    """Read settings from a run's config.json, or from a file with only settings. Missing settings have their defaults.
+    """Read settings from a run's config.json, or from a file with only settings. A missing setting has its default.
 
-    Settings that affect a single start (`Affects.START`) are ignored.
+    Settings that affect only one start of a run (`Affects.START`) are ignored.
     Raises: UserError if the file is missing or not JSON, or if a setting in it is unknown or has an invalid value.
     """
-    hint = "name a run's config.json, e.g. --config runs/laptop/config.json"
+    hint = "pass a run's config.json, e.g. --config runs/laptop/config.json"
     try:
         values = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Settings of earlier versions: new names of renamed settings, and replacements of removed ones.
+"""Settings of earlier versions: new names of renamed settings, and replacements of removed settings.
 
-`moved` converts settings that an earlier version wrote, `dropped` lists the values that are lost, and `instead_of`
-explains an old flag.
+`migrate` converts settings that an earlier version wrote, `dropped_notes` lists the values that are lost, and
+`replacement` explains an old flag.
 """
 
 from config.fields import AUTO
@@ -15,7 +15,7 @@ RENAMED |= {"optim.max_device_batch": "work.device_batch"}
 RENAMED_VALUES = {"work.gather": {"ahead": "layer", "peeled": "layer", "step_ahead": "step"},
         "work.microbatches": {0: AUTO}, "work.device_batch": {0: AUTO}}  # fmt: skip
 
-# Settings that `merge` makes part of another one: what to use instead.
+# Settings that `merge` combines into another setting: what to use instead.
 MERGED = {
     "data.seed": "use --run.seed, for the order of the sequences too",
     "model.precision.compute": "use --model.precision float32, mixed or bfloat16",
@@ -25,7 +25,7 @@ MERGED = {
     "run.go_back": "use --run.restart newest",
     "optim.beta1": "use --optim.betas B1 B2",
     "optim.beta2": "use --optim.betas B1 B2",
-    "run.epochs": "use --run.steps; a start, and --run.check only, print how many steps an epoch has",
+    "run.epochs": "use --run.steps; start-up and --run.check only print how many steps an epoch has",
     "run.layer_norms_every": "use --run.gradient_stats_every",
     "run.noise_scale_every": "use --run.gradient_stats_every",
 }
@@ -35,37 +35,37 @@ PRECISION = {("float32", "float32"): "float32", ("float32", "bfloat16"): "mixed"
 # Settings that were flags without a value: the value that means the same.
 CHOICES = {"run.check": "only", "run.restart": "scratch"}
 
-# Removed settings that a run could change when it resumed: their default, and what to do instead.
+# Removed settings that a run could change when it resumed: their default, and what happens instead.
 DROPPED = {
-    "optim.decay_steps": (0, "the learning rate falls over --run.steps; --optim.schedule wsd holds it before that"),
+    "optim.decay_steps": (0, "the learning rate decays over --run.steps; --optim.schedule wsd keeps it constant first"),
     "run.join_timeout_s": (300, "processes have 5 times --run.peer_timeout_s to join"),
     "run.hang_timeout_s": (1800, "a step has 30 times --run.peer_timeout_s to finish"),
-    "run.keep_every": (0, "the newest --run.keep_checkpoints and the best are kept"),
-    "run.keep_best": (1, "the checkpoint with the lowest validation loss is kept"),
-    "run.sample_tokens": (200, "a sample has up to 200 tokens, and with --run.sample_prompt '' there is none"),
+    "run.keep_every": (0, "a run keeps the latest --run.keep_checkpoints checkpoints and the best one"),
+    "run.keep_best": (1, "a run always keeps the checkpoint with the lowest validation loss"),
+    "run.sample_tokens": (200, "a sample has up to 200 tokens; --run.sample_prompt '' disables it"),
     "run.compile_cache": ("auto", "set the environment variable JAX_COMPILATION_CACHE_DIR to the directory"),
     "data.cache_gib": (20.0, "each host keeps at most 20 GiB of a bucket's shards in its cache folder"),
-    "data.prefetch": (4, "4 batches are made ahead in the background"),
+    "data.prefetch": (4, "a background thread prepares 4 batches ahead"),
 }
 
 
 def replacement(name: str) -> str | None:
-    """Return what replaces a setting of an earlier version, or None if no version had it."""
+    """Explain, as the end of a sentence, what replaces a setting of an earlier version; None if no version had it."""
     if name in RENAMED:
-        return f"is called {RENAMED[name]} now"
+        return f"was renamed to {RENAMED[name]}"
     gone = MERGED.get(name) or DROPPED.get(name, (None, None))[1]
     return gone and f"no longer exists: {gone}"
 
 
 def dropped_notes(values: dict) -> list[str]:
-    """Return a note for each setting in `values`, from an earlier version, whose value is lost."""
+    """Return a note for each value in `values`, written by an earlier version, that is lost."""
     flat = flatten(values) if isinstance(values, dict) else {}
     return [f"note: {name}={flat[name]!r} no longer exists: {instead}"
             for name, (default, instead) in DROPPED.items() if flat.get(name, default) != default]  # fmt: skip
 
 
 def migrate(values: dict) -> dict:
-    """Convert settings that an earlier version wrote to the form that `Config.to_dict` writes."""
+    """Convert settings that an earlier version wrote to the form that `Config.to_dict` returns."""
     if not isinstance(values, dict):
         return values
     values = {group: dict(x) if isinstance(x, dict) else x for group, x in values.items()}
@@ -88,7 +88,7 @@ def migrate(values: dict) -> dict:
 
 
 def merge(group: str, settings: dict) -> None:
-    """Replace the settings of one group that are now part of another setting."""
+    """Replace, in one group, the settings that are now part of another setting."""
     if group == "optim" and {"beta1", "beta2"} & {*settings}:
         settings["betas"] = [settings.pop("beta1", 0.9), settings.pop("beta2", 0.95)]
     if group == "model" and isinstance(formats := settings.get("precision"), dict):

@@ -1,4 +1,4 @@
-"""The presets. Each is a named set of values for settings."""
+"""The presets. Each is a named set of values of settings."""
 
 from typing import Any
 
@@ -7,21 +7,21 @@ from errors import UserError, suggest
 
 # name -> (purpose, {dotted setting: value})
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "laptop": ("MoE of about 3M parameters: trains in 2 to 3 minutes on 2 cores", {
+    "laptop": ("MoE model with about 3M parameters: trains in 2 to 3 minutes on 2 cores", {
         "model": ModelConfig(
             vocab_size=272, d_model=128, n_layers=4, n_heads=4, d_head=32, d_rope=16, d_value=32, d_kv_latent=64,
             d_ff=384, n_experts=8, top_k=2, n_shared=1, d_expert=320, dense_prefix=2, balance_loss=0.01,
             balance_rate=0.001, precision="float32"),
         "optim.lr": 5e-3,
     }),
-    "deep": ("8 blocks of one MoE layer, for stage=4 or 8 and every schedule; 1.4M parameters", {
+    "deep": ("8 MoE layers, for pipelines of 4 or 8 stages with any schedule; 1.4M parameters", {
         "model": ModelConfig(
             vocab_size=272, d_model=64, n_layers=8, n_heads=8, d_head=8, d_rope=8, d_value=8, d_kv_latent=32,
             n_experts=8, top_k=2, d_expert=96, balance_loss=0.01, balance_rate=0.001, precision="float32"),
         "data.seq_len": 128, "data.batch_size": 16, "optim.lr": 5e-3,
         "run.name": "deep", "run.steps": 100, "run.eval_every": 50, "run.checkpoint_every": 50,
     }),
-    "tiny": ("tests: every dimension a different size", {
+    "tiny": ("for tests: every dimension has a different size", {
         "model": ModelConfig(
             vocab_size=280, d_model=24, n_layers=5, n_heads=4, n_kv_heads=2, d_head=10, d_rope=6, d_value=14,
             d_query_latent=20, d_kv_latent=12, d_ff=40, n_experts=8, top_k=2, n_shared=2, d_expert=28, moe_every=2,
@@ -30,7 +30,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "run.name": "tiny", "run.steps": 10, "run.log_every": 1, "run.eval_every": 5, "run.eval_batches": 2,
         "run.checkpoint_every": 5,
     }),
-    "dense_124m": ("comparison with GPT-2-sized trainers", {
+    "dense_124m": ("GPT-2-sized model, to compare with other trainers", {
         "model": ModelConfig(
             vocab_size=50304, d_model=768, n_layers=12, n_heads=12, attention="gqa", n_kv_heads=12, d_head=64,
             d_ff=3072, activation="gelu", tie_embeddings=True),
@@ -39,7 +39,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "run.name": "dense_124m", "run.steps": 20_000, "run.eval_every": 250, "run.eval_batches": 20,
         "run.checkpoint_every": 1000,
     }),
-    "moe1b": ("the headline run: 32 TPU v4 chips", {
+    "moe1b": ("the main training run, on 32 TPU v4 chips", {
         "model": ModelConfig(
             vocab_size=100_352, d_model=768, n_layers=48, n_heads=12, d_head=64, d_rope=128, d_value=64,
             d_query_latent=128, d_kv_latent=128, no_rope_every=6, d_ff=3072, activation="gelu", n_experts=16, top_k=2,
@@ -50,7 +50,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "run.name": "moe1b", "run.steps": 20_000, "run.eval_every": 250, "run.eval_batches": 20,
         "run.checkpoint_every": 500,
     }),
-    "gptj_6b": ("to fine-tune: the published shape, 6,050,882,784 parameters", {
+    "gptj_6b": ("to fine-tune: the published architecture, 6,050,882,784 parameters", {
         "model": ModelConfig(
             vocab_size=50_400, d_model=4096, n_layers=28, n_heads=16, attention="gqa", n_kv_heads=16, d_head=256,
             rope_dims=64, d_ff=16_384, activation="gelu", parallel_residual=True, bias=True, norm="layer",
@@ -58,26 +58,26 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "data.path": "tokens/stdlib-gpt2", "data.seq_len": 2048, "data.batch_size": 16,
         "optim.lr": 2e-5, "run.name": "gptj_6b",
     }),
-    "llama3_8b": ("planner only: the published shape, 8,030,261,248 parameters", {
+    "llama3_8b": ("planner only: the published architecture, 8,030,261,248 parameters", {
         "model": ModelConfig(
             vocab_size=128_256, d_model=4096, n_layers=32, n_heads=32, attention="gqa", n_kv_heads=8, d_head=128,
             rope_theta=500_000.0, d_ff=14_336, norm_eps=1e-5),
         "data.seq_len": 8192, "run.name": "llama3_8b",
     }),
-    "llama3_70b": ("planner only: the published shape, 70,553,706,496 parameters", {
+    "llama3_70b": ("planner only: the published architecture, 70,553,706,496 parameters", {
         "model": ModelConfig(
             vocab_size=128_256, d_model=8192, n_layers=80, n_heads=64, attention="gqa", n_kv_heads=8, d_head=128,
             rope_theta=500_000.0, d_ff=28_672, norm_eps=1e-5),
         "data.seq_len": 8192, "run.name": "llama3_70b",
     }),
-    "mixtral_8x7b": ("planner only: the published shape, 46,702,792,704 parameters", {
+    "mixtral_8x7b": ("planner only: the published architecture, 46,702,792,704 parameters", {
         "model": ModelConfig(
             vocab_size=32_000, d_model=4096, n_layers=32, n_heads=32, attention="gqa", n_kv_heads=8, d_head=128,
             rope_theta=1_000_000.0, n_experts=8, top_k=2, d_expert=14_336, router="softmax", balance_loss=0.02,
             norm_eps=1e-5),
         "data.seq_len": 4096, "run.name": "mixtral_8x7b",
     }),
-    "deepseek_v3": ("planner only: the published shape, 671.0B parameters of which 37B active", {
+    "deepseek_v3": ("planner only: the published architecture, 671.0B parameters, 37B active", {
         "model": ModelConfig(
             vocab_size=129_280, d_model=7168, n_layers=61, n_heads=128, d_head=128, d_rope=64, d_value=128,
             d_query_latent=1536, d_kv_latent=512, d_ff=18_432, n_experts=256, top_k=8, n_shared=1, d_expert=2048,
@@ -90,8 +90,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 def preset(name: str, **dotted_overrides: Any) -> Config:
     """Return a preset with some settings changed: preset("tiny", **{"model.n_heads": 8, "mesh": "fsdp=2"}).
 
-    Raises: UserError for an unknown preset or setting, with the nearest known one.
+    Raises: UserError for an unknown preset or setting; it suggests the most similar one.
     """
     if name not in PRESETS:
-        raise UserError(f"no preset is called {name!r}; {suggest(name, PRESETS)}")
+        raise UserError(f"unknown preset {name!r}; {suggest(name, PRESETS)}")
     return replace(replace(Config(), **PRESETS[name][1]), **dotted_overrides)

@@ -40,7 +40,7 @@ SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp"
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """The number of devices along each mesh axis; their product is the number of devices."""
+    """The number of devices along each mesh axis. The product is the total number of devices."""
 
     data: Size = 1
     stage: Size = 1
@@ -54,18 +54,18 @@ class MeshConfig:
 
     @classmethod
     def parse(cls, text: str) -> "MeshConfig":
-        """Parse `fsdp=2,tensor=4`. The short forms dp, pp, ep, cp, tp are accepted; missing axes have size 1.
+        """Parse `fsdp=2,tensor=4`. It may use the short forms dp, pp, ep, cp and tp. Missing axes have size 1.
 
-        Raises: UserError naming the part that cannot be parsed.
+        Raises: UserError that quotes the part that cannot be parsed.
         """
         sizes = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, equals, size = part.partition("=")
             axis = SHORT_AXES.get(name, name)
             if axis not in AXES:
-                raise UserError(f"mesh {text!r}: no axis is called {name!r}; {suggest(name, AXES)}")
+                raise UserError(f"mesh {text!r}: unknown axis {name!r}; {suggest(name, AXES)}")
             if not (equals and size.isdecimal() and int(size) > 0):
-                raise UserError(f"mesh {text!r}: {part!r} should be AXIS=SIZE, SIZE at least 1, such as {axis}=2")
+                raise UserError(f"mesh {text!r}: {part!r} should be AXIS=SIZE, with a size of 1 or more, e.g. {axis}=2")
             if axis in sizes:
                 raise UserError(f"mesh {text!r}: axis {axis!r} is given twice")
             sizes[axis] = int(size)
@@ -86,7 +86,7 @@ class MeshConfig:
 
     @property
     def position_shards(self) -> int:
-        """Number of devices that hold different positions of the same sequences between blocks."""
+        """Number of devices that hold different positions of the same sequences between layers."""
         return self.context * self.tensor
 
     def __str__(self) -> str:
@@ -105,40 +105,44 @@ MeshFlag = Annotated[
 ]
 
 
-BARE = tyro.conf.arg(help="")  # a flag group without a description, so that --help fits two screens
+BARE = tyro.conf.arg(help="")  # no description for a group of flags, so that --help fits on two screens
 
 
 @dataclass(frozen=True)
 class WorkConfig:
     """Execution settings. They change results only by rounding, so a run may resume with other values.
 
-    The planner chooses each `auto` from mesh, chip and memory. Start-up prints the chosen values and the reasons.
+    For each `auto`, the planner chooses a value that suits the mesh, the chip and its memory. Start-up prints these
+    values with the reasons.
     """
 
-    # activations saved for the backward pass, which recomputes the rest. none: all are saved (no remat); dots: outputs
-    # of matmuls; branches: inputs of attention and feed-forward; full: the input of each layer
+    # activation checkpointing: which activations to save for the backward pass, which recomputes the others. none: save
+    # all; dots: outputs of matmuls; branches: inputs of attention and of feed-forward layers; full: inputs of layers
     remat: Annotated[Literal["auto", "none", "dots", "branches", "full"], Baseline("none", "full")] = AUTO
-    # all-gather weights for each use of a layer, or once per step and keep them
+    # layer: all-gather the sharded weights of a layer for each use; step: all-gather all weights once per step
     gather: Annotated[Literal["auto", "layer", "step"], Baseline("layer", "layer")] = AUTO
-    # exchange of positions over tensor. gather: one all-gather; ring: chunks in flight overlap with matmuls
+    # how devices along tensor exchange activations. gather: one collective; ring: in chunks, overlapped with matmuls
     tensor_exchange: Annotated[Literal["auto", "gather", "ring"], Baseline("gather", "ring")] = AUTO
-    # over context. gather: all-gather keys; ring: ring attention; all_to_all: split heads instead (auto never picks it)
+    # how attention combines the shards of a sequence along context. gather: all-gather keys; ring: ring attention;
+    # all_to_all: shard heads instead (auto never chooses it)
     context_attention: Annotated[Literal["auto", "gather", "ring", "all_to_all"], Baseline("gather", "gather")] = AUTO
-    # compute the loss in slices: a device never holds more logits than this many tokens have
+    # compute the loss in chunks, so that a device never stores more logits than this number of tokens has
     loss_chunk: Annotated[SizeOrAuto, Baseline(512)] = AUTO
-    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO  # see `python -m pipeline`
-    chunks: SizeOrAuto = AUTO  # interleaved: chunks of layers on each stage
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO  # of the pipeline; see `python -m pipeline`
+    chunks: SizeOrAuto = AUTO  # interleaved schedule: chunks of layers (virtual stages) on each stage
     microbatches: SizeOrAuto = AUTO  # pipeline microbatches per forward and backward pass
-    device_batch: SizeOrAuto = AUTO  # maximum sequences per device and pass; larger batches accumulate gradients
+    # maximum sequences per device in one forward and backward pass; a larger batch uses gradient accumulation
+    device_batch: SizeOrAuto = AUTO
 
     def __post_init__(self):
         check(self, "work.")
         if self.chunks not in (AUTO, 1) and self.schedule not in (AUTO, "interleaved"):
-            raise UserError(f"work.chunks={self.chunks}: only work.schedule='interleaved' has chunks; use it, or 1")
+            raise UserError(f"work.chunks={self.chunks}: only work.schedule='interleaved' has several chunks per "
+                            "stage; use this schedule, or work.chunks=1")  # fmt: skip
 
     @classmethod
     def baselines(cls, which: Literal["plain", "least"]) -> dict[str, str | int]:
-        """Return the plainest (or least-memory) value of each setting that declares one."""
+        """Return the `plain` or `least` value of each setting that declares a `Baseline`."""
         found = {name: metadata_of(hint, Baseline) for name, hint in hints(cls).items()}
         return {name: getattr(way, which) for name, way in found.items() if way and getattr(way, which) is not None}
 
@@ -149,7 +153,7 @@ class WorkConfig:
 
     @property
     def resolved(self) -> "WorkConfig":
-        """Replace each `auto` with the plainest value, the baseline for comparisons.
+        """Replace each `auto` with the `plain` value, the baseline for comparisons.
 
         microbatches and device_batch stay `auto`: `pipeline/fit.py` derives them from the batch and the mesh.
         """
@@ -166,51 +170,54 @@ class WorkConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The transformer: a decoder in the DeepSeek-V3 family (arXiv:2412.19437). Every part is configurable."""
+    """The transformer: a decoder like DeepSeek-V3 (arXiv:2412.19437). Every part is configurable."""
 
-    vocab_size: Size = 272  # rows of the embedding table, at least the tokenizer's vocabulary
+    vocab_size: Size = 272  # rows of the embedding table: at least the size of the tokenizer's vocabulary
     d_model: Size = 128  # width of the residual stream
-    n_layers: Size = 4  # attention + feed-forward pairs
+    n_layers: Size = 4  # layers; each has attention and a feed-forward layer (dense or MoE)
     n_heads: Size = 4  # query heads
-    attention: Literal["mla", "gqa"] = "mla"  # latent (arXiv:2405.04434) or grouped-query (arXiv:2305.13245)
-    n_kv_heads: Size = 4  # gqa: key/value heads; divides n_heads, and follows n_heads if the preset has them equal
-    d_head: Size = 32  # width of a head's query and key (mla: without rotary); follows d_model / n_heads if equal
+    attention: Literal["mla", "gqa"] = "mla"  # multi-head latent (arXiv:2405.04434), grouped-query (arXiv:2305.13245)
+    # gqa: key/value heads; must divide n_heads. If equal to n_heads in the preset, changing n_heads changes this too
+    n_kv_heads: Size = 4
+    # width of a head's query and key (mla: without the rotary part). If equal to d_model / n_heads in the preset,
+    # changing either of these changes this too
+    d_head: Size = 32
     d_rope: Count = 16  # mla: width of the rotary part, one key shared by all heads
     d_value: Size = 32  # mla: width of a head's value
-    d_query_latent: Count = 0  # mla: width of the query latent; 0: project queries directly from the residual stream
+    d_query_latent: Count = 0  # mla: width of the query latent; 0: compute queries directly from the residual stream
     d_kv_latent: Size = 64  # mla: width of the key/value latent
     rope_dims: Count = 0  # gqa: rotate only the first coordinates of a head, such as 64 of 256 in GPT-J; 0: all
-    rope_theta: Positive = 10_000.0  # longest rotary wavelength / 2 pi, in positions
-    no_rope_every: Annotated[Count, Affects.OWN] = 0  # every n-th layer has no rotary embedding; 0: all layers have it
-    d_ff: Size = 512  # hidden width of a dense feed-forward
-    activation: Literal["swiglu", "gelu"] = "swiglu"  # nonlinearity of dense, shared and routed feed-forwards
-    parallel_residual: bool = False  # attention and feed-forward share input and are added together; gqa, dense only
-    bias: bool = False  # biases in dense and shared feed-forwards and the logits; attention and experts have none
+    rope_theta: Positive = 10_000.0  # RoPE base (theta)
+    no_rope_every: Annotated[Count, Affects.OWN] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
+    d_ff: Size = 512  # hidden dimension of a dense feed-forward layer
+    activation: Literal["swiglu", "gelu"] = "swiglu"  # nonlinearity of feed-forward layers and of experts
+    parallel_residual: bool = False  # attention and feed-forward layer have the same input; needs gqa and no experts
+    bias: bool = False  # add biases in dense feed-forward layers and shared experts, and to the logits; nowhere else
     n_experts: Count = 0  # routed experts of an MoE layer; 0: every layer is dense
     top_k: Size = 2  # routed experts per token
     n_shared: Count = 0  # shared experts, which process every token
-    d_expert: Size = 128  # hidden width of one expert
-    moe_every: Size = 1  # after the prefix, every n-th layer is MoE, and the n - 1 before it are dense
-    dense_prefix: Count = 0  # dense layers before the first repeating block
+    d_expert: Size = 128  # hidden dimension of one expert
+    moe_every: Size = 1  # n: blocks of n - 1 dense layers and one MoE layer repeat, after the first dense_prefix layers
+    dense_prefix: Count = 0  # number of dense layers before the repeated blocks of moe_every layers
     router: Literal["sigmoid", "softmax"] = "sigmoid"  # score function before the top-k
-    normalize_gates: bool = True  # divide a token's gates by their sum; ignored with top_k=1, where it would give 1
-    routed_scaling: Positive = 1.0  # factor on the gates
-    # weight of the balance loss over the global batch (arXiv:2101.03961); 0: off
+    normalize_gates: bool = True  # divide the weights of a token's experts (gates) by their sum; ignored with top_k=1
+    routed_scaling: Positive = 1.0  # multiply the gates by this factor
+    # weight of the load-balancing loss, computed over the global batch (arXiv:2101.03961); 0: off
     balance_loss: Annotated[NotNegative, Affects.TRAINING] = 0.0
-    # change of the router's selection bias per training step (arXiv:2408.15664); 0: no bias
+    # step size of the load-balancing bias that is added to the router's scores (arXiv:2408.15664); 0: no bias
     balance_rate: Annotated[NotNegative, Affects.TRAINING] = 0.0
     # weight of the z-loss, the mean of log(sum(exp(logits)))^2 (arXiv:2204.02311); 0: off
     z_loss: Annotated[NotNegative, Affects.TRAINING] = 0.0
-    # fraction of the target's probability that is spread over the vocabulary (arXiv:1512.00567); 0: off
+    # fraction of the target's probability to spread over the vocabulary (arXiv:1512.00567); 0: off
     label_smoothing: Annotated[ShareBelow1, Affects.TRAINING] = 0.0
-    # slots of an expert per sequence, relative to the mean top_k * T / n_experts; 0: dropless
+    # slots of an expert per sequence, as a multiple of the mean, top_k * data.seq_len / n_experts; 0: dropless
     capacity_factor: Annotated[NotNegative, Affects.TRAINING] = 0.0
-    tie_embeddings: bool = False  # one table for embedding and unembedding
-    # fraction of activations zeroed after the embedding and every residual branch
+    tie_embeddings: bool = False  # use one table for the embedding and the unembedding (LM head)
+    # fraction of activations to set to zero after the embedding and after every residual branch
     dropout: Annotated[ShareBelow1, Affects.TRAINING] = 0.0
     norm: Literal["rms", "layer"] = "rms"  # RMSNorm (arXiv:1910.07467), or LayerNorm with bias (arXiv:1607.06450)
-    norm_eps: NotNegative = 1e-6  # added to the mean square, or the variance, in norms
-    # mixed: float32 parameters and optimizer moments, bfloat16 activations and matmul inputs; float32, bfloat16: one
+    norm_eps: NotNegative = 1e-6  # epsilon of the norms, added to the mean square or the variance
+    # mixed: float32 parameters and optimizer moments, bfloat16 activations and matmul inputs; float32 or bfloat16: this
     # dtype for all of these. Sums, softmax, norms, router and loss always use float32
     precision: Annotated[Literal["float32", "mixed", "bfloat16"], Affects.NUMBERS] = "mixed"
     work = WorkConfig().resolved  # not a field; see `ModelAtWork`
@@ -235,8 +242,8 @@ class ModelConfig:
             below = max(repeating, 0) // self.layers_per_block
             fit = [self.dense_prefix + blocks * self.layers_per_block for blocks in (below, below + 1) if blocks]
             raise UserError(
-                f"model.n_layers={self.n_layers}: after dense_prefix={self.dense_prefix} layers there must be one or "
-                f"more whole blocks of {self.layers_per_block} layers; use {' or '.join(map(str, fit))} layers"
+                f"model.n_layers={self.n_layers}: n_layers - dense_prefix = {repeating} must be a positive multiple of "
+                f"the {self.layers_per_block} layers per block; use {' or '.join(map(str, fit))} layers"
             )
 
     def _refuse(self, name: str, why: str):
@@ -264,29 +271,29 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ModelAtWork(ModelConfig):
-    """A model with its execution settings, as the functions of `model.py` take it. Only `overlap/` reads `work`."""
+    """A model with its execution settings, as functions in `model.py` expect it. Only `overlap/` reads `work`."""
 
     work: WorkConfig = ModelConfig.work
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The tokens, and how they form global batches."""
+    """The tokens, and how to form global batches from them."""
 
-    # directory of token shards, written by `python -m data.prepare`, on disk or in a bucket: gs://BUCKET/DIR
+    # directory of token shards that `python -m data.prepare` wrote, on disk or in a bucket: gs://BUCKET/DIR
     path: Annotated[str, Affects.RUN] = "tokens/stdlib-bytes"
-    # fractions of sequences from each directory in data.path, exact over any 1,000 sequences: code=0.7,prose=0.3; with
-    # other fractions from step 5000 on: code=0.7,prose=0.3@5000:code=0.5,prose=0.5
+    # weights of the directories in data.path: fractions of the sequences, exact over any 1,000 sequences, such as
+    # code=0.7,prose=0.3; to change the weights at step 5000: code=0.7,prose=0.3@5000:code=0.5,prose=0.5
     mixture: Annotated[str, Affects.ORDER] = ""
-    seq_len: Annotated[Size, Affects.FUNCTION] = 256  # T, positions in one sequence
-    batch_size: Size = 8  # B, sequences per step, over all devices
-    shuffle: bool = True  # use a new order in each epoch; False: every epoch in the order of the text
-    # 1200:1210,..: skip 10 batches at step 1200: from then on, a step uses the batch of 10 steps later
+    seq_len: Annotated[Size, Affects.FUNCTION] = 256  # tokens per sequence
+    batch_size: Size = 8  # sequences per step, over all devices
+    shuffle: bool = True  # shuffle the sequences in each epoch; False: keep the order of the text
+    # batches to skip, START:END,..: with 1200:1210, step 1200 uses the batch of step 1210, step 1201 that of step 1211
     skip: Annotated[str, Affects.ORDER] = ""
-    # content of a row. windows: data.seq_len consecutive tokens, across document ends; documents: whole documents,
-    # packed by best fit (arXiv:2404.10830), and padding; only documents longer than a row are cut
+    # content of a sequence. windows: data.seq_len consecutive tokens, across document boundaries; documents: whole
+    # documents, packed by best fit (arXiv:2404.10830), and padding; only a document longer than data.seq_len is cut
     packing: Literal["windows", "documents"] = "windows"
-    mask_documents: bool = True  # restrict attention to a document, and restart positions at each document
+    mask_documents: bool = True  # attend only within a document, and restart positions at each document
 
     def __post_init__(self):
         check(self, "data.")
@@ -311,7 +318,7 @@ class OptimConfig:
     final_lr: NotNegative = 0.1  # final learning rate, as a fraction of lr
     betas: Betas = (0.9, 0.95)  # decay rates of the first and second moments, per step
     eps: Positive = 1e-8  # added to the square root of the second moment
-    weight_decay: NotNegative = 0.1  # per step, times the learning rate; none on norms, biases and embeddings
+    weight_decay: NotNegative = 0.1  # multiplied by the learning rate; not applied to norms, biases and embeddings
     clip_norm: NotNegative = 1.0  # clip the gradient to this global norm; 0: no clipping
 
     def __post_init__(self):
@@ -326,32 +333,32 @@ class RunConfig:
     dir: str = "runs"  # parent directory of all runs, on disk or in a bucket: gs://BUCKET/DIR
     steps: Size = 320  # optimizer steps; start-up prints how many steps an epoch has
     seed: Annotated[Count, Affects.TRAINING] = 0  # seed of initial parameters, dropout and the order of sequences
-    # initialize from the parameters of this run directory (trained or converted), at step 0; empty: random parameters
+    # run directory (trained or converted) whose parameters the run starts with, at step 0; empty: random parameters
     init_from: Annotated[str, Affects.TRAINING, tyro.conf.arg(aliases=["--init_from"])] = ""
     log_every: Size = 10  # steps between rows of metrics.jsonl
     eval_every: Count = 100  # steps between evaluations; 0: only at the end
-    eval_batches: Count = 4  # batches per evaluation during the run; 0, and always at the end: the whole split
+    eval_batches: Count = 4  # batches per evaluation; 0: the whole validation split, as at the end of the run
     checkpoint_every: Size = 100  # steps between checkpoints; the last step is saved too
-    keep_checkpoints: Size = 2  # number of newest checkpoints to keep, besides the one with the lowest validation loss
+    keep_checkpoints: Size = 2  # number of latest checkpoints to keep, besides the one with the lowest validation loss
     sample_prompt: str = "def "  # prompt of the sample at the end, which has up to 200 tokens; empty: no sample
-    # steps between rows of norms per parameter and layer, and of the gradient noise scale (arXiv:1812.06162); such a
-    # step takes about three times as long; 0: off
+    # steps between gradient statistics: norms for each parameter and layer, and the gradient noise scale
+    # (arXiv:1812.06162). Such a step takes about three times as long; 0: off
     gradient_stats_every: Count = 0
-    tracker: Literal["none", "wandb"] = "none"  # where to send the rows of metrics.jsonl; wandb: `make extra-wandb`
-    # do not train: repeat this step of metrics.jsonl from the checkpoint before it and print its norms; 0: train
+    tracker: Literal["none", "wandb"] = "none"  # where to send the metrics; wandb: `make extra-wandb`
+    # repeat this step from the checkpoint before it, and print its norms instead of training; 0: train
     replay: Annotated[Count, Affects.START, tyro.conf.arg(aliases=["--replay"])] = 0
-    # yes: train if the plan predicts that it fits in memory; no: train even if not; only: do not train or use a
-    # device, but check settings, tokens, mesh and the run directory
+    # yes: train if the planner predicts that the run fits in memory; no: train anyway; only: check the settings,
+    # tokens, mesh and run directory without training and without using a device
     check: Annotated[Literal["yes", "no", "only"], Affects.START] = "yes"
     # number of CPU devices to simulate, for a mesh larger than the machine; 0: use the devices of this machine
     devices: Annotated[Count, tyro.conf.arg(aliases=["--devices"])] = 0
-    # XLA options NAME=VALUE,.. added to those in xla/options.py; NAME= removes one
+    # XLA options, as NAME=VALUE,.., in addition to those in xla/options.py; NAME= removes an option
     compiler_options: str = ""
-    # several processes: seconds without a heartbeat from one after which the others exit. They may take 5 times as long
-    # to join at start-up, and 30 times as long for a step or an evaluation batch, before the run exits as hung
+    # if a process sends no heartbeat for this many seconds, the others exit. The processes may take 5 times as long to
+    # join at start-up, and 30 times as long for one step or evaluation batch, before the run exits as hung
     peer_timeout_s: Size = 60
-    # no: resume, but stop if the newest saved checkpoint is missing; newest: resume from the newest available one, or
-    # from step 0; scratch: delete this run's results and start at step 0
+    # no: resume, but stop if the latest saved checkpoint is missing; newest: resume from the latest available
+    # checkpoint, or from step 0; scratch: delete this run's results and start at step 0
     restart: Annotated[Literal["no", "newest", "scratch"], Affects.START] = "no"
 
     def __post_init__(self):
@@ -359,8 +366,8 @@ class RunConfig:
         if not re.fullmatch(r"[A-Za-z0-9._-]*[A-Za-z0-9_-]", self.name):
             raise UserError(f"run.name={self.name!r}: use letters, digits, '.', '_' and '-'")
         if is_remote(self.dir) and not re.match(r"gs://[^/]", self.dir):
-            raise UserError(f"run.dir={self.dir!r}: use a directory on disk or gs://BUCKET/DIR, because Orbax writes "
-                            "checkpoints to no other address; only tokens may be elsewhere (--data.path)")  # fmt: skip
+            raise UserError(f"run.dir={self.dir!r}: use a directory on disk or gs://BUCKET/DIR, because Orbax supports "
+                            "no other URLs for checkpoints; tokens may be at other URLs (--data.path)")  # fmt: skip
 
     @property
     def join_timeout_s(self) -> int:
@@ -373,7 +380,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run depends on."""
+    """All settings of a run."""
 
     model: Annotated[ModelConfig, BARE, Affects.FUNCTION] = field(default_factory=ModelConfig)
     mesh: Annotated[MeshFlag, Affects.SPEED] = field(default_factory=MeshConfig)  # devices along each mesh axis
@@ -384,7 +391,7 @@ class Config:
 
     @property
     def at_work(self) -> ModelAtWork:
-        """The model with its execution settings resolved, as the functions of `model.py` take it."""
+        """The model with its resolved execution settings, as functions in `model.py` expect it."""
         return _at_work(self.model, self.work)
 
     def to_dict(self) -> dict:
@@ -394,12 +401,12 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict) -> "Config":
-        """Rebuild a Config from `to_dict`, also of an older version. Raises: UserError for an unknown field."""
+        """Rebuild a Config from what `to_dict` of any version returned. Raises: UserError for an unknown field."""
         return _build(cls, migrate(values), "")
 
 
 def affecting(*kinds: Affects, group: str = "") -> dict[str, Any]:
-    """Return {dotted name: default} of the settings that affect one of `kinds`; with a group, plain names in it."""
+    """Return {dotted name: default} for the settings that affect one of `kinds`; with `group`, {name: default}."""
     found = {}
     for part, hint in hints(Config).items():
         for f in dataclasses.fields(cls := get_args(hint)[0]):
@@ -416,7 +423,7 @@ def _at_work(c: ModelConfig, work: WorkConfig) -> ModelAtWork:
 
 def _build(cls, values: dict, prefix: str):
     if not isinstance(values, dict):
-        raise UserError(f"{prefix.rstrip('.') or 'it'} should be an object of settings, but is {values!r:.60}")
+        raise UserError(f"{prefix.rstrip('.') or 'the top level'} must be a JSON object, but is {values!r:.60}")
     types = {f.name: f for f in dataclasses.fields(cls)}
     parts = {}
     for name, value in values.items():
@@ -424,7 +431,7 @@ def _build(cls, values: dict, prefix: str):
             instead = replacement(f"{prefix}{name}")
             raise UserError(
                 f"{prefix}{name}={value!r} {instead}" if instead
-                else f"no setting is called {prefix}{name}; {suggest(name, types)}")  # fmt: skip
+                else f"unknown setting {prefix}{name}; {suggest(name, types)}")  # fmt: skip
         factory = types[name].default_factory
         nested = factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory)
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
@@ -435,7 +442,7 @@ def _build(cls, values: dict, prefix: str):
 def replace(cfg: Config, **dotted: Any) -> Config:
     """Return a Config with some settings changed by dotted name: replace(cfg, **{"model.n_heads": 6}).
 
-    Raises: UserError for an unknown name, with the nearest known one.
+    Raises: UserError for an unknown name; it suggests the most similar one.
     """
     values = cfg.to_dict()
     given = {name.removeprefix("model."): x for name, x in dotted.items() if name.startswith("model.")}
@@ -447,7 +454,7 @@ def replace(cfg: Config, **dotted: Any) -> Config:
         if instead := replacement(name):
             raise UserError(f"the setting {name} {instead}")
         if not isinstance(here, dict) or last not in here:
-            raise UserError(f"no setting is called {name!r}; {suggest(name, list(flatten(values)))}")
+            raise UserError(f"unknown setting {name!r}; {suggest(name, list(flatten(values)))}")
         if dataclasses.is_dataclass(value):
             value = dataclasses.asdict(value)
         elif name == "mesh" and isinstance(value, str):
@@ -457,9 +464,9 @@ def replace(cfg: Config, **dotted: Any) -> Config:
 
 
 def derived_settings(before: ModelConfig, given: dict[str, int]) -> dict[str, int]:
-    """Return n_kv_heads and d_head for `given` new values of n_heads or d_model.
+    """Return the values of n_kv_heads and d_head that follow from the `given` new values of n_heads or d_model.
 
-    n_kv_heads follows n_heads, and d_head follows d_model / n_heads, if they were equal before and are not given.
+    n_kv_heads stays equal to n_heads, and d_head to d_model / n_heads, if they were equal before and are not given.
     Raises: UserError if n_heads does not divide d_model.
     """
     shape = {"n_heads": before.n_heads, "d_model": before.d_model} | given
@@ -480,7 +487,7 @@ def derived_settings(before: ModelConfig, given: dict[str, int]) -> dict[str, in
 
 
 def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
-    """List (name, ours, theirs) for settings that differ. A missing, newer setting counts as its default."""
+    """List (name, ours, theirs) for settings that differ. A setting that is missing has its default."""
     default = flatten(Config().to_dict())
     ours, theirs = default | flatten(migrate(ours)), default | flatten(migrate(theirs))
     pairs = ((name, ours.get(name), theirs.get(name)) for name in ours | theirs)
@@ -488,7 +495,7 @@ def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
 
 
 def first_difference(ours: dict, theirs: dict) -> str | None:
-    """Describe the first setting that differs, with both values; None if all are equal."""
+    """Describe the first setting that differs, with both values; return None if all are equal."""
     for name, x, y in differences(ours, theirs):
         instead = replacement(name)
-        return f"{name}={y!r} there {instead}" if instead else f"{name} is {x!r} here and {y!r} there"
+        return f"{name}={y!r} there, but {name} {instead}" if instead else f"{name} is {x!r} here and {y!r} there"
