@@ -1,4 +1,4 @@
-"""Simulated devices, memory, the compilation cache, and logging on process 0. JAX is imported only when needed."""
+"""Simulated devices, their memory, the compilation cache, and logging on process 0. JAX is imported only if needed."""
 
 import contextlib
 import functools
@@ -30,11 +30,11 @@ def simulate_devices(count: int) -> None:
 def prepare_collectives(devices: int) -> None:
     """Keep collectives between several CPU devices of one process from deadlocking. Call it before using a device.
 
-    - More threads: a thread sleeps in a collective until the other devices of its group join. XLA's default is one
-      thread per device, so devices that start a second program can take the threads that the first still needs
+    - Start more threads: a thread sleeps in a collective until the other devices of its group join. XLA's default is
+      one thread per device, so devices that start a second program can take the threads that the first still needs
       (`python bench/deadlock.py`).
-    - No compilation cache, except for programs that `xla/ordered.py` compiled: a program that is read from a file has
-      lost part of the order of its collectives (seen with JAX 0.10.2).
+    - Use no compilation cache, except for programs that `xla/ordered.py` compiled: a program that is read from a file
+      has lost part of the order of its collectives (seen with JAX 0.10.2).
     """
     if devices > 1:
         os.environ.setdefault("NPROC", str(min(8 * devices, 256)))  # XLA reads the size of its thread pools from NPROC
@@ -44,7 +44,7 @@ def prepare_collectives(devices: int) -> None:
 
 
 def has_tpu_files() -> bool:
-    """Whether there are device files like those of a TPU. Some GPUs have the second kind too."""
+    """Whether there are device files of a TPU. Some GPUs have the second kind (/dev/vfio) too."""
     return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 
 
@@ -56,7 +56,7 @@ def only_cpu() -> bool:
 def skip_absent_tpu() -> None:
     """Set JAX to CPU if libtpu is installed (by `make plan`) but there is no TPU, because libtpu then prints errors.
 
-    This does nothing if the environment names platforms or a TPU, or if there are TPU device files or JAX plugins.
+    Do nothing if the environment sets platforms or a TPU, or if there are TPU device files or JAX plugins.
     """
     set_by_jax = {"TPU_SKIP_MDS_QUERY", "TPU_LIBRARY_PATH"}  # set whenever libtpu is installed
     named = {name for name in os.environ if name.startswith("TPU_")} - set_by_jax
@@ -73,19 +73,19 @@ skip_absent_tpu()
 
 
 def devices_per_process(count: int, processes: int) -> int:
-    """Return count / processes. Raises: UserError if that is not a whole number."""
+    """Return count / processes. Raises: UserError if `count` is not divisible by `processes`."""
     if count % processes:
         fit = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise UserError(f"--devices {count} counts the devices of all processes, and {count} % {processes} = "
-                        f"{count % processes}; start {fit} processes")  # fmt: skip
+        raise UserError(f"--devices {count} (total of all processes) is not divisible by the {processes} processes "
+                        f"({count} % {processes} = {count % processes}); start {fit} processes")  # fmt: skip
     return count // processes
 
 
 def use_devices(count: int, processes: int = 1) -> None:
     """Simulate `count` CPU devices over all processes after JAX is imported; 0: use the devices of this machine.
 
-    Raises: UserError if there is an accelerator, if `count` does not divide over the processes, or if this process
-    already uses another number of devices.
+    Raises: UserError if there is an accelerator, if `count` is not divisible by the number of processes, or if this
+    process already uses another number of devices.
     """
     import jax
 
@@ -100,11 +100,11 @@ def use_devices(count: int, processes: int = 1) -> None:
         raise UserError(f"--devices {count} simulates CPU devices, but this machine has {len(devices)} x "
                         f"{devices[0].device_kind}; drop --devices, or set JAX_PLATFORMS=cpu")  # fmt: skip
     if len(devices) != count:
-        raise UserError(f"--devices {count}: this process already uses {len(devices)}; start a new process")
+        raise UserError(f"--devices {count}: this process already uses {len(devices)} devices; start a new process")
 
 
 def memory_bytes(devices) -> int | None:
-    """Return the memory of one device; for CPU devices, an equal share of the process's memory; None: unknown."""
+    """Return the memory of one device in bytes; None: unknown. CPU devices divide the process's memory equally."""
     if devices[0].platform != "cpu":
         return (devices[0].memory_stats() or {}).get("bytes_limit")
     return share_of_memory(sum(device.process_index == devices[0].process_index for device in devices))
@@ -128,7 +128,7 @@ def compile_cache(directory: str, enabled: bool = True):
     from jax.experimental.compilation_cache import compilation_cache
 
     if directory and (why := why_not_writable(directory)):
-        log(f"note: compiled programs are not cached: {directory} {why}; set JAX_COMPILATION_CACHE_DIR to another one")
+        log(f"note: compiled programs are not cached: {directory} {why}; set another JAX_COMPILATION_CACHE_DIR")
         directory = ""
     settings = {"jax_enable_compilation_cache": enabled and bool(directory),
                 "jax_compilation_cache_dir": directory or None}  # fmt: skip
@@ -146,7 +146,7 @@ def compile_cache(directory: str, enabled: bool = True):
 
 @functools.cache  # called for every program that is compiled
 def why_not_writable(directory: str, longest_s: float = 10.0) -> str:
-    """Return why a directory is not writable, or "". A disk that does not answer within `longest_s` counts as such."""
+    """Return why a directory is not writable, or "". A disk that does not answer for `longest_s` is not writable."""
     found = []
 
     def write() -> None:
@@ -172,12 +172,12 @@ def cache_directory() -> str:
 
 
 def is_main_process() -> bool:
-    """Whether this is process 0, which prints and writes files; always True before JAX is imported."""
+    """Whether this is process 0, which prints and writes files. Always True before JAX is imported."""
     return "jax" not in sys.modules or sys.modules["jax"].process_index() == 0
 
 
 def log(*words) -> None:
-    """Print on process 0, or on every process under a supervisor. Also write to the log file, if any."""
+    """Print on process 0, or on every process that a supervisor started. Also write to the log file, if any."""
     if is_main_process() or "AXIS_PROGRESS" in os.environ:
         print(*words, flush=True)
     log_to_file(*words)
@@ -204,7 +204,7 @@ class LossyFile(io.FileIO):
 
 
 def open_lossy(file: Path | int, mode: str = "w") -> io.TextIOWrapper:
-    """Open a path or descriptor as a line-buffered `Patient` text file. Raises: OSError if it cannot be opened."""
+    """Open a path or descriptor as a line-buffered `LossyFile`. Raises: OSError if it cannot be opened."""
     return io.TextIOWrapper(io.BufferedWriter(LossyFile(file, mode)), "utf-8", "backslashreplace", line_buffering=True)
 
 

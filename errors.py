@@ -1,4 +1,4 @@
-"""Errors that a user can cause, and the decorator that makes commands report them in one line."""
+"""Errors that a user can cause, and the decorator with which commands report them in one line."""
 
 import contextlib
 import difflib
@@ -17,29 +17,29 @@ class UserError(ValueError):
 
 
 class DiskLost(UserError):
-    """The disk that a command writes to is gone. It may come back, so launcher.sh restarts the command."""
+    """The disk that a command writes to is unavailable. It may come back, so launcher.sh restarts the command."""
 
-    status = 75  # sysexits.h calls it EX_TEMPFAIL
+    status = 75  # EX_TEMPFAIL in sysexits.h
 
 
 def require_multiple(name: str, size: int, parts: int, over: str) -> None:
-    """Raises: UserError if `size` is not a multiple of `parts`, with the nearest sizes and part counts that fit."""
+    """Raises: UserError if `size` is not a multiple of `parts`; it lists the nearest sizes and part counts that fit."""
     if size % parts:
         near = sorted({max(size // parts, 1) * parts, (size // parts + 1) * parts})
         into = [n for n in range(1, size + 1) if size % n == 0]
         nearest = {max(n for n in into if n < parts), *[n for n in into if n > parts][:1]}
         raise UserError(
             f"cannot split {name}={size} {over} "
-            f"({size} % {parts} = {size % parts}); nearest that do: {' or '.join(map(str, near))}; "
-            f"{size} splits into {' or '.join(map(str, sorted(nearest)))}"
+            f"({size} % {parts} = {size % parts}); use {name}={' or '.join(map(str, near))}, "
+            f"or split {size} into {' or '.join(map(str, sorted(nearest)))} parts"
         )
 
 
 def exit_status(main):
-    """Decorator of a command: report errors that a user can cause in one line, without a traceback, and an exit status.
+    """Decorate a command: report an error that a user can cause in one line, without a traceback, and return a status.
 
-    The status is that of a UserError; 2 for an OSError, such as a full disk (its text names the file); 130 after
-    Ctrl-C; 1, without a message, if the reader of the output has exited, as `head` does.
+    The exit status is the one of a UserError; 2 for an OSError, such as a full disk (its text names the file); 130
+    after Ctrl-C; 1, without a message, if the reader of the output has exited, as `head` does.
     """
 
     @functools.wraps(main)
@@ -67,7 +67,7 @@ def exit_status(main):
 
 
 def exit_quietly_on_ctrl_c() -> None:
-    """Make Ctrl-C end this process with one line from now on, because a command's imports take seconds."""
+    """Make Ctrl-C end this process with a one-line message. A command calls this first: its imports take seconds."""
 
     def end(*_):
         print("\ninterrupted; nothing was changed", file=sys.stderr, flush=True)
@@ -78,7 +78,7 @@ def exit_quietly_on_ctrl_c() -> None:
 
 
 def suggest(word: str, known) -> str:
-    """Return "did you mean .." with the closest known word, and up to 12 known words (else the 5 nearest)."""
+    """Return "did you mean .." with the most similar known word, then all known words; if over 12, the 5 nearest."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     listed = list(known) if len(known) <= 12 else difflib.get_close_matches(word, known, n=5, cutoff=0)
     return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(listed)

@@ -66,17 +66,17 @@ def plain(text):
 
 NAME = "use letters, digits, '.', '_' and '-'"
 WRONG = {
-    "lapto": "no preset is called 'lapto'; did you mean 'laptop'? known: laptop, deep, tiny,",
+    "lapto": "unknown preset 'lapto'; did you mean 'laptop'? known: laptop, deep, tiny,",
     "tiny --run.step 5": "Unrecognized options: --run.step, 5 Perhaps you meant: --run.steps INT",
     "tiny extra": "Unrecognized options: extra",
     "tiny --run.steps many": "Error parsing --run.steps: invalid literal for int() with base 10: 'many'",
     "tiny --optim.schedule cosin": "invalid choice 'cosin'",
-    "tiny --mesh fdsp=2": "no axis is called 'fdsp'; did you mean 'fsdp'? known: data, stage, fsdp, expert, context,",
+    "tiny --mesh fdsp=2": "unknown axis 'fdsp'; did you mean 'fsdp'? known: data, stage, fsdp, expert, context,",
     "tiny --mesh fsdp=two": "mesh 'fsdp=two': 'fsdp=two' should be AXIS=SIZE",
     "tiny --mesh fsdp:2": "'fsdp:2'",
     "tiny --mesh fsdp=2,fsdp=4": "axis 'fsdp' is given twice",
-    "tiny --model.n_layers 4": "after dense_prefix=1 layers there must be one or more whole blocks of 2 layers; ",
-    "tiny --model.n_layers 1": "one or more whole blocks of 2 layers; use 3 layers",
+    "tiny --model.n_layers 4": "n_layers - dense_prefix = 3 must be a positive multiple of the 2 layers per block; ",
+    "tiny --model.n_layers 1": "must be a positive multiple of the 2 layers per block; use 3 layers",
     "tiny --model.dropout 2": "model.dropout=2.0: must be at least 0 and below 1",
     "tiny --run.name a/b": f"run.name='a/b': {NAME}",
     "tiny --run.name=$(date)": f"run.name='$(date)': {NAME}",
@@ -89,14 +89,14 @@ WRONG = {
     "tiny --run.eval_every -1": "run.eval_every=-1: must be at least 0",
     "tiny --data.batch_size 0": "data.batch_size=0: must be at least 1",
     "tiny --data.batch_size 10 --mesh fsdp=4": "cannot split data.batch_size=10 sequences over data*fsdp*expert = 4 "
-    "batch shards (10 % 4 = 2); nearest that do: 8 or 12",
+    "batch shards (10 % 4 = 2); use data.batch_size=8 or 12",
     "tiny --mesh fsdp=4,tensor=4": "mesh fsdp=4,tensor=4 needs 4 * 4 = 16 devices, and there are 8; --devices 16 "
     "simulates them",
-    "tiny --devices 4 --mesh data=4": "--devices 4: this process already uses 8; start a new process",
+    "tiny --devices 4 --mesh data=4": "--devices 4: this process already uses 8 devices; start a new process",
     "tiny --devices 3": "--devices 3: without --mesh only one device would be used; set a mesh, e.g. --mesh fsdp=3",
     "tiny --devices -1": "run.devices=-1: must be at least 0",
     "tiny --mesh tensor=4": "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); "
-    "nearest that do: 16 or 20",
+    "use data.seq_len=16 or 20",
     "tiny --mesh tensor=8 --data.seq_len 16": "cannot split H=4 of ",
     "tiny --mesh stage=4": "cannot split L=2 of blocks.dense.norm_attention_D over mesh axes stage = 4",
     "tiny --run.sample_prompt=0123456789abcdefg": "a prompt of 17 tokens and the end-of-text token before it",
@@ -236,12 +236,12 @@ def test_settings_missing_in_a_file_have_their_defaults(tmp_path):
 
 
 FILES = {  # what a file holds, None: there is none -> what is said of it
-    None: "No such file or directory; name a run's config.json, e.g. --config runs/laptop/config.json",
-    "{'config'": "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); name a run's",
-    "[1]": "it should be an object of settings, but is [1]",
-    '{"config": {"model": {"n_layer": 3}}}': "no setting is called model.n_layer; did you mean 'n_layers'? known: ",
-    '{"modell": {}}': "no setting is called modell; did you mean 'model'? known: model, mesh, work, data, ",
-    '{"model": 3}': "model should be an object of settings, but is 3",
+    None: "No such file or directory; pass a run's config.json, e.g. --config runs/laptop/config.json",
+    "{'config'": "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); pass a run's",
+    "[1]": "the top level must be a JSON object, but is [1]",
+    '{"config": {"model": {"n_layer": 3}}}': "unknown setting model.n_layer; did you mean 'n_layers'? known: ",
+    '{"modell": {}}': "unknown setting modell; did you mean 'model'? known: model, mesh, work, data, ",
+    '{"model": 3}': "model must be a JSON object, but is 3",
     '{"run": {"steps": "many"}}': "run.steps='many': should be a whole number",
     '{"run": {"steps": 2.5}}': "run.steps=2.5: should be a whole number",
     '{"run": {"steps": true}}': "run.steps=True: should be a whole number",
@@ -272,9 +272,9 @@ def test_settings_start_from_one_preset_or_file(tmp_path, capsys, command):
     (tmp_path / "a").write_text("{}")
     a = str(tmp_path / "a")
     for argv, what in (
-        (["tiny", "--config", a], f"preset 'tiny' and --config {a}: settings can start from only one of them"),
-        (["--config", a, "tiny"], f"preset 'tiny' and --config {a}: settings can start from only one of them"),
-        (["--config", a, "--config=b"], f"--config {a} and --config b: settings can start from only one of them"),
+        (["tiny", "--config", a], f"preset 'tiny' and --config {a}: pass only one preset or --config file"),
+        (["--config", a, "tiny"], f"preset 'tiny' and --config {a}: pass only one preset or --config file"),
+        (["--config", a, "--config=b"], f"--config {a} and --config b: pass only one preset or --config file"),
         (["--config"], "--config needs the config.json of a run, such as --config runs/laptop/config.json\n"),
         (["--config="], "--config needs the config.json of a run, such as --config runs/laptop/config.json\n"),
     ):
@@ -393,8 +393,8 @@ def test_help_fits_two_screens():
 def test_help_names_both_starting_points(capsys, command):
     """Catches an undocumented --config, and help that shows the values of another file, or asks for a preset."""
     for argv, said in (
-        (["--help"], "or with --config FILE a run's settings"),
-        (["tiny", "--help"], "here 'tiny', or "),
+        (["--help"], "or from a run with --config FILE"),
+        (["tiny", "--help"], "the preset ('tiny' here), or "),
     ):
         with pytest.raises(SystemExit, match="0"):
             COMMANDS[command].main(argv)

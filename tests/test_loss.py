@@ -356,10 +356,10 @@ def test_the_mesh_changes_where_not_what(mesh):
 @pytest.mark.parametrize("settings, message", [
     ({"mesh": "stage=3"}, "cannot split L=2 of blocks.dense.norm_attention_D over mesh axes stage = 3 devices"),
     ({"mesh": "context=2"}, "cannot split data.seq_len=18 positions into 2 chunks for each of context=2 devices "
-                            "(18 % 4 = 2); nearest that do: 16 or 20"),
+                            "(18 % 4 = 2); use data.seq_len=16 or 20"),
     ({"mesh": "stage=2,fsdp=2", "work.microbatches": 3},
-     "cannot split data.batch_size=16 sequences over 2 batch shards * 3 microbatches (16 % 6 = 4); nearest that do: "
-     "12 or 18"),
+     "cannot split data.batch_size=16 sequences over 2 batch shards * 3 microbatches (16 % 6 = 4); use "
+     "data.batch_size=12 or 18"),
 ])  # fmt: skip
 def test_what_does_not_split_is_refused_before_it_is_compiled(settings, message):
     """Catches layers, chunks or microbatches that are split unevenly, and a crash deep in JAX instead of numbers."""

@@ -136,8 +136,8 @@ def test_a_partial_sum_is_refused_on_one_device_too(w, x_BTD):
 
 
 @pytest.mark.parametrize("mesh, shape, message", [
-    ("fsdp=4", (6, 16, D), "cannot split B=6 of letters 'btD' into 4 parts (6 % 4 = 2); nearest that do: 4 or 8"),
-    ("context=2", (4, 6, D), "cannot split T=6 of letters 'btD' into 4 parts (6 % 4 = 2); nearest that do: 4 or 8"),
+    ("fsdp=4", (6, 16, D), "cannot split B=6 of letters 'btD' into 4 parts (6 % 4 = 2); use B=4 or 8"),
+    ("context=2", (4, 6, D), "cannot split T=6 of letters 'btD' into 4 parts (6 % 4 = 2); use T=4 or 8"),
 ])  # fmt: skip
 def test_a_size_that_does_not_split_is_refused(mesh, shape, message, w):
     """Catches shard_map's own error, which names neither the letter nor a size that fits."""

@@ -372,7 +372,7 @@ def test_replicas_are_compared_device_by_device():
     ("--mesh tensor=3 --model.vocab_size 279", "cannot split H=4 of prefix.attention.w_query_QHK over mesh axes tensor "
      "= 3 devices (4 % 3 = 1); use --model.n_heads 3 or 6, or a smaller tensor; presets that split over tensor=3: "),
     ("--mesh data=5", "cannot split data.batch_size=16 sequences over data*fsdp*expert = 5 batch shards "
-     "(16 % 5 = 1); nearest that do: 15 or 20"),
+     "(16 % 5 = 1); use data.batch_size=15 or 20"),
 ])  # fmt: skip
 def test_an_impossible_mesh_is_refused_with_the_arithmetic(words, message):
     """Catches a traceback, the status for a difference, and an invalid JSON line."""

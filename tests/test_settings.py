@@ -34,15 +34,15 @@ def test_settings_of_the_version_with_104_are_converted():
 
 
 DROPPED = {  # a setting that is gone, a value it had -> what is said of it
-    "optim.decay_steps": (5, "the learning rate falls over --run.steps; --optim.schedule wsd holds it before that"),
+    "optim.decay_steps": (5, "the learning rate decays over --run.steps; --optim.schedule wsd keeps it constant first"),
     "run.join_timeout_s": (70, "processes have 5 times --run.peer_timeout_s to join"),
     "run.hang_timeout_s": (0, "a step has 30 times --run.peer_timeout_s to finish"),
-    "run.keep_every": (24, "the newest --run.keep_checkpoints and the best are kept"),
-    "run.keep_best": (0, "the checkpoint with the lowest validation loss is kept"),
-    "run.sample_tokens": (8, "a sample has up to 200 tokens, and with --run.sample_prompt '' there is none"),
+    "run.keep_every": (24, "a run keeps the latest --run.keep_checkpoints checkpoints and the best one"),
+    "run.keep_best": (0, "a run always keeps the checkpoint with the lowest validation loss"),
+    "run.sample_tokens": (8, "a sample has up to 200 tokens; --run.sample_prompt '' disables it"),
     "run.compile_cache": ("", "set the environment variable JAX_COMPILATION_CACHE_DIR to the directory"),
     "data.cache_gib": (5.0, "each host keeps at most 20 GiB of a bucket's shards in its cache folder"),
-    "data.prefetch": (1, "4 batches are made ahead in the background"),
+    "data.prefetch": (1, "a background thread prepares 4 batches ahead"),
 }
 
 

@@ -55,10 +55,10 @@ def test_mesh_parse_and_print_round_trip(text, sizes, text_again):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("tensr=2", "no axis is called 'tensr'; did you mean 'tensor'? known: data, stage, fsdp, expert, context, tensor"),
-    ("tensor=0", "'tensor=0' should be AXIS=SIZE, SIZE at least 1, such as tensor=2"),
-    ("tp=-2", "'tp=-2' should be AXIS=SIZE, SIZE at least 1, such as tensor=2"),
-    ("fsdp", "'fsdp' should be AXIS=SIZE, SIZE at least 1, such as fsdp=2"),
+    ("tensr=2", "unknown axis 'tensr'; did you mean 'tensor'? known: data, stage, fsdp, expert, context, tensor"),
+    ("tensor=0", "'tensor=0' should be AXIS=SIZE, with a size of 1 or more, e.g. tensor=2"),
+    ("tp=-2", "'tp=-2' should be AXIS=SIZE, with a size of 1 or more, e.g. tensor=2"),
+    ("fsdp", "'fsdp' should be AXIS=SIZE, with a size of 1 or more, e.g. fsdp=2"),
     ("fsdp=1.5", "'fsdp=1.5' should be AXIS=SIZE"),
     ("data=2,dp=4", "axis 'data' is given twice"),
 ])  # fmt: skip
@@ -169,11 +169,11 @@ def test_settings_change_by_dotted_name():
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: preset("lapton"), "no preset is called 'lapton'; did you mean 'laptop'? known: laptop, deep, tiny, "),
+    (lambda: preset("lapton"), "unknown preset 'lapton'; did you mean 'laptop'? known: laptop, deep, tiny, "),
     (lambda: preset("tiny", **{"model.n_head": 3}), "'model.n_head'; did you mean 'model.n_heads'?"),
     (lambda: preset("tiny", **{"modle.n_heads": 3}), "'modle.n_heads'; did you mean 'model.n_heads'?"),
-    (lambda: preset("tiny", **{"run.steps.x": 3}), "no setting is called 'run.steps.x'; did you mean 'run.steps'?"),
-    (lambda: Config.from_dict({"optim": {"lrr": 1.0}}), "no setting is called optim.lrr; did you mean 'lr'?"),
+    (lambda: preset("tiny", **{"run.steps.x": 3}), "unknown setting 'run.steps.x'; did you mean 'run.steps'?"),
+    (lambda: Config.from_dict({"optim": {"lrr": 1.0}}), "unknown setting optim.lrr; did you mean 'lr'?"),
 ])  # fmt: skip
 def test_a_misspelt_name_is_refused_with_the_nearest(call, message):
     """Catches a typo that is silently ignored, and an answer that leaves the user to search."""
@@ -199,7 +199,7 @@ def test_heads_that_do_not_split_over_context_are_refused():
     ({"n_experts": 8, "top_k": 9}, "model.top_k=9: must be between 1 and n_experts=8"),
     ({"dropout": 1.0}, "model.dropout=1.0: must be at least 0 and below 1"),
     ({"n_experts": 8, "n_layers": 12, "moe_every": 3, "dense_prefix": 1},
-     "model.n_layers=12: after dense_prefix=1 layers there must be one or more whole blocks of 3 layers; use 10 or 13"),
+     "model.n_layers=12: n_layers - dense_prefix = 11 must be a positive multiple of the 3 layers per block; use 10"),
     ({"n_layers": 2, "dense_prefix": 3}, "; use 4 layers"),
     ({"n_layers": 3, "dense_prefix": 3}, "; use 4 layers"),
     ({"attention": "MLA"}, "model.attention='MLA': should be one of 'mla', 'gqa'"),
@@ -352,8 +352,8 @@ def test_a_batch_that_does_not_split_is_refused_with_the_nearest(batch_size, mes
     shards = cfg.mesh.batch_shards
     message = (
         f"cannot split data.batch_size={batch_size} sequences over data*fsdp*expert = {shards} batch shards "
-        f"({batch_size} % {shards} = {batch_size % shards}); nearest that do: {near}; "
-        f"{batch_size} splits into {into}"
+        f"({batch_size} % {shards} = {batch_size % shards}); use data.batch_size={near}, "
+        f"or split {batch_size} into {into} parts"
     )
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         fit.split_batch(cfg)
@@ -367,7 +367,7 @@ def test_positions_that_do_not_split_are_refused_with_the_nearest():
     """Catches a sequence that fails only in compilation, and an axis counted that does not shard positions."""
     message = (
         "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); "
-        "nearest that do: 16 or 20; 18 splits into 3 or 6"
+        "use data.seq_len=16 or 20, or split 18 into 3 or 6 parts"
     )
     cfg = preset("tiny", mesh="context=2,tensor=2,fsdp=2")
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):

@@ -19,7 +19,7 @@
 
   function requireMultiple(name, size, parts, over) {
     const whole = Math.floor(size / parts), near = [...new Set([Math.max(whole, 1) * parts, (whole + 1) * parts])];
-    require(size % parts === 0, `cannot split ${name}=${size} ${over} (${size} % ${parts} = ${size % parts}); nearest that do: ${near.join(" or ")}`);
+    require(size % parts === 0, `cannot split ${name}=${size} ${over} (${size} % ${parts} = ${size % parts}); use ${name}=${near.join(" or ")}`);
   }
 
   function splitBatch({ mesh, batch_size, seq_len }) {

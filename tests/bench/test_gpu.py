@@ -126,7 +126,7 @@ def preset_parameters(name):
 
 REFUSED = {
     "--models mo": "--models mo: unknown model; did you mean 'moe'? known: dense_124m, moe",
-    "--set work.remet=none": "no setting is called 'work.remet'; did you mean 'work.remat'?",
+    "--set work.remet=none": "unknown setting 'work.remet'; did you mean 'work.remat'?",
     "--set work.remat": "--set work.remat: should be NAME=VALUE, like work.remat=none",
     "--set mesh=fsdp=2": "mesh fsdp=2: this benchmark uses a single device; drop the mesh",
     "--rounds 0": "rounds=0: must be at least 1",

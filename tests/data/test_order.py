@@ -163,12 +163,12 @@ def test_a_mixture_is_evaluated_on_all_its_sources(path):
 
 
 @pytest.mark.parametrize("text, message", [
-    ("code=0.7,prose=0.2", r"the shares 0\.7 \+ 0\.2 = 0\.9 should add up to 1"),
-    ("code=0.3335,prose=0.6665", r"at most 3 decimals: code=0\.334"),
-    ("code", r"'code' should be NAME=SHARE, with a directory of tokens in data\.path"),
+    ("code=0.7,prose=0.2", r"weights must add up to 1, but 0\.7 \+ 0\.2 = 0\.9"),
+    ("code=0.3335,prose=0.6665", r"at most 3 decimals; use code=0\.334"),
+    ("code", r"'code' should be NAME=WEIGHT, where NAME is a directory of tokens in data\.path"),
     ("code=0.5,code=0.5", "'code' is given twice"),
-    ("code=1@1:code=1", "'1:code=1' should be STEP:NAME=SHARE,.. with a later step of the log"),
-    ("code=1@50:prose=1", "every phase must name the same sources; a share may be 0"),
+    ("code=1@1:code=1", "'1:code=1' should be STEP:NAME=WEIGHT,.. with a later step"),
+    ("code=1@50:prose=1", r"all phases \(separated by @\) must have the same names; use 0 if unused"),
 ])  # fmt: skip
 def test_a_mixture_that_cannot_be_read_is_refused(path, text, message):
     """Catches shares that are silently scaled, and text that is misread."""

@@ -168,7 +168,7 @@ def test_weights_are_gathered_per_layer_or_per_step():
     ("balance stage=2 schedule=interleaved chunks=3", {},
      r"cannot split 16 blocks of layers over stage=2 \* work.chunks=3 = 6 parts \(16 % 6 = 4\)"),
     ("balance stage=4 schedule=interleaved microbatches=2", {}, "groups of stage=4, and microbatches=2 is not a"),
-    ("balance stage=2 schedule=1f1b chunks=2", {}, "work.chunks=2: only work.schedule='interleaved' has chunks"),
+    ("balance stage=2 schedule=1f1b chunks=2", {}, "work.chunks=2: only work.schedule='interleaved' has several"),
 ])  # fmt: skip
 def test_layers_and_microbatches_that_do_not_fit_are_refused(case, more, message):
     """Catches layers or microbatches that do not fit a schedule, and a crash instead of an error with the numbers."""

@@ -524,8 +524,8 @@ def test_a_plan_that_does_not_fit_ends_with_1(capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--mesh", "fsdp=2"], "start with a preset"),
-        (["moe2b"], "no preset is called 'moe2b'; .*moe1b"),
+        (["--mesh", "fsdp=2"], "no settings: pass a preset"),
+        (["moe2b"], "unknown preset 'moe2b'; .*moe1b"),
         (["moe1b", "--topology", "v4:4x4"], "takes 3 sizes, like v4:4x4x4"),
         (["moe1b", "--topology", "v4:4x4x4"], "32 devices, and v4:4x4x4 has 64"),
         (["tiny", "--mesh", "tensor=3"], "cannot split"),
@@ -548,4 +548,4 @@ def test_without_arguments_the_presets_are_listed(capsys):
     """Catches a table in the docs that no command prints any more."""
     status, out, _ = run(capsys)
     assert status == 0
-    assert "| `llama3_8b` | the published shape, 8,030,261,248 parameters | 8,030,261,248 | 8,030,261,248 |" in out
+    assert "| `llama3_8b` | the published architecture, 8,030,261,248 parameters | 8,030,261,248 |" in out

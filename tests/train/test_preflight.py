@@ -49,7 +49,7 @@ REFUSED = {
     "too few rows": ("--model.vocab_size 100", {}, "has token ids 0..256, but model.vocab_size=100 allows"),
     "no room for the prompt": ("--data.seq_len 2 --run.sample_prompt abcd", {}, "leave no room in data.seq_len=2"),
     "mesh": ("--devices 6 --mesh fsdp=2,tensor=3", {}, "cannot split .*tensor"),
-    "batch": ("--devices 8 --mesh data=8 --data.batch_size 12", {}, r"12 % 8 = 4\); nearest that do: 8 or 16"),
+    "batch": ("--devices 8 --mesh data=8 --data.batch_size 12", {}, r"12 % 8 = 4\); use data.batch_size=8 or 16"),
     "more mesh than devices": ("--devices 4 --mesh fsdp=8", {}, "mesh fsdp=8 needs 8 devices, and there are 4; "),
     "hosts": ("--devices 8 --mesh fsdp=8", {"JAX_NUM_PROCESSES": "3"}, "8 % 3 = 2; start 1, 2, 4, 8"),
     "hosts of a TPU": ("--devices 8 --mesh fsdp=8", {"AXIS_PROCESSES": "5"}, "8 % 5 = 3; start"),

@@ -503,7 +503,7 @@ def test_the_bench_refuses_before_it_starts(capsys):
     message = "error: mesh fsdp=32,tensor=4 needs 128 devices, but at most 64 can be simulated; use smaller axes\n"
     assert capsys.readouterr().err == message
     assert bench_step.main(["tinny"]) == 2
-    assert capsys.readouterr().err.startswith("error: no preset is called 'tinny'; did you mean 'tiny'?")
+    assert capsys.readouterr().err.startswith("error: unknown preset 'tinny'; did you mean 'tiny'?")
 
 
 def test_idle_ticks_are_not_counted():
