@@ -6,11 +6,11 @@
                      manifest.json  bytes and sha256 of every other file
     checkpoints/60.saving/          an unfinished save; it is renamed last, so a directory named 60 is complete
 
-A bucket cannot rename. There a step has its final name from the start, and its manifest is written last. The manifest
-holds the md5 that the bucket itself stores for each file, so writing or checking it downloads nothing.
+A bucket cannot rename files. There a step has its final name from the start, and its manifest is written last. The
+manifest has the md5 that the bucket itself stores for each file, so nothing is downloaded to write or verify it.
 
 A step is read only if its files still match its manifest, because Orbax restores flipped bits without an error. If the
-newest step does not match, the run prints why and uses the previous one. `python -m train.checkpoint ls DIR` lists the
+latest step does not match, the run prints why and uses the previous one. `python -m train.checkpoint ls DIR` lists the
 steps of a run, and `python -m train.checkpoint verify DIR` reads every byte of them.
 """
 
@@ -46,11 +46,11 @@ from train.steps import DELETING, MANIFEST, SAVING, Read, StepDirectory, latest_
 from train.storage import replace_file
 
 CHUNK_BYTES = 2**26  # largest chunk of an array: reading any part of a chunk decompresses all of it
-KEEPER = "keeper"  # file with the name of the host that stores the checkpoints, if the hosts share no disk
+KEEPER = "keeper"  # if the hosts share no disk, a file with the name of the host that stores the checkpoints
 
 
 def read_saving_host(directory: str | os.PathLike) -> str | None:
-    """Return the host that stores the checkpoints of a run, as a file here records; None: there is no such file."""
+    """Return the host that stores the checkpoints of a run, from the file KEEPER; None: there is no such file."""
     with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, KEEPER), encoding="utf-8") as file:
         return file.read()
 
@@ -105,12 +105,12 @@ class Saver:
                 sys.unraisablehook = self.hook
 
     def ignore_closed_loop(self, unraisable) -> None:
-        """Ignore the errors that tensorstore's remaining writes raise after one failed and closed the event loop."""
+        """Ignore errors of tensorstore's remaining writes after a failed write has closed the event loop."""
         if not (isinstance(unraisable.exc_value, RuntimeError) and "loop is closed" in str(unraisable.exc_value)):
             self.hook(unraisable)
 
     def check(self) -> None:
-        """Return at once. Raises: UserError if the background save has failed."""
+        """Raises: UserError if the background save has failed. Does not wait for the save."""
         if self.pending and self.pending[1].done():
             self.wait()
 
@@ -135,7 +135,7 @@ class Saver:
             if writes and (why := storage.explain_lost_disk(error, run)):
                 raise DiskLost(why) from error
             if not (is_bucket_error if self.far else is_disk_error)(error):  # Orbax's TimeoutError is an OSError too
-                raise RuntimeError(f"the checkpoint of step {step} is not written: {error}") from error
+                raise RuntimeError(f"the checkpoint of step {step} was not written: {error}") from error
             if self.far:
                 reason = " ".join(str(error).split())[:300]  # the server may answer with a whole HTML page
             else:
@@ -160,15 +160,15 @@ class Saver:
 
 
 def is_disk_error(error: Exception) -> bool:
-    """Return whether an error comes from the file system: it has an errno, which tensorstore repeats in a ValueError.
+    """Return whether an error comes from the file system: it has an errno, or it is tensorstore's ValueError with one.
 
-    If another process is lost, a save fails with Gloo's ValueError, or with a TimeoutError that has no errno.
+    If another process is lost, a save fails without an errno: with Gloo's ValueError, or with a TimeoutError.
     """
     return getattr(error, "errno", None) is not None or "os_error_code=" in str(error)
 
 
 def is_bucket_error(error: Exception) -> bool:
-    """Return whether an error comes from a bucket or its clients, gcsfs and tensorstore."""
+    """Return whether an error comes from a bucket or from the bucket clients, gcsfs and tensorstore."""
     by_client = type(error).__module__.startswith(("gcsfs", "aiohttp", "requests", "google"))
     return by_client or "gs://" in str(error) or "/storage/v1/" in str(error)
 
@@ -177,18 +177,18 @@ def open_directory(
     directory: str | os.PathLike, keep: int = 2, keeper: str | None = None,
     send: Callable[[], None] = lambda: None, saved: Callable[[int], None] = lambda step: None,
 ) -> Saver:  # fmt: skip
-    """Open a directory of checkpoints for writing: `with open_directory(..) as saver`. Leftovers are removed.
+    """Open a directory of checkpoints for writing, and remove leftovers: `with open_directory(..) as saver`.
 
-    keep         keep the newest `keep` good steps and the one with the lowest loss; damaged steps are never deleted
-    keeper       host of process 0, if the processes don't share this directory: process 0 gathers the arrays and
-                 writes them alone; None: each process writes its shards
-    send, saved  called in process 0, from another thread: send() before a step is completed, saved(step) afterwards
+    keep         keep the latest `keep` good steps and the one with the lowest loss; damaged steps are never deleted
+    keeper       None: each process writes its shards; the host of process 0 if the processes don't share this
+                 directory: process 0 gathers the arrays and writes all of them
+    send, saved  called on process 0 from another thread: send() before a step is completed, saved(step) afterwards
     """
     return Saver(directory, keep, keeper, send, saved)
 
 
 def save(saver: Saver, step: int, state, about: dict, loss: float | None = None) -> None:
-    """Start to save the arrays of `state`. Returns once they are copied; a background thread writes them.
+    """Start to save the arrays of `state`. Return once they are copied; a background thread writes the copies.
 
     loss   validation loss at this step, if it was measured
     Raises: UserError if this save cannot start, or the previous one failed.
@@ -218,7 +218,7 @@ def save(saver: Saver, step: int, state, about: dict, loss: float | None = None)
 
 
 def gather(x: jax.Array) -> np.ndarray | None:
-    """Gather an array from all hosts and return it in process 0; the others must call this too, and get None."""
+    """Gather an array from all hosts and return it on process 0. The others must call this too; they get None."""
     whole = multihost_utils.process_allgather(x, tiled=True)
     return whole if is_main_process() else None
 
@@ -230,7 +230,7 @@ def scatter(x: np.ndarray | None, target: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _remove(path: str, quiet_s: float = 0.5, longest_s: float = 10.0) -> None:
-    """Remove the folder of a failed save. Threads that have not failed may still write to it, so watch for a while."""
+    """Remove the folder of a failed save, repeatedly for a while, because threads of the save may still write to it."""
     end = time.monotonic() + longest_s
     gone_since = time.monotonic()
     while time.monotonic() < min(gone_since + quiet_s, end):
@@ -241,7 +241,7 @@ def _remove(path: str, quiet_s: float = 0.5, longest_s: float = 10.0) -> None:
 
 
 def _complete(saver: Saver, step: int, loss: float | None) -> None:
-    """Wait for Orbax to write the arrays; then write the manifest, rename the directory and delete old steps."""
+    """Wait until Orbax has written the arrays. Then write the manifest, rename the directory and delete old steps."""
     if saver.checkpointer:
         saver.checkpointer.wait_until_finished()
     if not is_main_process():
@@ -253,7 +253,7 @@ def _complete(saver: Saver, step: int, loss: float | None) -> None:
         _discard(path)  # a damaged checkpoint of the same step
         os.rename(path + SAVING, path)
     saver.saved(step)
-    # Only good steps count. Any later steps were found damaged when this run started.
+    # Consider only good steps. Any later steps were found damaged when this run started.
     good = [
         entry for entry in reversed(list_steps(saver.directory)) if entry.step <= step and entry.find_fault() is None
     ]
@@ -268,7 +268,7 @@ def _complete(saver: Saver, step: int, loss: float | None) -> None:
 
 
 def _discard(path: str) -> None:
-    """Turn a step, if it exists, into a leftover in one atomic operation."""
+    """Mark a step, if it exists, as deleted in one atomic operation. Its files are removed later."""
     if is_remote(path):
         epath.Path(path, MANIFEST).unlink(missing_ok=True)
     else:
@@ -293,7 +293,7 @@ def print_to_stderr(sentence: str) -> None:
 
 
 def _select_step(directory: str | os.PathLike, step: int | None, read: Read = "all") -> tuple[int, str]:
-    """Return a good step and its directory; step None: the newest one, whose number is printed.
+    """Return a good step and its directory; step None: the latest good step, whose number is printed.
 
     Raises: UserError if the requested step, or every step, is missing or damaged.
     """
@@ -310,12 +310,12 @@ def _select_step(directory: str | os.PathLike, step: int | None, read: Read = "a
 
 
 def read_about(directory: str | os.PathLike, step: int, read: Read = "all") -> dict:
-    """Return the `about` of a checkpoint, which `save` was called with: the settings of the run that wrote it."""
+    """Return the `about` that `save` stored with a checkpoint: the settings of the run that wrote it."""
     return json.loads(epath.Path(_select_step(directory, step, read)[1], "about.json").read_text())
 
 
 def check_about(directory: str | os.PathLike, step: int, ours: dict, read: Read = "all") -> None:
-    """Compare a checkpoint's settings with `ours`. Raises: UserError naming the first difference."""
+    """Compare a checkpoint's settings with `ours`. Raises: UserError that names the first difference."""
     theirs = migrate(read_about(directory, step, read))
     theirs.pop("work", None)  # earlier versions stored execution settings as part of the model's
     if difference := first_difference(ours, theirs):
@@ -325,9 +325,9 @@ def check_about(directory: str | os.PathLike, step: int, ours: dict, read: Read 
 def restore(directory: str | os.PathLike, target, step: int | None = None, shared: bool = True):
     """Read a checkpoint with the shapes, dtypes and shardings of `target`, a tree of ShapeDtypeStruct.
 
-    step     step to read; None: the newest good one
-    shared   True: all processes see this directory; False: process 0 reads and sends the arrays to the others
-    Raises: UserError naming the missing or damaged checkpoint.
+    step     step to read; None: the latest good step
+    shared   True: all processes see this directory; False: process 0 reads the arrays and sends them to the others
+    Raises: UserError that names the missing or damaged checkpoint.
     """
     if shared:
         arrays = _read(_select_step(directory, step)[1], flatten_named(target))
@@ -353,8 +353,8 @@ def restore_params(directory: str | os.PathLike, shapes, step: int | None = None
 def open_params(directory: str | os.PathLike, shapes: dict[str, jax.ShapeDtypeStruct], step: int | None = None):
     """Return a function that reads parameters of a checkpoint: read(*names) -> {name: array}.
 
-    shapes   {name: shape, dtype and sharding to read it with}, for every parameter
-    Raises: UserError if there is no good checkpoint, or it has other parameters.
+    shapes   {name: the shape, dtype and sharding to read the parameter with}, for every parameter
+    Raises: UserError if there is no good checkpoint, or if its parameters differ in name or shape.
     """
     path = _path_of_params(directory, step, {name: x.shape for name, x in shapes.items()})
 
@@ -375,7 +375,7 @@ def _path_of_params(directory: str | os.PathLike, step: int | None, model: dict[
 
 
 def open_stored(directory: str | os.PathLike, shapes: dict[str, tuple], step: int | None = None) -> dict:
-    """Open a checkpoint's parameters as {name: tensorstore array}; indexing one reads that part in its stored dtype.
+    """Open a checkpoint's parameters as {name: tensorstore array}. Indexing reads part of an array in its stored dtype.
 
     shapes   {name: shape} of every parameter
     Raises: UserError like `open_params`.
@@ -384,7 +384,7 @@ def open_stored(directory: str | os.PathLike, shapes: dict[str, tuple], step: in
 
     folder = _folder(_path_of_params(directory, step, shapes), "params")
     layout = json.loads((folder / "_METADATA").read_text())
-    # One chunk at a time: by default every core decompresses one, and a chunk may have 2 GB.
+    # Decompress one chunk at a time. By default every core decompresses a chunk, and a chunk may have 2 GB.
     one_at_a_time = {"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}}
     base = str(folder) if is_remote(str(folder)) else f"file://{folder}"
 
@@ -400,13 +400,13 @@ def open_stored(directory: str | os.PathLike, shapes: dict[str, tuple], step: in
 
 
 def check_shapes(stored: dict[str, tuple], model: dict[str, tuple], where: str) -> None:
-    """Raises: UserError naming the first parameter that is missing, that the model lacks, or that has another shape."""
-    advice = "use the model settings that these parameters were trained with; config.json next to them has them"
+    """Raises: UserError that names the first parameter that only one of the two has, or whose shapes differ."""
+    advice = "use the model settings that these parameters were trained with, from the config.json next to them"
     for name in model | stored:
         if name not in stored:
-            raise UserError(f"the model has {name}, {where} does not; {advice}")
+            raise UserError(f"the model has {name}, but {where} does not; {advice}")
         if name not in model:
-            raise UserError(f"{where} has {name}, the model does not; {advice}")
+            raise UserError(f"{where} has {name}, but the model does not; {advice}")
         if tuple(stored[name]) != model[name]:
             raise UserError(f"{name} has shape {tuple(stored[name])} in {where}, {model[name]} in the model; {advice}")
 
@@ -418,7 +418,7 @@ def _folder(path: str, part: str) -> epath.Path:
 
 
 def _read(path: str, targets: dict, partial: bool = False) -> dict[str, jax.Array]:
-    """Read arrays of a step with the shapes, dtypes and shardings of `targets`; `partial`: not all arrays are named."""
+    """Read arrays of a step with the shapes, dtypes and shardings of `targets`; `partial`: not of all arrays."""
     arrays, by_folder = {}, {}
     for name, target in targets.items():
         part = "params" if name.startswith("params.") else "rest"
@@ -442,7 +442,7 @@ Directory = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
 @dataclass(frozen=True)
 class List:
-    """List the steps of a run, with date and size; checks names and sizes of files, but does not read them."""
+    """List the steps of a run, with date and size; check the names and sizes of files without reading them."""
 
     directory: Directory  # a run's directory, e.g. runs/laptop, or its checkpoints
     json: bool = False  # print JSON instead
@@ -450,7 +450,7 @@ class List:
 
 @dataclass(frozen=True)
 class Verify:
-    """Read every byte of every step of a run; exit status 1 if one is damaged."""
+    """Read every byte of every step of a run; the exit status is 1 if a step is damaged."""
 
     directory: Directory  # a run's directory, e.g. runs/laptop, or its checkpoints
     json: bool = False  # print JSON instead
@@ -458,19 +458,19 @@ class Verify:
 
 @dataclass(frozen=True)
 class Row:
-    """What `ls` and `verify` print about a step."""
+    """What `ls` and `verify` print for one step."""
 
     name: str
     step: int
     saved: str | None  # date and time, UTC; None if the manifest cannot be read
     bytes: int
     loss: float | None  # validation loss, if it was measured
-    best: bool  # it has the lowest loss of all steps without a fault
-    fault: str | None
+    best: bool  # whether it has the lowest loss of all steps without a fault
+    fault: str | None  # why it is not a good checkpoint
 
 
 def step_rows(directory: str | os.PathLike, read: Read) -> list[Row]:
-    """Return every step of a directory, and every leftover of an interrupted save or deletion, newest first."""
+    """Return a row for every step in a directory and for every leftover of a save or deletion, latest first."""
     table = []
     for entry in list_steps(directory):
         fault, manifest = entry.find_fault(read), {}

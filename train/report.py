@@ -3,8 +3,8 @@
     python -m train.report runs/laptop                         # one run
     python -m train.report runs/a runs/b --out both.png        # several overlaid
 
-`main.py` writes one JSON object per line. Its `kind` is start, train, eval or end. Three other kinds are not plotted:
-skip (a step that was not finite), norms and noise (gradient statistics on request).
+`main.py` writes one JSON object (a row) per line. The kinds of rows are start, train, eval and end, and three that are
+not plotted: skip (a step whose loss or gradient was not finite), norms and noise (gradient statistics on request).
 """
 
 import itertools
@@ -23,7 +23,7 @@ from config.fields import is_remote
 from devices import log
 from errors import UserError, exit_status
 
-# kind -> the fields that the plot needs; a row may have more.
+# kind of row -> the fields that the plot needs; a row may have more.
 FIELDS = {
     "start": ("params_total", "params_active", "unigram_nats", "bigram_nats"),
     "train": ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_s"),
@@ -48,7 +48,7 @@ VALIDATION = "#d55e00"
 
 @dataclass(frozen=True)
 class Run:
-    """The rows of one metrics.jsonl, in the order they were written."""
+    """The rows of one metrics.jsonl, in the order in which they were written."""
 
     name: str
     start: dict
@@ -66,16 +66,16 @@ class Run:
 
 
 def read_run(directory: str | Path) -> Run:
-    """Read a run's metrics. A last line that is still being written is skipped, with a note.
+    """Read a run's metrics. If the last line is still being written, skip it and log a note.
 
-    Raises: UserError naming the directory, or the file and line, that cannot be plotted.
+    Raises: UserError that names the directory, or the file and line, that cannot be plotted.
     """
     directory = epath.Path(directory)
     path = directory / "metrics.jsonl"
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; give a run's directory, e.g. runs/laptop")
+        raise UserError(f"{directory}: no such directory; pass a run's directory, e.g. runs/laptop")
     if not path.exists():
-        raise UserError(f"{directory}: has no metrics.jsonl; give a run's directory, e.g. runs/laptop")
+        raise UserError(f"{directory} has no metrics.jsonl; pass a run's directory, e.g. runs/laptop")
     rows = {kind: [] for kind in FIELDS}
     for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
         if not line.endswith("\n") and not _is_json(line):
@@ -106,10 +106,10 @@ def _parse(line: str, place: str) -> dict:
     row = json.loads(line)
     kind = row.get("kind") if isinstance(row, dict) else None
     if kind not in FIELDS:
-        raise UserError(f"{place}: kind is {kind!r}; known: {', '.join(FIELDS)}")
+        raise UserError(f"{place}: unknown kind of row {kind!r}; known: {', '.join(FIELDS)}")
     missing = [field for field in FIELDS[kind] if field not in row]
     if missing:
-        raise UserError(f"{place}: a {kind!r} row without {', '.join(missing)}")
+        raise UserError(f"{place}: this {kind!r} row has no {', '.join(missing)}")
     return row
 
 
@@ -125,7 +125,7 @@ def draw(run_directories: list[str | Path], out: str | Path) -> Path:
 
 
 def make_figure(runs: list[Run]):
-    """Lay out the panels for which these runs have data: dense runs have no expert panels."""
+    """Lay out the panels for which these runs have data; dense models have no panels about experts."""
     figure = pictures.new_picture(figsize=(12, 7), dpi=130)
     import matplotlib
 
@@ -165,7 +165,7 @@ def format_count(number: float) -> str:
 
 
 def draw_loss(axes, runs: list[Run]) -> None:
-    """Plot training and validation loss, and the entropies that a model of token or pair frequencies reaches."""
+    """Plot training and validation loss, with two baselines: the entropies of single tokens and of token pairs."""
     alone = len(runs) == 1
     for run, color in zip(runs, itertools.cycle(COLORS), strict=False):
         axes.plot(
@@ -208,7 +208,7 @@ def draw_loss(axes, runs: list[Run]) -> None:
 
 
 def label_position(axes, level: float) -> tuple[int, int]:
-    """Place a level line's label so that it hides no curve: at the right (1) or left (0), above (1) or below (-1)."""
+    """Place a baseline's label where it hides no curve: at the right (1) or left (0), above (1) or below (-1) it."""
     import numpy as np
 
     (left, right), height = axes.get_xlim(), np.ptp(axes.get_ylim())
@@ -231,12 +231,12 @@ def fit_steps(axes) -> None:
 
 
 def choose_marker(rows: list) -> str | None:
-    """Mark the points of a short curve, since a curve of one point would be invisible without its dot."""
+    """Mark the points of a short curve: without a marker, a curve with one point would be invisible."""
     return "." if len(rows) <= 20 else None
 
 
 def draw_load(axes, run: Run) -> None:
-    """Plot a heat map of expert load relative to an equal share, with one row per expert and one column per step."""
+    """Plot a heat map of expert load: tokens relative to a balanced load. Each row is an expert, each column a step."""
     import numpy as np
 
     rows = [row for row in run.train if "tokens_per_expert" in row]
@@ -325,7 +325,7 @@ e.g. python -m train.report runs/laptop
 def main() -> None:
     args = tyro.cli(Arguments, prog="python -m train.report", description=f"{EXAMPLES}\n\n{Arguments.__doc__}")
     if not args.runs:
-        raise UserError("no run given; give a run's directory, e.g. runs/laptop")
+        raise UserError("no run given; pass a run's directory, e.g. runs/laptop")
     alone = len(args.runs) == 1 and not is_remote(args.runs[0])
     default = os.path.join(args.runs[0] if alone else "", "report.png")
     log(f"wrote {draw(args.runs, args.out or default)}")

@@ -1,4 +1,4 @@
-"""Find the steps in a directory of checkpoints, write their manifests, and verify them against these."""
+"""Find the steps in a directory of checkpoints, write their manifests, and verify the steps against the manifests."""
 
 import datetime
 import functools
@@ -18,8 +18,8 @@ from train import storage
 
 MANIFEST = "manifest.json"
 REST = os.path.join("state", "rest", "")  # not needed to read only the parameters
-Read = Literal["all", "params", "none"]  # files whose checksums are verified; of the others, only the sizes
-SAVING, DELETING = ".saving", ".deleting"  # suffixes of directories that are not yet, or no longer, checkpoints
+Read = Literal["all", "params", "none"]  # which files to verify by checksum; all others only by size
+SAVING, DELETING = ".saving", ".deleting"  # suffixes of directories that are not complete checkpoints
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class StepDirectory:
         """Read the manifest. Raises: OSError or ValueError if it is missing or damaged."""
         manifest = json.loads(epath.Path(self.path, MANIFEST).read_text())
         if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
-            raise ValueError("its contents do not match the sha256 in it")
+            raise ValueError("the contents do not match the file's sha256")
         return manifest
 
     def find_fault(self, read: Read = "all") -> str | None:
-        """Say why this is not a good checkpoint; None: no fault was found, verifying the files that `read` names."""
+        """Describe why this is not a good checkpoint; None: no fault was found. `read`: which checksums to verify."""
         if not self.is_complete:
             return "left over from an interrupted save or deletion"
         try:
@@ -66,7 +66,7 @@ class StepDirectory:
         return None
 
 
-@functools.lru_cache(maxsize=4096)  # start-up looks up the newest step three times
+@functools.lru_cache(maxsize=4096)  # start-up looks up the latest step three times
 def _checksum(kind: str, path: str, size: int, mark: str) -> str:
     """Compute the checksum of a file; its size and mark are part of the cache key."""
     if kind == "md5" and is_remote(path) and mark:
@@ -80,7 +80,7 @@ def _digest(values: dict) -> str:
 
 
 def list_steps(directory: str | os.PathLike) -> list[StepDirectory]:
-    """List all steps in a directory, and leftovers of steps, newest first; other files are ignored."""
+    """List all steps in a directory, and leftovers of steps, latest first. Other files are ignored."""
     directory, entries = epath.Path(storage.absolute_path(directory)), []
     for name in (one.name for one in directory.iterdir()) if directory.is_dir() else ():
         step, _, rest = name.partition(".")
@@ -94,10 +94,10 @@ def list_steps(directory: str | os.PathLike) -> list[StepDirectory]:
 def latest_step(
     directory: str | os.PathLike, say: Callable[[str], None] | None = None, read: Read = "all"
 ) -> int | None:
-    """Return the newest step that matches its manifest; None if there are no steps at all.
+    """Return the latest step that matches its manifest; None if there are no steps at all.
 
-    say   called with a message for each newer step or leftover that is skipped
-    Raises: UserError naming each step's fault if there are steps but none is good.
+    say   called with a message for each later step or leftover that is skipped
+    Raises: UserError that lists each step's fault if there are steps but none is good.
     """
     faults = []
     for entry in list_steps(directory):
@@ -111,7 +111,7 @@ def latest_step(
     if not any(entry.is_complete for entry, _ in faults):
         return None
     raise UserError(
-        f"no checkpoint in {directory} can be used; " + "; ".join(fault for entry, fault in faults if entry.is_complete)
+        f"no checkpoint in {directory} can be used: " + "; ".join(fault for entry, fault in faults if entry.is_complete)
         + "; to start at step 0, move them away or use --run.restart scratch")  # fmt: skip
 
 

@@ -1,13 +1,13 @@
 """Store a run in a directory on a disk, or at gs://BUCKET/DIR. The rest of the program treats both the same way.
 
-A bucket cannot append, rename or lock. A run in a bucket therefore works like this:
+In a bucket, files cannot be appended to, renamed or locked. A run in a bucket therefore works like this:
 
 - Every process writes its shards of a checkpoint directly to the bucket. The manifest of a step is written last, and a
   step without one is not a checkpoint (`checkpoint.py`).
-- All other files are in a local folder of process 0's machine during training. They are downloaded at the start, and
-  uploaded whole before and after each step gets its manifest, and when the run ends, for whatever reason.
-- The file `owner` names the process that may write, which is the one that started last. An earlier process finds
-  another name there, and exits before it writes a manifest.
+- During training, all other files are in a local folder on process 0's machine. Process 0 downloads them at the start.
+  It uploads those that changed before and after it writes the manifest of a step, and when the run ends for any reason.
+- The file `owner` names the process that may write: the one that started last. An earlier process finds another name
+  in this file, and exits before it writes a manifest.
 """
 
 import base64
@@ -36,7 +36,7 @@ CHECKPOINTS, OWNER = "checkpoints", "owner"
 
 
 class BucketDirectory:
-    """A run's directory in a bucket. It replaces the Path of a local run: `/` returns the path of a file in it.
+    """A run's directory in a bucket. It replaces the Path of a local run: `directory / name` is the path of a file.
 
     here   local folder for the run's small files; default: a folder in the user's cache
     """
@@ -55,21 +55,21 @@ class BucketDirectory:
 
     @functools.cached_property
     def files(self):
-        """Return the bucket's file system. Raises: UserError if there is none, as a write would create it."""
+        """Return the bucket's file system. Raises: UserError if the bucket does not exist; a write would create it."""
         name = "/".join(self.address.split("/")[:3])
         files = bucket.call_with_retries(name, lambda: open_file_system(name)[0], HEADING)
         try:
             bucket.call_with_retries(name, lambda: files.info(name), HEADING)
         except bucket.MissingFile:
-            raise UserError(f"{self}: there is no bucket {name}; create it, or choose another --run.dir") from None
+            raise UserError(f"{self}: no bucket {name}; create it, or choose another --run.dir") from None
         return files
 
     def check(self) -> None:
-        """Raises: UserError if the bucket does not exist, or may not be read."""
+        """Raises: UserError if the bucket does not exist, or if this user has no permission to read it."""
         _ = self.files
 
     def call(self, name: str, work: Callable):
-        """Return work(file system, address of a file), with retries. Raises: UserError with the reason."""
+        """Return work(file system, URL of the file `name`), with retries. Raises: UserError with the reason."""
         address = f"{self.address}/{name}".rstrip("/")
         return bucket.call_with_retries(address, lambda: work(self.files, address), HEADING)
 
@@ -84,7 +84,7 @@ class BucketDirectory:
                     (self.local / name).write_bytes(self.call(name, lambda files, at: files.cat_file(at)))
 
     def local_files(self) -> list[Path]:
-        """List the local files to synchronize: all except half-written ones and those that start with a dot."""
+        """List the local files to synchronize: all except half-written files and names that start with a dot."""
         self.local.mkdir(parents=True, exist_ok=True)
         files = [file for file in self.local.iterdir() if file.is_file()]
         return [file for file in files if file.name[0] != "." and not file.name.endswith(".partial")]
@@ -95,9 +95,9 @@ class BucketDirectory:
         self.call(OWNER, lambda files, at: files.pipe_file(at, self.owner.encode()))
 
     def upload(self) -> None:
-        """Upload the files that have changed. Raises: UserError if another process owns the run by now."""
+        """Upload the files that have changed. Raises: UserError if another process has become the owner of the run."""
         if (owner := self.call(OWNER, lambda files, at: files.cat_file(at)).decode()) != self.owner:
-            raise UserError(f"{self} is now used by {owner.strip()}; this process was {self.owner.strip()}")
+            raise UserError(f"{self} is now in use by {owner.strip()}; this process ({self.owner.strip()}) stops")
         for file in self.local_files():
             contents = file.read_bytes()
             if file.name != OWNER and self.sent.get(file.name) != (digest := hashlib.sha256(contents).digest()):
@@ -123,8 +123,8 @@ def local_folder(directory: Path | BucketDirectory) -> Path:
 
 
 def check(directory: Path | BucketDirectory) -> None:
-    """Raises: UserError if a bucket does not exist or may not be read; DiskLost if an earlier attempt of this launch
-    lost the directory and it is still gone, because this attempt would start at step 0 in the empty mount point."""
+    """Raises: UserError if the bucket does not exist or cannot be read; DiskLost if an earlier attempt of this launch
+    lost the directory and it is still gone. Then this attempt would start at step 0 in the empty mount point."""
     if isinstance(directory, BucketDirectory):
         directory.check()
     elif (mark := disk_lost_file()) and mark.exists() and not (directory / "config.json").exists():
@@ -132,7 +132,7 @@ def check(directory: Path | BucketDirectory) -> None:
 
 
 def claim_ownership(directory: Path | BucketDirectory) -> None:
-    """Make this process the owner of a run in a bucket; on a disk the lock does that."""
+    """Make this process the owner of a run in a bucket. For a run on a disk, the lock file does the same."""
     if isinstance(directory, BucketDirectory):
         directory.claim_ownership()
 
@@ -186,19 +186,19 @@ def remove(directory: Path | BucketDirectory, name: str) -> None:
 # A disk that disappears during a run ----------------------------------------------------------------------------------
 
 # Errors that the system reports for a file server or device that is gone. The program's own network connections fail
-# with other numbers, such as ECONNRESET.
+# with other errors, such as ECONNRESET.
 LOST_DISK = {getattr(errno, name, None) for name in (
     "ESTALE", "EIO", "ENOTCONN", "ENODEV", "ENXIO", "EREMOTEIO", "ESHUTDOWN", "ETIMEDOUT", "EHOSTDOWN")}  # fmt: skip
 
 
 def disk_lost_file() -> Path | None:
-    """Return the file that tells the next attempt of this launch that the run's directory was lost."""
+    """Return the path of a file that tells the next attempt of this launch that the run's directory was lost."""
     alive = os.environ.get("AXIS_ALIVE")
     return Path(alive).with_name("disk_lost") if alive else None
 
 
 def explain_lost_disk(error: Exception, directory: str | os.PathLike) -> str | None:
-    """Explain an error that means that the disk of a run's directory is gone; None: it means something else.
+    """Explain an error caused by the loss of the disk with a run's directory; None: the error has another cause.
 
     A full disk or a read-only disk does not count as lost, since a restart would not help.
     """
@@ -217,9 +217,9 @@ def explain_lost_disk(error: Exception, directory: str | os.PathLike) -> str | N
 
 @contextlib.contextmanager
 def raise_disk_lost(directory: Path | BucketDirectory, writes: Callable[[], bool]) -> Iterator[None]:
-    """Inside this context, raise DiskLost for an OSError that means that the disk of a run's directory is gone.
+    """Inside this context, replace an OSError caused by the loss of the disk with a run's directory by DiskLost.
 
-    writes   tells whether this process writes to that disk
+    writes   () -> whether this process writes to that disk
     """
     try:
         yield
@@ -233,11 +233,11 @@ def raise_disk_lost(directory: Path | BucketDirectory, writes: Callable[[], bool
         raise DiskLost(why) from error
 
 
-# Files by path or address ---------------------------------------------------------------------------------------------
+# Files by path or URL -------------------------------------------------------------------------------------------------
 
 
 def open_file_system(address: str):
-    """Return fsspec's file system and the path in it, with listings uncached, because other processes write too."""
+    """Return the fsspec file system of a URL and the path in it. Listings are not cached: other processes write too."""
     import fsspec  # here, because only a run in a bucket needs it
 
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False  # also for the file systems Orbax opens
@@ -266,7 +266,7 @@ def remove_path(path: str | os.PathLike) -> None:
 
 
 def file_sizes(folder: str) -> dict[str, tuple[int, str]]:
-    """Map each file below a folder to its bytes and a mark of its contents: mtime in ns, or a bucket's md5 in hex."""
+    """Map each file below a folder to its size and a mark of its contents: mtime in ns, or the bucket's md5 in hex."""
     result = {}
     if is_remote(folder):
         files, root = open_file_system(folder)

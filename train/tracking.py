@@ -1,9 +1,8 @@
-"""Send the rows of a run's metrics.jsonl to wandb from a separate process, so that training never waits for it.
+"""Send the rows of a run's metrics.jsonl to wandb from a separate process, so that training never waits for wandb.
 
-`main.py` starts `python -m train.tracking runs/NAME`. It follows the file until its standard input is closed, which
-happens when the training process ends for any reason. The file is both the record and the queue. runs/NAME/wandb.json
-stores the ID of the wandb run and the last step sent, so a resumed run continues there without missing or repeated
-steps.
+`main.py` starts `python -m train.tracking runs/NAME`. This process reads new rows from metrics.jsonl until its standard
+input is closed, which happens when the training process ends for any reason. runs/NAME/wandb.json stores the ID of the
+wandb run and the last step sent, so a resumed run continues without missing or repeated steps.
 """
 
 import fcntl
@@ -21,8 +20,8 @@ from urllib.parse import urlsplit
 from config import Config
 from devices import is_main_process, log
 
-FILES = ("wandb.json", "wandb.log", "wandb")  # what it writes to a run's directory
-PATIENCE_S = 30.0  # time to send the last rows once training is done
+FILES = ("wandb.json", "wandb.log", "wandb")  # files and a folder that it writes to the run's directory
+PATIENCE_S = 30.0  # once training is done, how long to wait until the last rows are sent
 POLL_S = 1.0
 
 
@@ -48,7 +47,7 @@ class Tracker:
         return self
 
     def __exit__(self, *_) -> None:
-        """Let it send the last rows, and wait at most PATIENCE_S."""
+        """Let the tracking process send the last rows; wait at most PATIENCE_S."""
         if not self.process:
             return
         self.process.stdin.close()
@@ -57,35 +56,36 @@ class Tracker:
             self.given_up = True
             self.process.kill()
             self.waiting.join()
-            self._note(f"wandb did not end within {PATIENCE_S:g} s")
+            self._note(f"wandb did not finish within {PATIENCE_S:g} s")
 
     def _wait(self) -> None:
-        """Log at once, from a thread, that the tracking process ended early."""
+        """Wait in a thread for the tracking process, and log at once if it fails."""
         if self.process.wait() and not self.given_up:
             self._note(f"wandb stopped: {((self.directory / 'wandb.log').read_text().splitlines() or ['?'])[-1]}")
 
     def _note(self, what: str) -> None:
-        log(f"note: {what}; nothing is lost, metrics.jsonl holds every row, see {self.directory}/wandb.log")
+        log(f"note: {what}; no metrics are lost, because metrics.jsonl has them all; see {self.directory}/wandb.log")
 
 
 # In the tracking process ----------------------------------------------------------------------------------------------
 
 
 class Steps:
-    """Follows metrics.jsonl and returns each step with all its rows, once they are complete."""
+    """Reads metrics.jsonl as it grows, and returns each step with all its rows, once the step is complete."""
 
     def __init__(self, path: Path):
         self.path, self.read_bytes, self.held = path, 0, []
 
     def completed_steps(self) -> list[tuple[int, list[dict]]]:
-        """Return the steps that were completed since the last call: a later step, or the end of the run, follows them.
+        """Return the steps that became complete since the last call, as (step, its rows).
 
-        The newest step is held back, because it may still get rows, in this process or after a resume.
+        A step is complete once the file has a row of a later step, or the row that ends the run. Until then this run
+        or a resumed run may still write more rows for the step.
         """
         with self.path.open("rb") as file:
             file.seek(self.read_bytes)
             new = file.read()
-        new = new[: new.rfind(b"\n") + 1]  # without a row that is half written
+        new = new[: new.rfind(b"\n") + 1]  # without a half-written row
         self.read_bytes += len(new)
         self.held += [json.loads(line) for line in new.splitlines()]
         steps: dict[int, list[dict]] = {}
@@ -105,7 +105,7 @@ def flatten_numbers(value, name: str) -> dict:
 
 
 def has_key() -> bool:
-    """Return whether wandb can log in: there is a key in the environment, or in ~/.netrc for its host."""
+    """Return whether wandb can log in, with a key in the environment, or in ~/.netrc for wandb's host."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
@@ -118,7 +118,7 @@ def has_key() -> bool:
 def send_steps(directory: Path) -> None:
     """Send steps as they are completed, until standard input is closed."""
     with (directory / "wandb.json").open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # the process of a run that was killed may still be sending
+        fcntl.flock(file, fcntl.LOCK_EX)  # the tracking process of a killed run may still be sending
         file.seek(0)
         state = json.loads(file.read() or "{}")
         run_id, sent = state.get("id") or uuid.uuid4().hex[:8], state.get("sent", -1)

@@ -384,7 +384,7 @@ def test_the_last_process_to_start_owns_the_run(servers, tmp_path):
         (run_there.local / "config.json").write_text(run_there.local.name)
         run_there.claim_ownership()
         run_there.upload()
-    with pytest.raises(UserError, match=rf"{address} is now used by process \d+ on .*; this process was process \d+"):
+    with pytest.raises(UserError, match=rf"{address} is now in use by process \d+ on .*; this process \(process \d+"):
         save(f"{address}/checkpoints", [1], first.upload)
     assert checkpoint.latest_step(f"{address}/checkpoints") is None
     save(f"{address}/checkpoints", [1], second.upload)
@@ -399,7 +399,7 @@ def test_a_refusal_of_a_bucket_is_reported(home, tmp_path, monkeypatch):
     assert status == 2 and message in " ".join(complaint.split())
     for more in ([], ["--run.check", "only"]):
         status, _, complaint = run([*home, "--run.dir", "gs://gone/runs", *more])
-        assert status == 2 and "error: gs://gone/runs/small: there is no bucket gs://gone; create it" in complaint
+        assert status == 2 and "error: gs://gone/runs/small: no bucket gs://gone; create it" in complaint
     assert not bucket.file_system("gs://gone")[0].exists("gone")
     address, honest, denied_of = f"gs://own/{uuid.uuid4().hex}", HANDLER.parse_request, "/upload/"
 

@@ -111,7 +111,7 @@ def test_if_all_steps_are_damaged_each_is_reported(tmp_path):
     flip(largest(tmp_path / "1" / "state"))
     empty(tmp_path / "2")
     with pytest.raises(
-        ValueError, match=r"no checkpoint in .* can be used; .*/2: the directory is empty; .*/1: state/"
+        ValueError, match=r"no checkpoint in .* can be used: .*/2: the directory is empty; .*/1: state/"
     ):
         checkpoint.latest_step(tmp_path)
     assert checkpoint.latest_step(tmp_path / "nowhere") is None
@@ -152,8 +152,8 @@ def test_parameters_of_another_model_are_refused_by_name(tmp_path):
     wider = jax.ShapeDtypeStruct((10, 101), np.float32, sharding=target["w_DF"].sharding)
     cases = {
         r"w_DF has shape \(10, 100\) in checkpoint .*/5, \(10, 101\) in the model; ": target | {"w_DF": wider},
-        "the model has bias_D, checkpoint .*/5 does not; ": target | {"bias_D": target["norm_D"]},
-        "checkpoint .*/5 has norm_D, the model does not; ": {"w_DF": target["w_DF"]},
+        "the model has bias_D, but checkpoint .*/5 does not; ": target | {"bias_D": target["norm_D"]},
+        "checkpoint .*/5 has norm_D, but the model does not; ": {"w_DF": target["w_DF"]},
     }
     for message, other in cases.items():
         with pytest.raises(ValueError, match=message):
@@ -501,11 +501,11 @@ def test_a_run_without_a_good_step_is_refused(partway):
         flip(largest(step / "state" / "params"))
     before = snapshot(directory)
     status, out, err = run(argv)
-    assert (status, out) == (2, "") and err.startswith(f"error: no checkpoint in {directory}/checkpoints can be used; ")
+    assert (status, out) == (2, "") and err.startswith(f"error: no checkpoint in {directory}/checkpoints can be used: ")
     assert f"{directory}/checkpoints/48: state/" in err and err.endswith("; to start at step 0, move them away or "
                                                                          "use --run.restart scratch\n")  # fmt: skip
     assert snapshot(directory) == before
-    with pytest.raises(ValueError, match=r"can be used; .*/49: state/"):
+    with pytest.raises(ValueError, match=r"can be used: .*/49: state/"):
         generate.load(str(directory))
 
 

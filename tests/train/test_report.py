@@ -174,8 +174,8 @@ def test_a_half_written_last_line_is_skipped_with_a_note(tmp_path, capsys):
     "line, message",
     [
         ("{broken\n", "metrics.jsonl:2: not JSON: '{broken'; fix or delete the line"),
-        ("[1]\n", "metrics.jsonl:2: kind is None; known: start, train, eval, end, skip, norms, noise"),
-        ('{"kind": "eval", "step": 1}\n', "metrics.jsonl:2: a 'eval' row without loss, bits_per_byte"),
+        ("[1]\n", "metrics.jsonl:2: unknown kind of row None; known: start, train, eval, end, skip, norms, noise"),
+        ('{"kind": "eval", "step": 1}\n', "metrics.jsonl:2: this 'eval' row has no loss, bits_per_byte"),
     ],
 )
 def test_a_bad_line_is_reported(tmp_path, line, message):
@@ -213,9 +213,9 @@ def test_the_command_writes_the_image_next_to_the_metrics(tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["absent"], "error: absent: no such directory; give a run's directory, e.g. runs/laptop\n"),
-        (["empty"], "error: empty: has no metrics.jsonl; give a run's directory, e.g. runs/laptop\n"),
-        ([], "error: no run given; give a run's directory, e.g. runs/laptop\n"),
+        (["absent"], "error: absent: no such directory; pass a run's directory, e.g. runs/laptop\n"),
+        (["empty"], "error: empty has no metrics.jsonl; pass a run's directory, e.g. runs/laptop\n"),
+        ([], "error: no run given; pass a run's directory, e.g. runs/laptop\n"),
         (["young"], "error: young/metrics.jsonl: nothing to plot yet: 1 start rows and 0 train rows, "
                     "but at least one of each is needed\n"),
         (["good", "--out", "absent/a.png"], "error: absent/a.png: there is no directory absent\n"),

@@ -161,8 +161,8 @@ def test_with_a_key_it_is_online(stand_in, directory, tmp_path, monkeypatch, kep
 @pytest.mark.parametrize("behaviour, module, note", [
     ("raise ConnectionError('no route')", None, "wandb stopped: ConnectionError: no route"),
     ("os._exit(9)", None, "wandb stopped: "),
-    ("time.sleep(600)", None, "wandb did not end within 0.5 s"),
-    (None, "import time; time.sleep(600)", "wandb did not end within 0.5 s"),
+    ("time.sleep(600)", None, "wandb did not finish within 0.5 s"),
+    (None, "import time; time.sleep(600)", "wandb did not finish within 0.5 s"),
     (None, "import nothing_of_this_name as wandb",
      "wandb stopped: No module named 'nothing_of_this_name'; `make extra-wandb` installs it"),
     (None, "raise SystemExit(4)", "wandb stopped: "),
