@@ -229,8 +229,8 @@ def test_output_is_readable_without_a_terminal(finished):
     assert "\x1b" not in out and "\r" not in out
     start = rows(directory, "start")[0]
     assert f"{start['params_total']:,} parameters, {start['params_active']:,} active per token" in out
-    assert "16 sequences a step = 1 batch shards x 16 sequences x 1 accumulation passes; 288 tokens a step" in out
-    assert re.search(r"memory +about [\d,]+ MiB a device", out)
+    assert "16 sequences a step = 1 batch shards x 16 sequences x 1 accumulation passes; 288 tokens per step" in out
+    assert re.search(r"memory +about [\d,]+ MiB per device", out)
     assert re.search(r"start-up +import [\d.]+ s, initialize [\d.]+ s, compile [\d.]+ s\n", out)
     for step in range(1, STEPS + 1):
         assert re.search(rf"step +{step}/{STEPS}  loss [\d.]+  [\d,]+ tokens/s\n", out), step

@@ -1,4 +1,4 @@
-"""What all processes of a run decide together: whether to start, after which step to stop, and which host saves."""
+"""Decisions that all processes of a run make together: whether to start, when to stop, and which host saves."""
 
 import functools
 import hashlib
@@ -20,8 +20,8 @@ class Agreement:
 
     def __init__(self, board: Board):
         self.board = board
-        self.complete = False  # the run is complete, so a signal has nothing left to stop
-        self.share_disk = True  # all processes see the files that process 0 writes to the run's directory
+        self.complete = False  # whether the run is complete; then there is nothing left for a signal to stop
+        self.share_disk = True  # whether all processes see the files that process 0 writes to the run's directory
 
     @property
     def saving_host(self) -> str | None:
@@ -29,7 +29,7 @@ class Agreement:
         return None if self.share_disk else self.board.messages[0].host
 
     def check_same(self, config: dict, data: dict) -> None:
-        """Compare settings, tokens and program. Raises: UserError naming the first difference and its host."""
+        """Compare the processes' settings, tokens and programs. Raises: UserError that names the first difference."""
         board = self.board
         if board.count == 1:
             return
@@ -41,14 +41,14 @@ class Agreement:
         for rank, theirs in enumerate(settings):
             for name, x, y in differences(settings[0], theirs):
                 raise UserError(
-                    f"the processes were started differently: {name} is {y!r} for {board.process_name(rank)}, and "
-                    f"{x!r} for {board.process_name(0)}; "
-                    "they need the same command, commit, packages and tokens")  # fmt: skip
+                    f"the processes were started differently: {name} is {y!r} for {board.process_name(rank)}, but "
+                    f"{x!r} for {board.process_name(0)}; start all of them with the same command, commit, packages and "
+                    "tokens")  # fmt: skip
 
     def wait_to_start(self, step: int) -> bool:
         """Wait, before the training loop, until all processes are ready; return False if the run must stop at `step`.
 
-        After this call all processes stop after the same step. If one was asked to stop earlier, no process starts.
+        From now on, all processes stop after the same step. If a process was asked to stop before, no process starts.
         """
         board = self.board
         with board.lock:
@@ -59,10 +59,10 @@ class Agreement:
         return not never(messages) and not self.stops_after(step)
 
     def stops_after(self, step: int) -> bool:
-        """Return whether all processes stop after this step; if not, this process may start the next one.
+        """Return whether all processes stop after this step; if not, this process may start the next step.
 
-        This does not wait until a process is asked to stop. Each process then publishes the last step it may start, and
-        all of them stop after the largest.
+        This waits for the others only once a process was asked to stop. Then each process publishes the last step that
+        it may start, and all of them stop after the largest of these steps.
         """
         with self.board.lock:
             if not self.board.message.stop:
@@ -80,7 +80,7 @@ class Agreement:
 
     @property
     def preempted_rank(self) -> int | None:
-        """Return the rank of the process whose host is being preempted; None: no preemption, or a user stopped it."""
+        """Return the rank of the process whose host is being preempted; None: no preemption, or a user stops it."""
         messages = {**self.board.messages, self.board.rank: self.board.message}
         by = {messages[rank].by: rank for rank in sorted(messages, reverse=True)}  # the lowest rank wins
         return None if "user" in by else by.get("system")

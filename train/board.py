@@ -1,9 +1,9 @@
 """The message board of a run's processes: the key-value store of `jax.distributed`, which process 0 hosts.
 
     axis/message/3      what process 3 reports about itself: a `Message`, sent again with every heartbeat
-    axis/value/NAME/3   a value that process 3 sends once under a name
+    axis/value/NAME/3   a value that process 3 sends once, under the name NAME
 
-Both are JSON. A process that trains alone has its own store.
+Both are stored as JSON. A process that trains alone has its own local store.
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ class Message:
     """What a process reports about itself."""
 
     host: str
-    heartbeat: int = 0  # grows with every message: the process is alive
-    step: int = 0  # the newest step that it has started
-    ready: bool = False  # it is ready to start the training loop
-    stop: bool = False  # it was asked to stop, or has read that another process was
-    by: str = ""  # who asked it: the "user", or the "system", which preempts its host; "": nobody
-    stopped: bool = False  # it exits before the run is complete, because a process was asked to stop
+    heartbeat: int = 0  # increases with every message, which shows that the process is alive
+    step: int = 0  # the latest step that it has started
+    ready: bool = False  # whether it is ready to start the training loop
+    stop: bool = False  # whether it was asked to stop, or has read that another process was
+    by: str = ""  # who asked it to stop: the "user", or the "system" if its host is preempted; "": nobody
+    stopped: bool = False  # whether it exits before the run is complete, because a process was asked to stop
     last_step: int = -1  # the last step that it may start; fixed once `stop` is true
-    saved: int | None = None  # from process 0: the step of the newest checkpoint, 0: there is none; None: not known yet
-    matmuls_ms: list[float] = dataclasses.field(default_factory=list)  # the speed of its device: two measurements
-    stuck: bool = False  # it finished no step for hang_timeout_s
-    where: str = ""  # what its main thread does, if a process is stuck
+    saved: int | None = None  # only from process 0: the step of the latest checkpoint, or 0 without one; None: unknown
+    matmuls_ms: list[float] = dataclasses.field(default_factory=list)  # the last two times of `pace.Pace.measure`
+    stuck: bool = False  # whether it has finished no step for hang_timeout_s
+    where: str = ""  # what its main thread is doing, if a process is stuck
     ended: bool = False
     status: int = 0  # its exit status
-    why: str = ""
+    why: str = ""  # the reason for a nonzero status
 
 
 class LocalStore(dict):
@@ -47,7 +47,7 @@ class LocalStore(dict):
 
 
 class Board:
-    """The message board as process `rank` of `count` uses it: send its own message and values, read everyone's."""
+    """The message board, as used by process `rank` of `count`: it sends its own message and values, and reads all."""
 
     POLL_S = 0.5
 
@@ -69,7 +69,7 @@ class Board:
         return {int(key.rpartition("/")[2]): json.loads(text) for key, text in entries}
 
     def send(self) -> None:
-        """Send this process's message, which is also one heartbeat."""
+        """Send this process's message, which also counts as a heartbeat."""
         with self.lock:
             self.message.heartbeat += 1
             self.write("message", dataclasses.asdict(self.message))
@@ -78,20 +78,20 @@ class Board:
         return {rank: Message(**fields) for rank, fields in self.values("message").items()}
 
     def wait(self, condition: Callable[[list[Message]], bool]) -> list[Message]:
-        """Wait until all processes have sent messages and these satisfy a condition; return the messages."""
+        """Wait until all processes have sent messages that together satisfy a condition; return the messages."""
         while len(messages := self.read()) < self.count or not condition([*messages.values()]):
             time.sleep(self.POLL_S / 10)
         return [*messages.values()]
 
     def gather(self, name: str, value) -> list:
-        """Return the value that each process sends under a name, in rank order. Waits for all processes."""
+        """Send a value under a name, wait until all processes have done so, and return their values in rank order."""
         self.write(f"value/{name}", value)
         while len(values := self.values(f"value/{name}")) < self.count:
             time.sleep(self.POLL_S / 5)
         return [values[rank] for rank in range(self.count)]
 
     def call_on_first(self, name: str, function: Callable):
-        """Call function() on process 0 only, and return its value, which must fit in JSON, on every process."""
+        """Call function() only on process 0, and return the result, which must be valid JSON, on every process."""
         if self.rank == 0:
             self.write(f"value/{name}", value := function())
             return value

@@ -1,10 +1,10 @@
 """A run's directory: its files, the checks before a run resumes in it, and the lock that keeps other processes out.
 
-runs/laptop/  config.json    every setting, and a fingerprint of the tokens; those that decide results must not change
-              metrics.jsonl  one JSON object per line, in the order of the steps
-              metrics.set_aside.jsonl  rows of steps that were repeated because a kill came before their checkpoint
+runs/laptop/  config.json    all settings, and a fingerprint of the tokens; what affects results must not change
+              metrics.jsonl  the metrics: one JSON object (a row) per line, in the order of the steps
+              metrics.set_aside.jsonl  rows of steps that were rerun because the run died before it checkpointed them
               checkpoints/   see `checkpoint.py`
-              saved          the newest step that has a checkpoint; if that checkpoint is gone, the run does not resume
+              saved          the latest step that has a checkpoint; if that checkpoint is gone, the run does not resume
               samples.txt    report.png
               .lock          exists while a process trains there
 
@@ -35,18 +35,18 @@ LOGS = "logs"  # one file per process, if there are several processes
 SAVED = "saved"
 OWN_FILES = ("config.json", "metrics.jsonl", "checkpoints", SAVED, "samples.txt", "report.png")
 SET_ASIDE = "metrics.set_aside.jsonl"
-VISIBLE_S = 5.0  # longest time until all hosts see a file that one host wrote to a shared disk
+VISIBLE_S = 5.0  # after at most this time, all hosts see a file that one host wrote to a shared disk
 
 
 def describe(cfg: Config) -> dict:
-    """Return the contents of config.json: every setting, and a fingerprint of the tokens."""
+    """Return the contents of config.json: all settings, and a fingerprint of the tokens."""
     config = cfg.to_dict()
     config["run"] |= affecting(Affects.START, group="run")
     return {"config": config, "data": dataset.fingerprint(cfg)}
 
 
 def result_settings(about: dict) -> dict:
-    """Return the part of `describe` that decides results; a run resumes only if this part is unchanged."""
+    """Return the part of `describe` that affects results. A run resumes only if this part is unchanged."""
     config = migrate(json.loads(json.dumps(about["config"])))
     may_change = affecting(Affects.SPEED, Affects.RUN, Affects.START, Affects.ORDER)  # ORDER is checked separately
     for name in may_change:
@@ -56,10 +56,10 @@ def result_settings(about: dict) -> dict:
 
 
 def check_resumable(cfg: Config, directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> int | None:
-    """Return the number of steps if the run there is complete; None if it may start or resume.
+    """Return the number of steps if the run in `directory` is complete; None if it may start or resume.
 
-    read   which files of its newest checkpoint are compared with the manifest
-    Raises: UserError if the run has other settings, or its newest checkpoint is gone.
+    read   which files of the latest checkpoint to verify against its manifest
+    Raises: UserError if the run has different settings, or if its latest checkpoint is gone.
     """
     if cfg.run.restart == "scratch":
         return None
@@ -71,7 +71,7 @@ def check_resumable(cfg: Config, directory: Path | BucketDirectory, read: checkp
 
 
 def check_same_settings(cfg: Config, directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> None:
-    """Raises: UserError if the directory holds a run with other settings, naming the first one that decides results."""
+    """Raises: UserError if the directory has a run with different settings; it names the first that affects results."""
     ours, file, checkpoints = result_settings(describe(cfg)), directory / "config.json", directory / "checkpoints"
     try:
         written = json.loads(file.read_text()) if file.exists() else describe(cfg)
@@ -95,7 +95,7 @@ def check_same_settings(cfg: Config, directory: Path | BucketDirectory, read: ch
 
 
 def check_batch_order(cfg: Config, written: dict, directory: Path | BucketDirectory, step: int) -> None:
-    """Raises: UserError if the mixture or the skips of steps that are already done differ from those `written`."""
+    """Raises: UserError if data.mixture or data.skip would change batches that were already used; see `written`."""
     old = {name: written.get(name, usual) for name, usual in affecting(Affects.ORDER, group="data").items()}
     if order.settings_before(cfg.data.mixture, cfg.data.skip, step) != order.settings_before(
         old["mixture"], old["skip"], step
@@ -103,19 +103,19 @@ def check_batch_order(cfg: Config, written: dict, directory: Path | BucketDirect
         for name, was in old.items():
             if (ours := getattr(cfg.data, name)) != was:
                 raise UserError(
-                    f"{directory} took {step} steps with data.{name}={was!r}, but data.{name}={ours!r} would have "
-                    f"changed one of them; keep the old value and append only what starts after step {step}; to change "
-                    "earlier steps, move later checkpoints away and add --run.restart newest")  # fmt: skip
+                    f"{directory}: data.{name}={ours!r} would change batches that the {step} finished steps have used, "
+                    f"with data.{name}={was!r}; keep that value and append only changes after step {step}, or, to "
+                    "change earlier steps, move later checkpoints away and add --run.restart newest")  # fmt: skip
 
 
 def check_newest_checkpoint(directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> None:
-    """Raises: UserError if the newest checkpoint is gone, because steps that were saved would be repeated.
+    """Raises: UserError if the latest checkpoint is gone, because the run would repeat steps that were saved.
 
     A damaged checkpoint is not an error here: the run prints a warning and resumes from the previous one.
     """
     path, checkpoints = directory / SAVED, directory / "checkpoints"
     rows = [json.loads(row) for row in read_rows(directory)]
-    known = {row["step"] for row in rows if row["kind"] in ("start", "end")}  # both have a checkpoint
+    known = {row["step"] for row in rows if row["kind"] in ("start", "end")}  # there was a checkpoint at these steps
     with suppress(OSError, ValueError):
         known.add(int(path.read_text()))
     newest = max(known, default=0)
@@ -124,22 +124,22 @@ def check_newest_checkpoint(directory: Path | BucketDirectory, read: checkpoint.
     step, taken = checkpoint.latest_step(checkpoints, read=read), max((row["step"] for row in rows), default=newest)
     there = "has no checkpoint" if step is None else f"has only step {step} and earlier"
     raise UserError(
-        f"{directory} reached step {taken}, but its checkpoint of step {newest} is gone: {checkpoints} {there}; "
-        f"put it back, or add --run.restart newest to repeat steps {(step or 0) + 1} to {taken}; their rows "
-        f"move to {SET_ASIDE}")  # fmt: skip
+        f"{directory}: the latest checkpoint, step {newest}, is missing: {checkpoints} {there}; restore it, or add "
+        f"--run.restart newest to rerun steps {(step or 0) + 1} to {taken}, whose metrics move to {SET_ASIDE}"
+    )
 
 
 def check_saving_host(directory: Path, keepers: list[str | None], ours: str | None) -> None:
-    """Raises: UserError if this host has no checkpoints, and a host reports that another one stores them."""
+    """Raises: UserError if this host has no checkpoints, and some host reports that another host stores them."""
     if elsewhere := [host for host in keepers if host not in (None, ours)]:
         raise UserError(
-            f"the checkpoints of {directory} are on {elsewhere[0]}, but the first host is {ours}: "
-            f"list {elsewhere[0]} first, or copy {directory}/checkpoints from there, or use another --run.name"
+            f"the checkpoints of {directory} are on {elsewhere[0]}, but process 0 runs on {ours}: put {elsewhere[0]} "
+            f"first in the list of hosts, or copy {directory}/checkpoints from there, or use another --run.name"
         )
 
 
 def check_writable(directory: Path | BucketDirectory) -> None:
-    """Raises: UserError if a run can't be stored there, as far as this can be seen without writing."""
+    """Raises: UserError if a run cannot be stored there, as far as this check can tell without writing."""
     if isinstance(directory, BucketDirectory):
         return directory.check()
     there = next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
@@ -150,10 +150,10 @@ def check_writable(directory: Path | BucketDirectory) -> None:
 
 @contextmanager
 def lock_directory(run: Path | BucketDirectory) -> Iterator[None]:
-    """Keep other processes of this machine, or of all machines that share the disk, out of a run's directory.
+    """Keep other processes, on this machine or on any machine that shares the disk, out of a run's directory.
 
     The kernel releases the lock when this process dies, for whatever reason.
-    Raises: UserError naming the process that holds the lock, or why nothing can be written.
+    Raises: UserError with the process that holds the lock, or with the reason why the directory is not writable.
     """
     if not is_main_process():
         yield
@@ -174,7 +174,7 @@ def lock_directory(run: Path | BucketDirectory) -> Iterator[None]:
             file.seek(0)
             who = file.read().strip() or "another process"
             raise UserError(
-                f"{run} is in use by {who}; wait until that ends, or start another run with --run.name"
+                f"{run} is in use by {who}; wait until it ends, or start another run with --run.name"
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}\n")
@@ -191,7 +191,7 @@ def lock_directory(run: Path | BucketDirectory) -> Iterator[None]:
 def open_run(cfg: Config, directory: Path | BucketDirectory, together: Processes) -> None:
     """Create the run's directory and write its config.json; with --run.restart scratch, delete an earlier run's files.
 
-    Only process 0 does this. With several processes, each then checks if the hosts share a disk, and opens its own log.
+    Only process 0 does this. With several processes, each then checks whether the hosts share a disk, and opens a log.
     """
     board = together.board
 
@@ -213,7 +213,7 @@ def open_run(cfg: Config, directory: Path | BucketDirectory, together: Processes
     log_to_file(f"{board.process_name(board.rank)}, id {os.getpid()}, of {board.count}")
     if not together.agreement.share_disk:
         log(
-            f"directory  {directory} is not on a disk that all hosts share: "
+            f"directory  {directory} is not on a disk that all hosts share; "
             f"{board.process_name(0)} stores the checkpoints"
         )
 
@@ -231,7 +231,7 @@ def wait_until_visible(path: Path, text: str) -> bool:
 
 
 def steps_done(cfg: Config, directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> int | None:
-    """Return the number of steps of a finished run; None if steps, or the report after the last one, remain to do."""
+    """Return the number of steps of a finished run; None if it still has to train, or to write its report."""
     rows = [json.loads(row) for row in read_rows(directory)]
     ended = max((row["step"] for row in rows if row["kind"] == "end"), default=0)
     reached = checkpoint.latest_step(directory / "checkpoints", read=read) or 0
@@ -239,20 +239,20 @@ def steps_done(cfg: Config, directory: Path | BucketDirectory, read: checkpoint.
 
 
 def record_saved_step(directory: Path | BucketDirectory, step: int) -> None:
-    """Record the newest step that has a checkpoint; 0: there is none."""
+    """Record the latest step that has a checkpoint; 0: there is none."""
     replace_file(directory / SAVED, f"{step}\n")
 
 
 def read_rows(directory: Path | BucketDirectory, name: str = "metrics.jsonl") -> list[str]:
-    """Return the lines of metrics.jsonl, or of the file `name`, without a half-written last line."""
+    """Return the rows (lines) of metrics.jsonl, or of the file `name`, without a half-written last line."""
     path = directory / name
     return [row for row in path.read_text().splitlines(keepends=True) if row.endswith("\n")] if path.exists() else []
 
 
 def missing_rows(directory: Path | BucketDirectory, step: int) -> str | None:
-    """Say which steps before a checkpoint have no rows in metrics.jsonl; None: none are missing.
+    """Describe which steps before a checkpoint have no rows in metrics.jsonl; None: no rows are missing.
 
-    Every checkpoint has a row at its step. That row is missing if the run has resumed from an earlier one since then.
+    Every checkpoint has a row at its step. That row is missing if the run later resumed from an earlier checkpoint.
     """
     trained = lambda texts: {row["step"] for row in map(json.loads, texts) if row["kind"] == "train"}
     last = max((one for one in trained(read_rows(directory)) if one <= step), default=0)
@@ -271,7 +271,7 @@ class Metrics:
     """Writer of metrics.jsonl: process 0 appends one JSON object per line and flushes it at once."""
 
     def __init__(self, directory: Path | BucketDirectory, step: int, last_step: int):
-        """Keep the rows up to `step`. Set aside later rows, and an evaluation at the last step: both are repeated."""
+        """Keep the rows up to `step`. Set aside later rows, and an evaluation at the last step: both are rerun."""
         self.path = directory / "metrics.jsonl"
         if not is_main_process():
             return
@@ -285,7 +285,7 @@ class Metrics:
         if rows[True]:
             with (directory / SET_ASIDE).open("a") as file:
                 file.write("".join(rows[True]))
-            log(f"set aside  {len(rows[True])} rows to repeat after step {step}, in {directory / SET_ASIDE}")
+            log(f"set aside  {len(rows[True])} rows after step {step}, which are rerun, in {directory / SET_ASIDE}")
         replace_file(self.path, "".join(rows[False]))
         record_saved_step(directory, step)
 

@@ -25,8 +25,8 @@ def mean_loss(losses: list) -> float:
 class SkipWatch:
     """Reports skipped steps, and stops the run after LIMIT of them in a row.
 
-    It checks a step LAG steps later, or when a row is due. By then the result is ready, so the devices never stall, and
-    all processes stop at the same step.
+    It checks a step only LAG steps later, or when a row of metrics is due. By then the result is ready, so devices do
+    not wait for the check, and all processes stop at the same step.
     """
 
     LAG = 10
@@ -41,7 +41,7 @@ class SkipWatch:
         self.check_pending(self.LAG)
 
     def check_pending(self, lag: int = 0) -> None:
-        """Check all but the newest `lag` steps. Raises: UserError after LIMIT skipped steps in a row."""
+        """Check all but the latest `lag` steps. Raises: UserError after LIMIT skipped steps in a row."""
         while len(self.waiting) > lag:
             taken, values = self.waiting.popleft()
             if in_a_row := int(values["skipped_in_a_row"]):
@@ -61,8 +61,8 @@ class SkipWatch:
         if in_a_row >= self.LIMIT:
             first, o = taken - in_a_row + 1, self.cfg.optim
             raise UserError(
-                f"steps {first} to {taken} were skipped, {in_a_row} in a row. At the last, {why}. The parameters are "
-                f"those after step {first - 1}. Inspect the first one with --replay {first}; then start again with a "
+                f"steps {first} to {taken} were skipped, {in_a_row} in a row. At step {taken}, {why}. The parameters "
+                f"have not changed since step {first - 1}. Inspect one with --replay {first}; then start again with a "
                 f"lower --optim.lr (now {o.lr}), more --optim.warmup_steps (now {o.warmup_steps}), a smaller "
                 f"--optim.clip_norm (now {o.clip_norm}), or --model.precision float32"
             )
@@ -82,14 +82,14 @@ class GradientStats:
                 log(f"noise      no noise scale is written: {error}")
 
     def write_due(self, taken: int, state, batch, skips: SkipWatch) -> None:
-        """Write the statistics due at step `taken`, which comes next; `batch` is already sharded over the mesh."""
+        """Write the statistics due at step `taken`, the next step. `batch` is already sharded over the mesh."""
         every = self.run.gradient_stats_every
         if not every or taken % every:
             return
         skips.check_pending()  # rows are written in the order of their steps
         self.write("norms", taken, **self.norms(state, batch))
         if self.noise:
-            whole = dataset.batch(self.cfg, taken - 1)  # unsharded: its pieces use other devices than in a step
+            whole = dataset.batch(self.cfg, taken - 1)  # unsharded: its chunks are sharded differently than in a step
             self.write("noise", taken, **self.noise(state.params, whole, state.step))
 
 
@@ -97,9 +97,9 @@ class GradientStats:
 
 
 def replay(cfg: Config, mesh, state: optimizer.TrainState, rows: list[dict]) -> None:
-    """Train from `state` to step run.replay, print its norms and loss, and compare the loss with the one in `rows`.
+    """Train from `state` to step run.replay, print its norms and loss, and compare the loss with the metrics in `rows`.
 
-    A row has the mean loss of the steps since the previous row, so this also repeats the steps up to the row's end.
+    A row has the mean loss of the steps since the previous row, so this repeats all steps up to the step of that row.
     """
     start, wanted, size = int(state.step), cfg.run.replay, cfg.data.batch_size
     ends = [row["step"] for row in rows if row["kind"] == "train"]
@@ -117,14 +117,14 @@ def replay(cfg: Config, mesh, state: optimizer.TrainState, rows: list[dict]) -> 
                 + (", skipped" if int(values["skipped_in_a_row"]) else ""))  # fmt: skip
     logged = next((row["loss"] for row in rows if row["kind"] == "train" and row["step"] == stop), "missing")
     if logged == "missing" or begin < start:
-        return log("logged: no row contains this step, so there is nothing to compare with")
+        return log("logged: metrics.jsonl has no row for this step, so there is nothing to compare with")
     again = mean_loss([losses[step] for step in range(begin + 1, stop + 1)])
     of = f"loss of step {wanted}" if stop == begin + 1 else f"mean loss of steps {begin + 1} to {stop}"
     logged = math.nan if logged is None else logged
     if again == logged or (math.isnan(again) and math.isnan(logged)):
         log(f"logged: the {of} is {logged!r}, bit-identical")
     else:
-        log(f"logged: the {of} is {logged!r}, but {again!r} here: another mesh, machine, version or --run.steps?")
+        log(f"logged: the {of} was {logged!r}, but is {again!r} now; did mesh, machine, version or --run.steps change?")
 
 
 def _print_norms(cfg: Config, norms: dict) -> None:

@@ -22,15 +22,15 @@ class Stopped(KeyboardInterrupt):
 
 
 class Interruptions:
-    """Handler of Ctrl-C and SIGTERM. The first signal asks the training loop to save and stop; outside the loop there
-    is nothing to save, so it raises Stopped. A second signal ends the process at once, with the usual exit status.
+    """Handler of Ctrl-C and SIGTERM. The first signal asks the training loop to save and stop. Outside the loop there
+    is nothing to save, so it raises Stopped. A second signal ends the process at once, with the signal's exit status.
 
     checkpoints   the run's directory of checkpoints, which need not exist yet
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
-    OTHER_PROCESS = signal.SIGUSR1  # a thread of this process sends it when another process got one of these
-    PATIENCE_S = 5.0  # then end the process, if there is nothing to save and its main thread does not respond
+    OTHER_PROCESS = signal.SIGUSR1  # a thread of this process sends it when another process got one of these signals
+    PATIENCE_S = 5.0  # wait this long for the main thread to respond, then end the process if there is nothing to save
 
     def __init__(self, argv: list[str], checkpoints: Path, together: Processes):
         self.argv, self.checkpoints, self.together = argv, checkpoints, together
@@ -75,7 +75,7 @@ class Interruptions:
             self.board.message.by = "user"
 
     def watch(self, reads: int) -> None:
-        """React to signals at once, in a thread; `handle` waits while the main thread is inside XLA, up to a minute."""
+        """React to signals at once, in a thread. `handle` may run up to a minute later, once XLA returns."""
         seen, told = 0, False
         while number := os.read(reads, 1):
             own = number[0] in self.SIGNALS
@@ -96,7 +96,7 @@ class Interruptions:
 
     @property
     def reason(self) -> str:
-        """Say which host the system preempts; empty if a user stops the run."""
+        """Return a text that names the preempted host; empty if a user stops the run."""
         rank = self.agreement.preempted_rank
         if rank is None:
             return ""
@@ -114,14 +114,14 @@ class Interruptions:
             self.end_now(128 + signal.SIGTERM)
 
     def should_start_after(self, step: int) -> bool:
-        """Return whether training starts after step `step`. All processes get the same answer."""
+        """Return whether training starts after step `step`: the same answer on all processes."""
         self.watchdog.finish_step(step)
         if not (begins := self.agreement.wait_to_start(step)):
             self.asked = self.asked or signal.SIGTERM
         return begins
 
     def stops_after(self, step: int) -> bool:
-        """Return whether training stops after this step. All processes stop together if one was asked to."""
+        """Return whether training stops after this step. All processes stop together if one of them was asked to."""
         if self.asked:
             self.agreement.ask_to_stop()
         self.watchdog.finish_step(step)
@@ -131,7 +131,7 @@ class Interruptions:
 
     @contextmanager
     def defer_signals(self) -> Iterator[None]:
-        """Inside this context a signal only sets a flag, so the loop can save. Raises: Stopped on exit if it is set."""
+        """Inside this context a signal only sets a flag, so the loop can save. On exit, raise Stopped if it is set."""
         self.saving = True
         try:
             yield
@@ -142,9 +142,9 @@ class Interruptions:
 
     @property
     def resume_info(self) -> tuple[bool, str]:
-        """Return whether there is a checkpoint to resume from, and a message with the command that resumes or starts.
+        """Return whether there is a checkpoint to resume from, and a message with the command to resume or to start.
 
-        Process 0 looks it up; the others, which may not share its disk, use what it has sent them.
+        Process 0 finds the checkpoint. The other processes may not share its disk, so they use the step that it sent.
         """
         first = self.board.messages.get(0) if self.board.rank else self.board.message
         step = first and first.saved
@@ -158,7 +158,7 @@ class Interruptions:
         return bool(step), f"{what}:  {command(self.argv)}"
 
     def end(self) -> int:
-        """Print how to resume. Return the exit status: 0, or that of the signal if there is no checkpoint."""
+        """Print how to resume. Return the exit status: 0, or the signal's status if there is no checkpoint."""
         self.board.message.stopped = True
         saved, goes_on = self.board.call_on_first("outlook", lambda: self.resume_info)
         if self.board.count > 1:
@@ -168,7 +168,7 @@ class Interruptions:
 
 
 def newest_step(checkpoints: Path) -> int:
-    """Return the newest step whose files all have the right size; 0: there is none."""
+    """Return the latest step whose files all have the right size; 0: there is none."""
     return next((one.step for one in checkpoint.list_steps(checkpoints) if one.find_fault("none") is None), 0)
 
 

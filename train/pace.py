@@ -1,7 +1,7 @@
-"""Find the slow host. Every step waits for the slowest host, so the step time alone does not show which one it is.
+"""Find a slow host (a straggler). Every step waits for the slowest host, so step times do not show which host it is.
 
 Each process times matmuls on its first device while the devices are idle. This detects a throttled chip or core. A
-device that another program uses now and then is not reported, because the shortest of many attempts counts.
+device that another program uses now and then is not reported, because only the shortest of many attempts counts.
 """
 
 import functools
@@ -13,10 +13,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-SLOW = 1.5  # times the median
-SHARE = 1000  # 1 / SHARE of the time is spent on measuring
-# On a CPU one attempt is shorter than a time slice of the scheduler. With two processes on 2 cores and four more busy
-# ones, the shortest of 40 attempts varied by 8% in 12 measurements; the shortest of 5, each 10x as long, by 3x.
+SLOW = 1.5  # a host is slow if its time is at least this many times the median
+SHARE = 1000  # measure during 1 / SHARE of the time
+# On a CPU one attempt is shorter than a time slice of the scheduler. In 12 measurements with two processes on 2 cores,
+# and four other busy processes, the shortest of 40 attempts varied by 8%, and the shortest of 5 10x longer ones by 3x.
 ATTEMPTS = 40
 
 
@@ -27,7 +27,7 @@ class Pace:
         self.due = -math.inf
 
     def measure(self) -> float | None:
-        """Return the milliseconds that the matmuls take; None: the next one is not due, or device memory is full."""
+        """Return the time of the matmuls in ms; None: no measurement is due yet, or the device's memory is full."""
         if time.monotonic() < self.due:
             return None
         try:
@@ -58,9 +58,10 @@ def compile_matmuls() -> Callable[[], None]:
 
 
 def slowest(times_ms: dict[int, list[float]]) -> tuple[int, float, float] | None:
-    """Return the slow process, its time and the median time; None: none is slow, or one was not measured twice yet.
+    """Return the rank of a slow process, its time and the median time, from {rank: last two times}.
 
-    The shorter of two measurements counts, so a host that is busy only for a while is not reported.
+    None: no process is slow, or some process has fewer than two measurements. The shorter one counts, so a host that is
+    busy only for a while is not reported.
     """
     if len(times_ms) < 2 or min(map(len, times_ms.values())) < 2:
         return None

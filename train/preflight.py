@@ -1,7 +1,7 @@
-"""Check a run before it starts: its tokens, its plan, its directory, and anything that would stop it at start-up.
+"""Check before a run starts whether it can start: its tokens, memory, mesh and directory.
 
-`python main.py .. --run.check only` prints the result and exits. It uses no device, writes nothing and waits for no
-other process, so you can run it on every host first, even while another run is training there.
+`python main.py .. --run.check only` prints the result and exits. It uses no device, writes nothing and does not wait
+for other processes, so you can first run it on every host, even while another run is training there.
 """
 
 import os
@@ -22,11 +22,11 @@ from train import checkpoint, storage
 from train.directory import check_resumable, check_saving_host, check_writable
 from xla import options
 
-LATE_S = 15  # after run.peer_timeout_s, the time until processes that have lost another one have exited
+LATE_S = 15  # when a process is lost, the others exit within run.peer_timeout_s + LATE_S
 
 
 def check_tokens(cfg: Config):
-    """Return the tokenizer of a run's tokens, None if unknown. Raises: UserError if tokens or prompt don't fit."""
+    """Return the tokenizer of a run's tokens; None: unknown. Raises: UserError if tokens or prompt don't fit."""
     corpus = dataset.open_corpus(cfg)
     encoding = tokenizers.from_manifest(corpus.manifest)
     if encoding and cfg.run.sample_prompt:  # fail now, not after the last step
@@ -35,25 +35,25 @@ def check_tokens(cfg: Config):
 
 
 def make_plan(cfg: Config, mesh) -> planner.Plan:
-    """Return the plan on these devices, with every `auto` setting resolved."""
+    """Return the planner's result for the devices of the mesh, with every `auto` setting resolved."""
     return planner.plan(cfg, hardware.topology_of_devices(devices := [*mesh.devices.flat]), memory_bytes(devices))
 
 
 def refuse_too_large(plan: planner.Plan) -> None:
-    """Raises: UserError if the run needs more memory than there is."""
+    """Raises: UserError if the run needs more memory than the devices have."""
     if plan.fits is False and plan.cfg.run.check != "no":
         raise UserError(f"{plan.refusal()}; --run.check no starts it anyway")
 
 
 def log_plan(cfg: Config, mesh) -> planner.Plan:
-    """Log what will run, before the slow parts start. Raises: UserError if it needs more memory than there is."""
+    """Log what will run, before the slow parts start. Raises: UserError if it needs more memory than available."""
     refuse_too_large(plan := make_plan(cfg, mesh))
     parts = ((name, f"{size / 2**20:,.0f}") for name, size in plan.memory_bytes.items())
     memory = ", ".join(f"{name} {size}" for name, size in parts if size != "0")
     log(f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token")
     kind, idle = mesh.devices.flat[0].device_kind, jax.device_count() - mesh.size
     log(f"mesh       {cfg.mesh} on {mesh.size} x {kind}" + f"; idle devices: {idle}" * bool(idle))
-    log(f"batch      {fit.split_batch(plan.cfg)}; {plan.tokens_per_step:,} tokens a step")
+    log(f"batch      {fit.split_batch(plan.cfg)}; {plan.tokens_per_step:,} tokens per step")
     corpus = dataset.open_corpus(cfg)
     steps = dataset.epoch_steps(cfg)
     for name, one in (corpus.sources or {"": corpus}).items():
@@ -61,8 +61,8 @@ def log_plan(cfg: Config, mesh) -> planner.Plan:
         log(f"rows       {dataset.describe_epoch(one.splits['train'], cfg.data)}" + f", of {name}" * bool(name) + epoch)
     log(f"settings   {plan.settings()}")
     for first, count in parse_skips(cfg.data.skip):
-        log(f"skip       from step {first + 1} on, each step uses the batch of {count} steps later")
-    log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB a device: {memory}")
+        log(f"skip       from step {first + 1} on, each step uses the batch of the step {count} steps later")
+    log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB per device: {memory}")
     return plan
 
 
@@ -70,10 +70,10 @@ def log_plan(cfg: Config, mesh) -> planner.Plan:
 
 
 def check(cfg: Config) -> None:
-    """Print one line if nothing is found that would stop this run at start-up.
+    """Print one line if no check finds a reason why this run would fail at start-up.
 
-    Raises: UserError like the run itself, for settings, tokens, mesh and, on the host of process 0, its directory; also
-    if a restart would come before the other processes have noticed a failure.
+    Raises: the same UserErrors as the run itself, for settings, tokens, mesh and, on the host of process 0, the run's
+    directory; also a UserError if a restart would begin before the other processes have noticed a failure.
     """
     check_tokens(cfg)
     options.parse(cfg.run.compiler_options)
@@ -101,7 +101,7 @@ def read_env_number(*names: str) -> int | None:
 
 
 def check_restarts(cfg: Config, wait: int) -> None:
-    """Raises: UserError if a restart after a failure would come too early, or delete what the run has done."""
+    """Raises: UserError if a restart after a failure would begin too early, or would delete the run's results."""
     silent, most = cfg.run.peer_timeout_s, wait - LATE_S
     if wait < (least := silent + LATE_S):
         raise UserError(
@@ -109,14 +109,14 @@ def check_restarts(cfg: Config, wait: int) -> None:
             f"within {LATE_S} s more ({silent} + {LATE_S} = {least}); set RESTART_WAIT={least}"
             + (f", or --run.peer_timeout_s {most}" if most > 0 else ""))  # fmt: skip
     if cfg.run.restart == "scratch":
-        raise UserError("--run.restart scratch with --restarts: each restart after a failure would delete the work "
-                        "done before it; drop one of the two, or use another --run.name")  # fmt: skip
+        raise UserError("--run.restart scratch with --restarts: each restart after a failure would delete the run's "
+                        "results; drop one of the two flags, or use another --run.name")  # fmt: skip
 
 
 def check_mesh(cfg: Config, processes: int) -> planner.Plan:
-    """Return the plan, as far as it can be made without devices.
+    """Return the planner's result, as far as it can be computed without devices.
 
-    Raises: UserError if the model does not split over the mesh, there are too few devices, or too little memory.
+    Raises: UserError if the mesh cannot shard the model, or if there are too few devices or too little memory.
     """
     on_cpu, of_each = cfg.run.devices or only_cpu(), 1
     if cfg.run.devices:
@@ -132,7 +132,7 @@ def check_mesh(cfg: Config, processes: int) -> planner.Plan:
 
 
 def check_directory(cfg: Config) -> str:
-    """Say where a run would start. Raises: UserError if its directory is not writable, or belongs to another run."""
+    """Describe where a run would start. Raises: UserError if its directory is not writable or has another run."""
     check_writable(kept := storage.run_directory(cfg))
     with storage.temporary_copy(kept) as directory:
         return describe_start(cfg, directory)

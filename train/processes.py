@@ -1,6 +1,7 @@
 """Join the processes of a run, one on each host, and end them together, since every step waits for all of them.
 
-Each has a message board (`board.py`), an agreement with the others (`agreement.py`) and a watchdog (`watchdog.py`).
+Each process has a message board (`board.py`), an agreement with the others (`agreement.py`) and a watchdog
+(`watchdog.py`).
 """
 
 import contextlib
@@ -40,9 +41,9 @@ current: Processes | None = None  # set once this process has joined the others
 def join(run: RunConfig) -> Processes:
     """Connect to the other processes of this run, if there are any. Call this before the first use of a device.
 
-    launcher.sh sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. A TPU slice finds its hosts without
-    these; then AXIS_PROCESSES may hold the number of processes that were started.
-    Raises: UserError if the settings are incomplete or disagree. Ends the process with LOST if not all processes join.
+    launcher.sh sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. On a TPU slice, JAX finds the hosts
+    without these variables; then launcher.sh sets AXIS_PROCESSES to the number of processes that it started.
+    Raises: UserError if the settings are incomplete or disagree. Ends this process with LOST if not all processes join.
     """
     rank, count = rank_and_count()
     if count > 1:
@@ -55,14 +56,14 @@ def join(run: RunConfig) -> Processes:
         redirect_output()
     global current
     board = Board(rank, count, global_state.client or LocalStore())
-    board.send()  # its host: if the process dies at once, the others can name it
+    board.send()  # with the name of this host: if this process dies at once, the others can report which host it was
     agreement = Agreement(board)
     current = Processes(board, agreement, Watchdog(agreement, run))
     return current
 
 
 def redirect_output() -> None:
-    """Keep Python's output, tolerating a full disk, and discard what Gloo's C++ code prints for each group."""
+    """Keep Python's output, even on a full disk, and discard what Gloo's C++ code prints for each group of devices."""
     with contextlib.suppress(OSError, ValueError):  # something else replaces standard output
         sys.stdout.flush()
         kept = os.dup(sys.stdout.fileno())
@@ -76,7 +77,7 @@ def rank_and_count() -> tuple[int, int]:
     if not any(values.values()):
         return 0, 1
     if missing := [name for name, value in values.items() if not value]:
-        raise UserError(f"several processes: {', '.join(missing)} is not set; launcher.sh sets all three")
+        raise UserError(f"{', '.join(missing)} not set, but several processes need all three; launcher.sh sets them")
     _, count, rank = values.values()
     if not (count.isdecimal() and rank.isdecimal() and int(rank) < int(count)):
         raise UserError(f"JAX_PROCESS_ID={rank} of JAX_NUM_PROCESSES={count}: use numbers, and an ID below the count")
@@ -94,7 +95,7 @@ def initialize(run: RunConfig, **how) -> bool:
         os._exit(LOST)
 
     say_alive(run.join_timeout_s + 60, "joining")
-    # JAX aborts without naming the missing process, here and when one dies later. So our own timeouts are shorter.
+    # JAX aborts without naming the missing process, here and when a process dies later. So our timeouts are shorter.
     late = threading.Timer(run.join_timeout_s, give_up)
     late.daemon = True
     late.start()
@@ -113,10 +114,10 @@ def initialize(run: RunConfig, **how) -> bool:
 
 
 def tolerate_outages(seconds: int) -> None:
-    """Make process 0 keep its connections to other processes through network outages of up to this many seconds.
+    """Make process 0 keep its connections to other processes during network outages of up to this many seconds.
 
-    gRPC's server closes a connection on which nothing is acknowledged for 20 s (TCP_USER_TIMEOUT), and JAX has no
-    setting for it. Once the network is back, the other process sees a connection reset, and JAX aborts it.
+    gRPC's server closes a connection if no data is acknowledged for 20 s (TCP_USER_TIMEOUT), and JAX has no setting for
+    this time. Once the network is back, the other process sees a connection reset, and JAX aborts that process.
     """
     if not (global_state.service and hasattr(socket, "TCP_USER_TIMEOUT") and os.path.isdir("/proc/self/fd")):
         return
@@ -124,24 +125,24 @@ def tolerate_outages(seconds: int) -> None:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed in the meantime
             if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as one:  # also the listening one: new ones inherit it
+                with socket.socket(fileno=os.dup(int(name))) as one:  # the listening one too: new ones inherit it
                     if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == port:
                         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
 def describe_missing() -> str:
-    """Say which process did not join, as far as this process can tell."""
+    """Describe which process did not join, as far as this process can tell."""
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         host, _, port = address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         except OSError as error:
             return f"process 0 does not answer at {address} ({error.strerror or error}); see the log of its host"
-    return "not all have joined; ./launcher.sh status shows the host that has no process or is late"
+    return "not all processes joined; ./launcher.sh status shows which host has no process or is late"
 
 
 def end_together(main: Callable) -> Callable:
-    """Decorate a command that calls `join`: if it fails, it tells the other processes and does not wait for them."""
+    """Decorate a command that calls `join`: if it fails, tell the other processes, and exit without waiting."""
 
     @functools.wraps(main)
     def wrapped(*args) -> int:
@@ -153,7 +154,7 @@ def end_together(main: Callable) -> Callable:
         except Exception as error:
             if current is None or current.board.count == 1:
                 raise
-            if isinstance(error, (RuntimeError, ValueError)):  # perhaps another process is lost: the watchdog names it
+            if isinstance(error, (RuntimeError, ValueError)):  # another process may be lost: the watchdog names it
                 log_to_file(f"a device or another process failed: {error}")
                 time.sleep(current.watchdog.peer_timeout_s + 4 * current.board.POLL_S)
             if current.board.message.status:  # the watchdog is already ending this process for the same reason
@@ -168,7 +169,7 @@ def end_together(main: Callable) -> Callable:
 
 
 def write_cache_on_every_process(wanted: bool):
-    """Inside this context every process writes to the compilation cache; by default only process 0 does."""
+    """Inside this context every process writes to the compilation cache. JAX's default is that only process 0 does."""
     write = compiler._cache_write
 
     def write_as_first(*args) -> None:

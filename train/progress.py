@@ -18,10 +18,10 @@ from train.interruptions import command
 
 
 def evaluate(cfg: Config, mesh, compiled, params, batches: int, moves: Callable[[], None] = lambda: None) -> dict:
-    """Compute nats per token and bits per byte of the validation split, or of `batches` batches of it.
+    """Compute nats per token and bits per byte on `batches` batches of the validation split; 0: on all of it.
 
-    Every token has the same weight. Bits per byte are NaN if the bytes of text per token are unknown. `moves` is called
-    after each batch.
+    Every token has the same weight. Bits per byte are NaN if the number of text bytes per token is unknown. `moves` is
+    called after each batch, to show that the evaluation has not hung.
     """
     nats = tokens = 0.0
     size = cfg.data.batch_size
@@ -39,7 +39,7 @@ def evaluate(cfg: Config, mesh, compiled, params, batches: int, moves: Callable[
 
 
 def to_row(metrics: dict, losses: list) -> dict:
-    """Convert the metrics of the last step to JSON; only the loss is averaged, since the previous row."""
+    """Convert the metrics of the last step to JSON. Only the loss is a mean, over the steps since the previous row."""
     not_here = ("cross_entropy", "skipped_in_a_row", "not_finite")
     row = {name: np.asarray(value).tolist() for name, value in metrics.items() if name not in not_here}
     row["loss"] = guard.mean_loss(losses)  # cross-entropy alone, in nats per token
@@ -71,7 +71,7 @@ def format_result(result: dict) -> str:
 
 
 def print_complete(cfg: Config, directory: Path, done: int, argv: list[str]) -> None:
-    """Print that a run has taken all its steps, and the commands to continue or restart it."""
+    """Print that a run has finished all its steps, and the commands to continue or restart it."""
     log(f"{directory} is complete: {done} of {cfg.run.steps} steps taken.")
     log(f"  continue it:  {command(argv, {'run.steps': 2 * done})}")
     log(f"  start again:  {command(argv, restart=True)}    # deletes its results")

@@ -1,7 +1,7 @@
-"""Check that this host, or every host of a launch, is ready to train: one row per host, and a sum over all devices.
+"""Check that this host, or every host of a launch, is ready to train; print one row per host, and sum over all devices.
 
-`launcher.sh --hosts hosts.txt -- python -m train.selfcheck` checks all hosts of a slice before a long run: versions,
-devices, free disk and clocks. Then it sums one number per device, so that every link is used.
+`launcher.sh --hosts hosts.txt -- python -m train.selfcheck` checks all hosts before a long run: versions, devices, free
+disk space and clocks. Then it sums one number per device, which tests communication between all devices.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from train.processes import end_together, join
 HELP = """\
 e.g. python -m train.selfcheck --devices 8
 
-Report the versions, devices, free disk and clock of this host, or of every host that launcher.sh starts it on.
+Report the versions, devices, free disk space and clock of this host, or of all hosts if launcher.sh starts it.
 
-Then sum one number over all devices. Exit status 1 if a host differs from the first one or is not ready."""
-FREE_GIB, CLOCK_S = 10, 2  # less free disk, or a larger clock difference, is a problem
+Then sum one number over all devices. The exit status is 1 if a host differs from the first one or is not ready."""
+FREE_GIB, CLOCK_S = 10, 2  # less free disk space, or a larger clock difference, is a problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One host: versions, devices, free disk in GiB, and seconds by which its clock is ahead of the first host's."""
+    """One host: versions, devices, free disk space in GiB, and the difference of its clock from the first host's."""
 
     host: str
     python: str
@@ -67,17 +67,17 @@ def find_problems(hosts: list[Row]) -> list[str]:
         for name in ("python", "jax", "devices", "kind"):
             if getattr(row, name) != getattr(hosts[0], name):
                 lines.append(
-                    f"{row.host} has {name} {getattr(row, name)}, {hosts[0].host} has {getattr(hosts[0], name)}"
+                    f"{row.host} has {name} {getattr(row, name)}, but {hosts[0].host} has {getattr(hosts[0], name)}"
                 )
         if row.free_gib < FREE_GIB:
-            lines.append(f"{row.host} has {row.free_gib} GiB of free disk, less than {FREE_GIB}")
+            lines.append(f"{row.host} has {row.free_gib} GiB of free disk space, less than {FREE_GIB}")
         if abs(row.clock_s) > CLOCK_S:
-            lines.append(f"the clock of {row.host} is {row.clock_s:+} s from that of {hosts[0].host}")
+            lines.append(f"the clock of {row.host} differs by {row.clock_s:+} s from the clock of {hosts[0].host}")
     return lines
 
 
 def sum_over_devices() -> tuple[float, float]:
-    """Sum 1 over all devices; return the sum and the seconds of the second call, since the first one compiles."""
+    """Sum 1 over all devices; return the sum and the seconds of the second call, since the first call compiles."""
     mesh = Mesh(np.array(jax.devices()), ("all",))
     ones = jax.make_array_from_callback((mesh.size,), NamedSharding(mesh, P("all")), lambda i: np.ones(mesh.size)[i])
     add = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))

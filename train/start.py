@@ -18,7 +18,7 @@ from train.storage import BucketDirectory
 
 
 def trace_step(cfg: Config, mesh):
-    """Trace the training step without arrays, so that invalid settings are reported before any file changes."""
+    """Trace the training step without arrays. This reports invalid settings before any file changes."""
     fit.check(cfg.model, cfg.mesh, cfg.work)
     state = checkpoint.make_target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
     size = cfg.data.batch_size
@@ -27,7 +27,7 @@ def trace_step(cfg: Config, mesh):
 
 
 def restore_or_init(cfg: Config, mesh, directory: Path | BucketDirectory, given_params: Callable, together: Processes):
-    """Return the TrainState of a run's newest checkpoint, placed on this mesh, or a new one at step 0."""
+    """Return the TrainState of a run's latest checkpoint, sharded over this mesh, or a new TrainState at step 0."""
     checkpoints = directory / "checkpoints"
     board, agreement = together.board, together.agreement
     step = board.call_on_first("step", lambda: checkpoint.latest_step(checkpoints, log))
@@ -46,7 +46,7 @@ def restore_or_init(cfg: Config, mesh, directory: Path | BucketDirectory, given_
 
 
 def describe_rate_jump(cfg: Config, state: optimizer.TrainState, before: float) -> str | None:
-    """Describe how the learning rate jumps if the run resumes with a different schedule; None if it does not.
+    """Describe how the learning rate jumps if the run resumes with a different schedule; None: it does not jump.
 
     before   the learning rate of the last step before the checkpoint
     """
@@ -60,15 +60,16 @@ def describe_rate_jump(cfg: Config, state: optimizer.TrainState, before: float) 
 
 
 def load_state_before(step: int, cfg: Config, mesh, checkpoints: Path, given_params: Callable) -> optimizer.TrainState:
-    """Return the state of the newest good checkpoint before a step, or the state at step 0."""
+    """Return the TrainState of the latest good checkpoint before a step, or a new TrainState at step 0."""
     earlier = [one.step for one in checkpoint.list_steps(checkpoints) if one.step < step and not one.find_fault()]
     return load_state(max(earlier, default=None), cfg, mesh, checkpoints, given_params)
 
 
 def load_state(step: int | None, cfg: Config, mesh, checkpoints: Path, given_params: Callable, shared: bool = True):
-    """Return the TrainState of a checkpoint, placed on this mesh; step None: a new state at step 0.
+    """Return the TrainState of a checkpoint, sharded over this mesh; step None: a new TrainState at step 0.
 
-    given_params   (cfg, mesh) -> initial parameters, or None for random ones; `train` may not import `weights`
+    given_params   (cfg, mesh) -> initial parameters, or None for random ones; an argument because `train` may not
+                   import `weights`
     """
     if step is None:
         return optimizer.init(cfg, mesh, given_params(cfg, mesh))

@@ -1,4 +1,4 @@
-"""The watchdog: a thread of each process that sends heartbeats, and ends the process if another is lost or hangs."""
+"""The watchdog: a thread in each process. It sends heartbeats, and ends the process if any process is lost or hangs."""
 
 import contextlib
 import faulthandler
@@ -21,16 +21,17 @@ from train.agreement import ROOT, Agreement
 from train.board import Message
 from train.storage import replace_file
 
-LOST = 75  # exit status that means that another attempt may succeed; EX_TEMPFAIL in sysexits.h
+LOST = 75  # exit status which means that another attempt may succeed; EX_TEMPFAIL in sysexits.h
 ALIVE_S = 2.0  # seconds between two heartbeats for the supervisor
 SHUTDOWN_S = 60  # how long jax.distributed waits at the end for all processes
-GRACE_S = 10.0  # how long the other processes have to read why process 0 exits, and to report that they exit too
+GRACE_S = 10.0  # how long process 0, before it exits, waits until the others have read why and have reported their exit
 
 
 def say_alive(silent_s: float, state: str) -> None:
-    """Tell the supervisor, if there is one, that this process is alive, and `joining`, `joined` or `preempted`.
+    """Tell the supervisor, if there is one, that this process is alive, with its state: joining, joined or preempted.
 
-    It checks the age of the file AXIS_ALIVE, which contains the age in seconds that means "dead", and the state.
+    The supervisor checks the age of the file AXIS_ALIVE. The file contains `silent_s`, the age in seconds at which the
+    supervisor treats the process as dead, and the state.
     """
     if path := os.environ.get("AXIS_ALIVE"):
         with contextlib.suppress(OSError):
@@ -40,12 +41,12 @@ def say_alive(silent_s: float, state: str) -> None:
 
 
 class Watchdog:
-    """Watches the other processes and this one's steps. `exit` ends the process; tests replace it."""
+    """Watches the other processes, and the steps of this process. `exit` ends the process; tests replace it."""
 
     def __init__(self, agreement: Agreement, run: RunConfig, exit: Callable = os._exit):
         self.agreement, self.board, self.exit = agreement, agreement.board, exit
         self.peer_timeout_s, self.hang_timeout_s = run.peer_timeout_s, run.hang_timeout_s
-        self.heard = dict.fromkeys(range(self.board.count), time.monotonic())  # time of each process's newest heartbeat
+        self.heard = dict.fromkeys(range(self.board.count), time.monotonic())  # time of each process's latest heartbeat
         self.moved = None  # time of the last progress, a step or part of a longer task; None: no progress is expected
         self.found_stuck = None  # time when a process was first found stuck
         self.taken, self.report, self.written = None, ("-", "-", "-"), None
@@ -56,7 +57,7 @@ class Watchdog:
         self.thread.start()
 
     def begin_step(self, step: int) -> None:
-        """Record that this process starts a step, which may wait for the other processes."""
+        """Record that this process starts a step. The step may wait for the other processes."""
         self.board.message.step, self.moved = step, time.monotonic()
 
     def finish_step(self, step: int) -> None:
@@ -81,13 +82,13 @@ class Watchdog:
                 self.written = now
 
     def say_alive(self, more_s: float = 0.0) -> None:
-        """Tell the supervisor that this process is alive. The last state it writes marks a preempted run."""
+        """Tell the supervisor that this process is alive. The last call also tells whether the run was preempted."""
         stopped = any(message.stopped for message in (self.board.message, *self.board.messages.values()))
         preempted = stopped and self.agreement.preempted_rank is not None
         say_alive(self.peer_timeout_s + more_s, "preempted" if preempted else "joined")
 
     def leave(self, status: int, error: str = "") -> int:
-        """End the command. On success wait for the other processes; on failure tell them why and end this process."""
+        """End the command: on success, wait for the other processes; on failure, tell them why and end this process."""
         board = self.board
         if status and board.count > 1:
             self.end(status, error or ("it was asked to stop" if status > 128 else f"exit status {status}"), say=False)
@@ -106,7 +107,7 @@ class Watchdog:
         return status
 
     def end(self, status: int, why: str, say: bool = True, lost: int | None = None) -> None:
-        """End this process now, from any thread; the others read why on the board. `lost`: rank of a silent process."""
+        """End this process now, from any thread. The others read `why` on the board. `lost`: rank of a silent one."""
         board, message = self.board, self.board.message
         message.stopped |= status > 128  # ended by a signal
         self.say_alive(GRACE_S)
@@ -141,7 +142,7 @@ class Watchdog:
             except (RuntimeError, TimeoutError) as error:
                 request = request if isinstance(error, TimeoutError) else None
                 if time.monotonic() - answered > self.peer_timeout_s:
-                    why = f"{self.board.process_name(0)}, which all others are connected to, no longer answers"
+                    why = f"{self.board.process_name(0)}, to which all others connect, no longer answers"
                     return self.end(LOST, why, lost=0)
                 continue
             answered = time.monotonic()
@@ -182,11 +183,11 @@ class Watchdog:
         slow = pace.slowest({rank: message.matmuls_ms for rank, message in messages.items()})
         if self.board.rank == 0 and slow and slow[0] not in self.slow:
             self.slow.add(slow[0])
-            log(f"slow       {self.board.process_name(slow[0])} takes {slow[1]:.1f} ms for matmuls that take the "
-                f"median host {slow[2]:.1f} ms, twice in a row; every step waits for it")  # fmt: skip
+            log(f"slow       {self.board.process_name(slow[0])} took {slow[1]:.1f} ms for a matmul check in 2 "
+                f"consecutive checks, but the median is {slow[2]:.1f} ms; every step waits for it")  # fmt: skip
 
     def show_stacks(self, now: float) -> float:
-        """Print the stack of every thread, and report where the main thread is. Returns `now`."""
+        """Print the stack of every thread, and report on the board where the main thread is. Return `now`."""
         for file in log_files():
             with contextlib.suppress(OSError):  # a full disk
                 name = self.board.process_name(self.board.rank)
@@ -200,7 +201,7 @@ class Watchdog:
         return now
 
     def describe_hang(self, messages: dict[int, Message]) -> str:
-        """Say which process did not reach the step that the others wait at, and where it is instead."""
+        """Describe which process did not reach the step in which the others wait, and where it is instead."""
         step, name, own = max(message.step for message in messages.values()), self.board.process_name, self.board.rank
         late = "; ".join(f"{name(rank)} did not reach step {step}; it is at {messages[rank].where}"
                          for rank in sorted(messages) if messages[rank].step < step)  # fmt: skip

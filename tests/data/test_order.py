@@ -216,7 +216,7 @@ def test_a_resumed_run_may_change_only_later_steps(path, tmp_path, monkeypatch):
     again(skip="101:103", mixture=f"{TWO}@101:code=0,prose=0.5,maths=0.5")
     for name, value in (("skip", "100:103"), ("mixture", f"{TWO}@100:code=0,prose=0.5,maths=0.5"),
                         ("mixture", "code=0.6,prose=0.4,maths=0")):  # fmt: skip
-        with pytest.raises(UserError, match=rf"took 100 steps with data\.{name}=.*only what starts after step 100"):
+        with pytest.raises(UserError, match=rf"the 100 finished .* data\.{name}=.*only changes after step 100"):
             again(**{name: value})
 
 

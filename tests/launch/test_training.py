@@ -142,7 +142,7 @@ def test_four_hosts_train_as_one_and_two_go_on(four, alone):
     others = four.run("launcher.sh", "--", *unasked, input=names(four.hosts[2:]))
     assert set(wait_for_end(four, four.hosts[2:])) == {2}, others.stdout
     for host in four.hosts[2:]:
-        assert "the checkpoints of runs/r are on host00, but the first host is host02: list host00 first" in log(host)
+        assert "the checkpoints of runs/r are on host00, but process 0 runs on host02: put host00 first" in log(host)
 
     two = four.hosts[:2]
     again = four.run("launcher.sh", "--", *words(), input=names(two))

@@ -26,7 +26,7 @@ def test_two_runs_in_one_directory_are_refused(straight, home):
             status, out, err = run([*argv, *more])
             assert (status, out) == (2, "")
             assert re.fullmatch(
-                rf"error: {straight} is in use by process {os.getpid()} on \S+, since .*; wait until that ends, or "
+                rf"error: {straight} is in use by process {os.getpid()} on \S+, since .*; wait until it ends, or "
                 r"start another run with --run\.name\n", err)  # fmt: skip
         assert snapshot(straight) == with_lock
     assert snapshot(straight) == before
@@ -70,14 +70,14 @@ def test_missing_checkpoints_stop_the_run(partway, straight):
     before, record = snapshot(directory), rows_of(directory)
     status, out, err = run(argv)
     assert (status, out) == (2, "")
-    assert err == (f"error: {directory} reached step 49, but its checkpoint of step 49 is gone: {directory}/"
-                   "checkpoints has no checkpoint; put it back, or add --run.restart newest to repeat steps 1 to 49; "
-                   f"their rows move to {SET_ASIDE}\n")  # fmt: skip
+    assert err == (f"error: {directory}: the latest checkpoint, step 49, is missing: {directory}/checkpoints has no "
+                   "checkpoint; restore it, or add --run.restart newest to rerun steps 1 to 49, whose metrics move to "
+                   f"{SET_ASIDE}\n")  # fmt: skip
     assert snapshot(directory) == before
 
     status, out, err = run([*argv, "--run.restart", "newest"])
     assert (status, err) == (0, "") and "resumed" not in out
-    assert f"set aside  {len(record) - 1} rows to repeat after step 0, in {directory}/{SET_ASIDE}\n" in out
+    assert f"set aside  {len(record) - 1} rows after step 0, which are rerun, in {directory}/{SET_ASIDE}\n" in out
     assert rows_of(directory, SET_ASIDE) == record[1:]
     assert soak.differences(argv, directory, straight) == []
     assert json.loads((directory / "config.json").read_text())["config"]["run"]["restart"] == "no"
@@ -92,9 +92,7 @@ def test_only_the_newest_checkpoint_must_exist(partway):
     (directory / "checkpoints/49/manifest.json").unlink()
     assert check_resumable(cfg, directory) is None
     shutil.rmtree(directory / "checkpoints/49")
-    with pytest.raises(
-        ValueError, match=r"checkpoint of step 49 is gone: .* has only step 48 and earlier; .* 49 to 49"
-    ):
+    with pytest.raises(ValueError, match=r"step 49, is missing: .* has only step 48 and earlier; .* 49 to 49"):
         check_resumable(cfg, directory)
     assert check_resumable(replace(cfg, **{"run.restart": "newest"}), directory) is None
     Metrics(directory, 48, 60)  # as a run that resumes from step 48 does
@@ -105,7 +103,7 @@ def test_only_the_newest_checkpoint_must_exist(partway):
         file.write('{"kind": "start", "step": 48}\n{"kind": "end", "step": 60}\n')
     shutil.rmtree(directory / "checkpoints")
     assert check_resumable(cfg, directory) == 60
-    with pytest.raises(ValueError, match="reached step 60, but its checkpoint of step 60 is gone"):
+    with pytest.raises(ValueError, match="the latest checkpoint, step 60, is missing"):
         check_resumable(replace(cfg, **{"run.steps": 99}), directory)
 
 
@@ -184,4 +182,4 @@ def test_rows_of_repeated_steps_are_set_aside(tmp_path, capsys):
         Metrics(tmp_path, step, 20)
         assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:step])
     assert (tmp_path / SET_ASIDE).read_text() == lines[5] + lines[3]
-    assert capsys.readouterr().out.count("set aside  1 rows to repeat after step ") == 2
+    assert capsys.readouterr().out.count("set aside  1 rows after step ") == 2

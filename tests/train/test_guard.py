@@ -200,8 +200,8 @@ def test_ten_skipped_steps_in_a_row_stop_the_run(home, monkeypatch):
     fail_at(monkeypatch, {2, 3, *range(5, STEPS)})
     status, out, err = run(flags(home, "--run.name", "stopped"))
     assert status == 2 and "Traceback" not in err
-    assert err.startswith("error: steps 6 to 15 were skipped, 10 in a row. At the last, the norm of the gradient is ")
-    assert "The parameters are those after step 5. Inspect the first one with --replay 6; then start again with" in err
+    assert err.startswith("error: steps 6 to 15 were skipped, 10 in a row. At step 15, the norm of the gradient is ")
+    assert "The parameters have not changed since step 5. Inspect one with --replay 6; then start again with" in err
     for advice in ("--optim.lr (now 0.003)", "--optim.warmup_steps (now 2)", "--optim.clip_norm (now 1.0)",
                    "--model.precision float32"):  # fmt: skip
         assert advice in err
@@ -231,7 +231,7 @@ def test_the_watch_looks_back_ten_steps_and_names_both_ends():
     assert (kind, step, values["first"], values["last"]) == ("skip", 1, "embedding_VD", last)
     assert values["bad"] == len(WATCHED) - 1
     why = f"the loss is nan; first gradient that is not finite: embedding_VD; {len(WATCHED) - 2} more, the last: {last}"
-    with pytest.raises(UserError, match=f"10 in a row. At the last, {why}. The parameters are those after step 20."):
+    with pytest.raises(UserError, match=f"in a row. At step 30, {why}. The parameters have not changed since step 20."):
         guard.SkipWatch(CFG, lambda *_, **__: None)._report(30, values_of(10), 10)
 
 

@@ -100,4 +100,4 @@ def test_only_process_0_checks_the_directory(asked, home, tmp_path, monkeypatch)
     (directory / "checkpoints" / checkpoint.KEEPER).write_text("host07")
     assert check()[0].endswith("; starts at step 0\n"), "the launcher's name for this host is unknown"
     monkeypatch.setenv("AXIS_HOST", "host02")
-    assert "are on host07, but the first host is host02: list host07 first" in check()[1]
+    assert "are on host07, but process 0 runs on host02: put host07 first" in check()[1]
