@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Start a command on every host of a TPU slice over ssh, show its status, or stop it.
+# Start a command on all hosts, e.g. of a TPU slice, over ssh; show its status, or stop it.
 #
 #   ./launcher.sh --hosts hosts.txt -- python main.py moe1b
 #   ./launcher.sh --help
 #
-# Needs: Python 3.9 or later, ssh, git. Changes: see --help.
+# Needs: Python 3.9 or later, ssh and git. What it changes: see --help.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" > /dev/null && pwd)

@@ -1,25 +1,26 @@
 """Carry out one request from launcher.sh, setup_tpu.sh or debug_tpu.sh on this host.
 
-For every request the scripts send `supervisor.py`, this file, one line of JSON (the request) and the request's data
-over ssh. Each line of the answer starts with the request's random mark, so text that a login or a command prints is
-never mistaken for an answer.
+For every request, the scripts send four things over ssh: `supervisor.py`, this file, one line of JSON (the request),
+and the request's data. Each line of the answer starts with the request's random mark, so text that a login script or a
+command prints is never mistaken for an answer.
 
 Needs: Linux, Python 3.9, tmux, tar; to install packages, also make and Python 3.11.
-Changes: only the folder it is given, which belongs to this host alone:
-  commits/COMMIT/    the files of a commit; .shipped has their checksums; runs and tokens are links to those below
-  packages/LOCK/     the .venv shared by all commits that lock the same packages
+Changes: only the folder in the request, which must not be shared with other hosts:
+  commits/COMMIT/    the files of a commit; .shipped has their checksums; runs and tokens are links to the folders below
+  packages/LOCK/     the .venv shared by all commits with the same lock files
   launches/LAUNCH/   launch.json (command, environment, settings), agent.py, log and the older log.old, pid, exit;
-                     progress and alive, if the command writes them; restarts: the count; stop: who requested it.
-                     Only you can read them. launches/latest links to the last launch
+                     progress and alive, if the command writes them; restarts: the count; stop: who requested a stop.
+                     Only you can read these files. launches/latest links to the last launch
   runs/  tokens/     what training writes and reads, shared by all commits
-  lock               held while a process of a launch is alive; the kernel releases it when the last one exits
-  starting           held while a launch is starting
+  lock               locked while a process of a launch is alive; the kernel releases it when the last process exits
+  starting           locked while a launch is starting
 
-A command can report to its supervisor through two files, which it replaces by renaming. AXIS_PROGRESS names a file with
-one line of tab-separated fields: step, number of steps, loss, tokens/s, and the unix time at which the step finished;
-`-` is unknown. AXIS_ALIVE names the heartbeat file, which a healthy command keeps replacing. It contains the seconds
-without a heartbeat after which the supervisor kills the command, and a status: `joining` until all processes have
-joined, then `joined`; at the end `preempted` if the command stopped early because the system sent SIGTERM.
+A command can report to its supervisor through two files, which it replaces by renaming. The variable AXIS_PROGRESS has
+the path of a file with one line of tab-separated fields: step, number of steps, loss, tokens/s, and the unix time at
+which the step finished; `-` is unknown. AXIS_ALIVE has the path of the heartbeat file, which a healthy command keeps
+replacing. This file contains the number of seconds without a heartbeat after which the supervisor kills the command,
+and a status: `joining` until all processes have joined, then `joined`; at the end `preempted` if the command stopped
+early because the system sent SIGTERM.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def has_tpu() -> bool:
 
 
 def holder_pids(target: str) -> list[int]:
-    """The ids of the processes that have a file open; includes other users' processes only for root."""
+    """Return the ids of the processes that have a file open. Only root also sees other users' processes."""
     pids = set()
     for link in glob.glob("/proc/[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
@@ -92,7 +93,7 @@ def describe_process(pid: int) -> str:
 
 
 def changed_files(commit: str) -> str:
-    """The files of a commit that were edited after they were shipped, separated by spaces."""
+    """Return the files of a commit that were edited after they were copied here, separated by spaces."""
     check = ["sha256sum", "--check", "--quiet", ".shipped"]
     done = subprocess.run(check, cwd=f"commits/{commit}", capture_output=True, text=True)
     return " ".join(line.partition(":")[0].removeprefix("./") for line in done.stdout.splitlines())
@@ -111,7 +112,7 @@ def receive(commit: str, **request) -> dict:
         with contextlib.suppress(BrokenPipeError), unpack.stdin as sink:
             shutil.copyfileobj(stdin, sink)
         if unpack.wait():
-            raise Refused(f"the files of commit {commit} arrived incomplete; is the disk full?")
+            raise Refused(f"the files of commit {commit} did not arrive completely; is the disk full?")
         sums = "find . -type f -print0 | xargs -0 sha256sum"
         (partial / ".shipped").write_bytes(subprocess.run(sums, shell=True, cwd=partial, stdout=subprocess.PIPE).stdout)
         (partial / "runs").symlink_to("../../runs")
@@ -124,7 +125,7 @@ def receive(commit: str, **request) -> dict:
 
 
 def prepare(commit: str, venv: str, free: bool) -> dict:
-    """Check that the host can run a commit, and install its packages. free: refuse if a run is alive."""
+    """Check that the host can run a commit, and install its packages. free: raise Refused if a run is alive."""
     if not shutil.which("tmux"):
         raise Refused("tmux is missing; install it: sudo apt-get install tmux")
     if free and not nothing_runs():
@@ -133,7 +134,7 @@ def prepare(commit: str, venv: str, free: bool) -> dict:
         return {"absent": True}
     if files := changed_files(commit):
         where = f"{os.getcwd()}/commits/{commit}; copy what you need, remove that folder, and try again"
-        raise Refused(f"files of its commit were edited on the host: {files} changed in {where}")
+        raise Refused(f"files of the commit were edited on the host: {files} changed in {where}")
     install_packages(commit, venv)
     boot, here = read(Path("/proc/sys/kernel/random/boot_id"))[:8], os.stat(".")
     connection = os.environ.get("SSH_CONNECTION", "").split()
@@ -172,7 +173,7 @@ def install_packages(commit: str, venv: str) -> None:
 
 
 def host_facts(commit: str) -> dict:
-    """The versions of Python and jax, which must agree on all hosts, the GiB of free disk, and the clock."""
+    """Return the versions of Python and jax, which must be the same on all hosts, free disk space in GiB, and clock."""
     python, versions = Path("commits", commit, ".venv/bin/python"), ["none", "none"]
     if os.access(python, os.X_OK):
         ask = ("import sys, importlib.metadata as m\nprint(sys.version.split()[0])\n"
@@ -195,7 +196,7 @@ def check(commit: str, command: list[str], environment: dict) -> dict:
 
 
 def refusal_reason(text: str) -> str:
-    """Why a command refused, in one line: its `error: ..` line, the text in its box, or its last line."""
+    """Return a command's error message as one line: its `error: ..` line, the text in its box, or its last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if errors := [line for line in lines if line.startswith("error: ")]:
         return errors[0]
@@ -208,7 +209,7 @@ def refusal_reason(text: str) -> str:
 
 
 def port(port: int) -> dict:
-    """Refuse if a process listens on the port, on any address, because JAX's coordinator needs it."""
+    """Raise Refused if a process listens on the port, at any address, because JAX's coordinator needs the port."""
     if has_tpu():  # JAX chooses another port
         return {}
     tables = read(Path("/proc/net/tcp")) + "\n" + read(Path("/proc/net/tcp6"))
@@ -222,15 +223,15 @@ def port(port: int) -> dict:
 
 
 def start(launch: dict, coordinator: str, count: int, environment: dict) -> dict:
-    """Prepare a launch, and begin when launcher.sh sends `go`, which it does once all hosts are ready.
+    """Prepare a launch, and start it when launcher.sh sends `go`, once all hosts are ready.
 
-    Cancels the launch before anything runs if launcher.sh disconnects or sends nothing for GO_S seconds.
+    If launcher.sh disconnects, or sends nothing for GO_S seconds, cancel the launch before anything runs.
     """
     launch, folder = Launch(**launch, starter=os.getpid()), os.getcwd()
     here = launch.folder
     start_lock = acquire_lock("starting", 40)  # held until the run holds `lock`: of two simultaneous launches one fails
     if start_lock is None:
-        raise Refused("another launch has been starting here for 40 s; wait until it is done, then launch again")
+        raise Refused("another launch has been starting here for 40 s; wait until it has started, then launch again")
     if not nothing_runs():
         raise Refused(f"a run is alive here: {describe_latest()}")
     if has_tpu():  # JAX gets the order of the hosts from the TPU
@@ -280,13 +281,13 @@ def link(target: str, path: Path) -> None:
 
 
 def session_name() -> str:
-    """The name of this folder's own tmux session; the default folder's is `axis`."""
+    """Return the name of the tmux session for this folder; for the default folder it is `axis`."""
     name = os.path.basename(os.getcwd())
     return "axis" if name == "axis-by-axis" else "axis-" + re.sub(r"[.:]", "_", name)
 
 
 def state() -> str:
-    """The state of the last launch as `status` prints it: running, restarting, its exit status, .."""
+    """Return the state of the last launch as `status` prints it: running, restarting, its exit status, .."""
     if not os.path.lexists(LATEST):
         return "not launched"
     quiet, code = nothing_runs(), read(LATEST / "exit")  # in this order: a run writes its exit status before it ends
@@ -308,7 +309,7 @@ def state() -> str:
 
 
 def status() -> dict:
-    """The state and progress of the last launch; None is unknown, and numbers are as the command wrote them."""
+    """Return the state and progress of the last launch. None is unknown. Numbers are as the command wrote them."""
     launch, now = latest(), time.time()
     fields = (read(LATEST / "progress").split("\t") + ["-"] * 5)[:5]
     step, steps, loss, speed, at = (None if field in ("", "-") else field for field in fields)
@@ -322,7 +323,7 @@ def status() -> dict:
 
 
 def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
-    """Send SIGTERM, then SIGKILL after `grace_s` seconds. launch: stop only if this is the last launch here.
+    """Send SIGTERM, then SIGKILL after `grace_s` seconds. launch: stop only if the last launch has this name.
 
     A second `stop` only waits for the first, because a second SIGTERM would make the run exit without saving.
     """
@@ -356,7 +357,7 @@ def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
 
 
 def create_file(path: Path, text: str = "") -> bool:
-    """Create a file, which stays empty if the disk is full. Returns False if it exists already."""
+    """Create a file, which stays empty if the disk is full. Return False if it already exists."""
     try:
         with open(path, "x") as file:
             file.write(text)
@@ -390,7 +391,7 @@ def logs(lines: int, follow: bool) -> dict:
 
 
 def show_more(file) -> bool:
-    """Emit the complete lines added to a log, then wait 0.2 s. Returns False if the reader has disconnected."""
+    """Emit the complete lines added to a log, then wait 0.2 s. Return False if the reader has disconnected."""
     if file.tell() > os.path.getsize(file.name):  # the log was truncated
         file.seek(0)
     while (at := file.tell()) is not None and (line := file.readline()).endswith("\n"):
@@ -402,7 +403,7 @@ def show_more(file) -> bool:
 
 
 def run_next_to_run(command: list[str]) -> dict:
-    """Run a command next to the training run, in its commit."""
+    """Run a command while the training run goes on, in the same commit."""
     if not (launch := latest()).command:
         raise Refused("nothing was launched here")
     where = {
@@ -422,7 +423,7 @@ def run_next_to_run(command: list[str]) -> dict:
 
 
 def pack(run: str) -> dict:
-    """Send a tar.gz of a run's folder as lines of base64. Files may grow meanwhile."""
+    """Send a tar.gz of a run's folder as lines of base64. Files may grow in the meantime."""
     names = sorted(os.listdir("runs")) if os.path.isdir("runs") else []
     if run not in names:
         raise Refused(f"runs/{run} does not exist; existing runs: {', '.join(names)[:200] or 'none'}")
@@ -436,7 +437,7 @@ def pack(run: str) -> dict:
 
 
 def clean(keep: int, commit: str) -> dict:
-    """Remove all but the last `keep` launches, and the commits and packages that neither they nor `commit` use."""
+    """Remove all but the last `keep` launches, and commits and packages that neither these nor `commit` need."""
     last, before, removed = LATEST.resolve().name, disk_kib(), []
 
     def remove(paths, needed) -> None:
@@ -459,7 +460,7 @@ def disk_kib() -> int:
 
 
 def tpu() -> str:
-    """Who is using the TPU. libtpu locks a file; if another user left it behind, nobody else can open the TPU."""
+    """Describe who uses the TPU. libtpu locks a file; if a user left this file behind, no other can open the TPU."""
     file = os.environ.get("LIBTPU_LOCKFILE", "/tmp/libtpu_lockfile")
     if not os.path.exists(file):
         return "free" if has_tpu() else "none"
@@ -489,7 +490,7 @@ def doctor(commit: str) -> dict:
 
 
 def usage() -> dict:
-    """CPU load, memory, disk, and each TPU chip's memory and utilization if `tpu-info` is installed."""
+    """Return CPU load, memory, disk, and each TPU chip's memory and utilization if `tpu-info` is installed."""
     sizes = dict(line.split(":") for line in read(Path("/proc/meminfo")).splitlines())
     total, free = (int(sizes[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
     disk, chips = shutil.disk_usage("."), ""

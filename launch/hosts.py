@@ -1,6 +1,6 @@
 """Read the list of hosts and send them requests: one ssh connection per host, many in parallel.
 
-`python launch/hosts.py` prints the agent's source after its length, for the commands that a dry run prints.
+`python launch/hosts.py` prints the length of the agent's source and then the source. The commands of a dry run use it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Any login shell can run this command. It finds a Python that reads the agent's source from standard input.
+# Any login shell can run this command. It starts a Python that reads the agent's source from standard input.
 BOOT = """\
 for p in python3.11 python3.12 python3; do
 if "$p" -I -c "import sys; sys.exit(sys.version_info < (3, 9))" < /dev/null 2> /dev/null; then
@@ -46,7 +46,7 @@ def whole_number(name: str, text: str) -> int:
 
 
 def agent_source() -> str:
-    """The source of supervisor.py and agent.py as one program."""
+    """Return the source of supervisor.py and agent.py as one program."""
     supervisor, agent = (ROOT.joinpath("launch", name).read_text() for name in ("supervisor.py", "agent.py"))
     ours = [line for line in agent.splitlines(True) if not line.startswith(("from __future__", "from launch."))]
     return supervisor + "".join(ours)
@@ -56,7 +56,7 @@ def agent_source() -> str:
 
 
 def read_hosts(lines) -> list[str]:
-    """Parse one host per line, as ssh knows it. # starts a comment; a byte order mark and CRLF are accepted."""
+    """Parse one host per line, as ssh knows it. # starts a comment. A byte order mark and CRLF are allowed."""
     hosts = []
     for line in lines:
         words = line.lstrip("\ufeff").partition("#")[0].split()
@@ -72,13 +72,13 @@ def read_hosts(lines) -> list[str]:
         if host.count(":") == 1 and "://" not in host:
             raise UserError(f"'{host}': write the port as ssh://{host}, or set it in ~/.ssh/config")
         if host in hosts:
-            raise UserError(f"{host} is listed twice; remove one of its lines")
+            raise UserError(f"{host} is listed twice; remove one of the lines")
         hosts.append(host)
     return hosts
 
 
 def hosts_of_tpu(name: str, zone: str) -> list[str]:
-    """The addresses of a slice's hosts in worker order, from gcloud; external addresses if the hosts have them."""
+    """Ask gcloud for the addresses of a slice's hosts, in worker order; external addresses if the hosts have them."""
     endpoint = "networkEndpoints.accessConfig.externalIp,networkEndpoints.ipAddress"
     command = ["gcloud", "compute", "tpus", "tpu-vm", "describe", name, "--zone", zone]
     command += ["--flatten=networkEndpoints[]", f"--format=csv[no-heading]({endpoint})"]
@@ -90,13 +90,13 @@ def hosts_of_tpu(name: str, zone: str) -> list[str]:
 
 
 def select_hosts(hosts: list[str], names: str, where: str = "--only") -> list[str]:
-    """The hosts in the comma-separated `names`, in the order of `hosts`. where: the argument that has them."""
+    """Return the hosts in the comma-separated `names`, in the order of `hosts`. where: the argument."""
     wanted = [name for name in names.split(",") if name]
     for name in wanted:
         if name not in hosts:
             raise UserError(f"{where} {names}: {name} is not in the list of hosts: {' '.join(hosts)}")
     if not wanted:
-        raise UserError(f"{where} '{names}' names no host; write {where} HOST,HOST")
+        raise UserError(f"{where} '{names}' has no host; write {where} HOST,HOST")
     return [host for host in hosts if host in wanted]
 
 
@@ -109,7 +109,7 @@ WHICH = {"--hosts", "--tpu", "--zone", "--only", "-"}  # flags that every comman
 def parse(argv: list[str], takes: dict, usage: str) -> tuple[str, list[str], dict, list[str], list[str]]:
     """Split a command line into the verb, its arguments, its flags, the command after --, and the hosts.
 
-    takes  verb -> (its flags, its maximum number of arguments; -1: a command after --); "" stands for no verb
+    takes  verb -> (its flags, its maximum number of arguments, or -1 for a command after --); "": no verb
     """
     argv, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     words, flags, rest = [], {}, iter(argv)
@@ -127,7 +127,7 @@ def parse(argv: list[str], takes: dict, usage: str) -> tuple[str, list[str], dic
     if verb and command and most != -1:
         raise UserError(f"'{verb}' before -- is not an option; see {usage} --help")
     if not verb and not command and most is not None:
-        raise UserError(f"name a command: -- COMMAND..{', '.join(takes)}; see {usage} --help")
+        raise UserError(f"no command given: use -- COMMAND..{', '.join(takes)}; see {usage} --help")
     if most is None:
         raise UserError(f"'{verb}' is not a command of {usage}; see {usage} --help")
     if extra := [*(flag for flag in flags if flag not in {*own.split()} | WHICH), *words[max(most, 0) :]]:
@@ -145,15 +145,15 @@ def hosts_from_flags(flags: dict) -> list[str]:
         hosts, where = read_hosts(sys.stdin), "standard input"
     elif file:
         if os.path.isdir(file):
-            raise UserError(f"{file} is a directory; name a file with one host per line")
+            raise UserError(f"--hosts {file} is a directory; use a file with one host per line")
         try:
             hosts, where = read_hosts(Path(file).read_text(encoding="utf-8").splitlines()), file
         except OSError:
             raise UserError(f"cannot read {file}; --hosts needs a file with one host per line") from None
     else:
-        raise UserError("name the hosts: --hosts FILE (one per line), --tpu NAME --zone ZONE, or - (standard input)")
+        raise UserError("no hosts: use --hosts FILE (one per line), --tpu NAME --zone ZONE, or - (standard input)")
     if not hosts:
-        raise UserError(f"{where} lists no hosts")
+        raise UserError(f"no hosts in {where}")
     return select_hosts(hosts, flags["--only"]) if "--only" in flags else hosts
 
 
@@ -178,13 +178,13 @@ class Answer:
         return None if self.failed else self.values.get(name)
 
     def clock_s(self) -> int:
-        """How far the host's clock is ahead of the local one, in seconds, within the duration of the request."""
+        """Return how many seconds the host's clock is ahead of the local clock, accurate to the request's duration."""
         clock = self.get("clock") or self.sent_at
         return round(clock - min(max(clock, self.sent_at), self.answered_at))
 
 
 class Fleet:
-    """The hosts, and the settings from environment variables."""
+    """The hosts, and the settings from the environment."""
 
     def __init__(self, hosts: list[str]):
         self.hosts, env = hosts, os.environ.get
@@ -213,7 +213,7 @@ class Fleet:
         """Send a request to all hosts, many in parallel, and print a line for each host when it is done.
 
         what   a request, or a function that gets the host's number and returns its Answer
-        label  the text of that line; "": the answer's text; None: no line. Failures are printed unless `quiet`
+        label  the text of that line; "": the answer's text; None: no line. A failure is always printed, unless `quiet`
         """
         answers: dict[int, Answer] = {}
 
@@ -246,9 +246,9 @@ class Fleet:
 
         limit_s   time limit in seconds; None: TIMEOUT, 0: no limit
         payload   a command whose output is sent after the request
-        keys      names of local variables that are added to the request's environment
+        keys      names of local environment variables to add to the request's environment
         on_line   called with each line or chunk of the output
-        on_ready  called when the host is ready; returns whether to begin. The wait does not count toward PARALLEL
+        on_ready  called when the host is ready; returns whether to start. PARALLEL does not count hosts that wait here
         """
         host, mark = self.hosts[number], "dry-run" if self.dry else secrets.token_hex(8)
         command = [*self.ssh, "--", host, f"sh -c '{BOOT}' axis-by-axis {request['do']}"]
@@ -276,12 +276,12 @@ class PendingRequest:
         fleet.children.add(self.child)
 
     def answer(self, text: bytes, payload, on_line, on_ready) -> Answer:
-        """Send the request and read the complete answer."""
+        """Send the request, read the complete answer and return it."""
         answer = Answer(self.host, sent_at=time.time())
         timer = threading.Timer(self.limit_s or 10**8, self.give_up)
         timer.daemon = True
         timer.start()
-        with contextlib.suppress(OSError):  # the host disconnected; its answer says why
+        with contextlib.suppress(OSError):  # the host disconnected; its answer explains why
             self.send(text, payload, stays_open=on_line or on_ready)
         for line in self.child.stdout:
             kind, value = self.parse(line)
@@ -318,7 +318,7 @@ class PendingRequest:
             self.child.stdin.close()
 
     def parse(self, line: bytes):
-        """Return (kind, value) of a line of the answer, or (None, None) for other output, such as a login's."""
+        """Return (kind, value) of a line of the answer, or (None, None) for other output, e.g. from a login script."""
         text = line.decode(errors="replace")
         if self.mark not in text:  # the mark may follow output that lacks a newline
             self.other_output = text.strip()[:500] or self.other_output
@@ -330,23 +330,23 @@ class PendingRequest:
         self.child.kill()
 
     def cause(self, status: int) -> str:
-        """Why the request got no answer, and what to do."""
+        """Explain why the request got no answer, and what to do."""
         self.errors.seek(0)
         lines = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
         last, host = (lines or [""])[-1][:500], self.host
         if self.timed_out:
-            return (f"not done within {self.limit_s} s; set TIMEOUT to wait longer, or close a shared ssh "
+            return (f"no answer within {self.limit_s} s; set TIMEOUT to wait longer, or close a shared ssh "
                     f"connection that hangs: ssh -O exit {host}")  # fmt: skip
         if status == 255 and "verification failed" in last:
             advice = [lines[n + 1] for n, line in enumerate(lines[:-1]) if line.endswith("remove with:")]
             return f"the host key has changed; if you expected that: {(advice or [f'ssh-keygen -R {host}'])[0]}"
         if status == 255 and "Permission denied" in last:
-            return f"rejects the ssh key ({last}); add your key on the host, or name the right one in ~/.ssh/config"
+            return f"ssh key rejected ({last}); add your key on the host, or set the right key in ~/.ssh/config"
         if status == 255:
             return f"unreachable: {last}" if "timed out" in last else f"cannot be reached: {last}; try ssh {host}"
         if status != 69 and (status in (0, 127) or self.other_output or not last):
             output = f"prints: {self.other_output}" if self.other_output else f"exits{f' ({last})' if last else ''}"
-            return f"gives no valid answer but {output}; check the shell's startup files on {host} (.bashrc)"
+            return f"no valid answer: the host {output}; check the shell's startup files on {host} (.bashrc)"
         return last
 
 
@@ -354,7 +354,7 @@ class PendingRequest:
 
 
 def print_table(headings: list[str], rows: list[list]) -> None:
-    """Print a table with one line per host; None is shown as -."""
+    """Print a table with one line per host. None is printed as -."""
     cells = [["host", *headings]] + [["-" if cell is None else str(cell) for cell in row] for row in rows]
     widths = [max(len(row[n]) for row in cells if len(row) > n) for n in range(len(headings) + 1)]
     for row in cells:
@@ -362,7 +362,7 @@ def print_table(headings: list[str], rows: list[list]) -> None:
 
 
 def differing_lines(answers: list[Answer], **names: str) -> list[str]:
-    """A line for each host whose value of a key differs from that of most hosts. names: key -> printed name."""
+    """Return a line for each host that differs from most hosts in one of the keys in `names` (key -> printed name)."""
     lines = []
     for key, name in names.items():
         values = {answer.host: answer.get(key) for answer in answers if answer.get(key) not in (None, "-", "none")}
@@ -373,7 +373,7 @@ def differing_lines(answers: list[Answer], **names: str) -> list[str]:
 
 
 def handle_signals() -> None:
-    """Make SIGHUP, SIGINT and SIGTERM raise Interrupted; later signals are ignored, so cleanup can finish."""
+    """Make SIGHUP, SIGINT and SIGTERM raise Interrupted. Later signals are ignored, so cleanup can finish."""
 
     def interrupt(number, _):
         for other in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
@@ -386,7 +386,7 @@ def handle_signals() -> None:
 
 
 def run_script(work, argv: list[str], description: str) -> int:
-    """Run a script, or print its help; returns the exit status."""
+    """Run a script, or print its help; return the exit status."""
     handle_signals()
     try:
         if {"-h", "--help"} & {*argv[: argv.index("--") if "--" in argv else None]}:

@@ -1,80 +1,83 @@
-"""Start a command on every host of a TPU slice, over ssh, in tmux sessions that outlive ssh and this terminal.
+"""Start a command on all hosts, e.g. of a TPU slice, over ssh. It runs in tmux, so it outlives ssh and this terminal.
 
   ./launcher.sh --hosts hosts.txt -- python main.py moe1b --mesh fsdp=8,stage=2,tensor=2
   ./launcher.sh --tpu my-slice --zone us-central2-b --restarts 3 -- python main.py moe1b
   ./launcher.sh status --hosts hosts.txt
 
-Hosts: --hosts FILE, --tpu NAME --zone ZONE (their addresses, from gcloud), or - (standard input). --only HOST,HOST
-picks some of them, written as in the list. Each line is one host as ssh knows it: a name, an IPv4 or IPv6 address,
-user@HOST, or ssh://[user@]HOST:PORT; # starts a comment. The first line is the first host. `ssh HOST true` must work
-without a prompt. For --tpu, name the user and gcloud's key, ~/.ssh/google_compute_engine, in ~/.ssh/config.
+List the hosts with --hosts FILE, with --tpu NAME --zone ZONE (the addresses come from gcloud), or with - (standard
+input). Each line is one host as ssh knows it: a name, an IPv4 or IPv6 address, user@HOST, or ssh://[user@]HOST:PORT;
+# starts a comment. The first line is the first host. --only HOST,HOST selects some hosts, written as in the list.
+`ssh HOST true` must work without a prompt. For --tpu, set the user and gcloud's key, ~/.ssh/google_compute_engine, in
+~/.ssh/config.
 
-  -- COMMAND..              copy the commit that is checked out here (uncommitted edits are refused) to all hosts and
-                            start COMMAND in it on all of them, or on none. The first host runs process 0. main.py's
-                            settings, training data and mesh are checked first. When all hosts are ready, they all
-                            get the start signal. Before that, Ctrl-C or losing this terminal or machine cancels the
-                            launch on every host
+  -- COMMAND..              copy the commit that is checked out here to all hosts, and start COMMAND in this commit on
+                            all of them or, if one fails, on none. Uncommitted edits are an error. The first host
+                            runs process 0. Settings, training data and mesh of main.py are checked first. When all
+                            hosts are ready, they all get the start signal. Before that, the launch is canceled on
+                            every host if you press Ctrl-C, or if this terminal or machine is lost
      --replace              when all hosts are ready, stop the current run, then start; without --replace a live run
-                            is an error. The new run starts even if the old one had to be killed. If somebody else
-                            started the old run, launcher.sh asks first; --yes skips the question, and is required
-                            without a terminal
-     --restarts N           if COMMAND fails, restart it on all hosts, at most N times (default: 3 for main.py on
-                            several hosts, otherwise 0), RESTART_WAIT seconds later; main.py resumes from its newest
-                            checkpoint. A preemption (the cloud takes a host away) also restarts COMMAND and is not
-                            counted. An attempt that some host did not join is not counted either, but after 12 such
-                            attempts in a row (80 minutes) it gives up. `stop`, and exit status 0, 2, 126, 127, 130
-                            or 143 without a preemption, end the run. A host that was switched off does not rejoin
-                            by itself: launch again, with --replace
+                            is an error. The new run starts even if the old run had to be killed. If somebody else
+                            started the old run, launcher.sh asks you first; --yes skips the question, and is
+                            required without a terminal
+     --restarts N           if COMMAND fails, restart it on all hosts after RESTART_WAIT seconds, at most N times
+                            (default: 3 for main.py on several hosts, otherwise 0). main.py resumes from its latest
+                            checkpoint. After a preemption (the cloud takes a host away) COMMAND also restarts, but
+                            this does not count. An attempt that some host did not join does not count either, but
+                            12 such attempts in a row (80 minutes) end the run. `stop`, and exit status 0, 2, 126,
+                            127, 130 or 143 without a preemption, also end it. A host that was switched off does not
+                            rejoin by itself: launch again, with --replace
      --env NAME             pass your exported variable NAME, such as a key, to COMMAND and to the --on-end command;
-                            repeat it for more. The value travels over ssh's standard input into a file that only
-                            you can read, which `clean` removes
-     --on-end 'COMMAND'     when the run has ended or was stopped, run this in a shell on the first host, in the
-                            commit's folder; AXIS_EXIT is the exit status. If that host is lost, it does not run
-  status [--short | --json] each host's state, step, loss and tokens/s, seconds since that step and since the last
-                            log output, and the log's last line; then the command and who started it. --short: only
-                            hosts with problems, and one line for all others. --json: print only one array with an
-                            object per host
-  logs [HOST] [-f]          the last lines of the logs of all hosts or of one; -n LINES (default: 40); -f follows the
-                            logs, including those of later runs
+                            repeat --env for more variables. The value is sent over ssh's standard input and stored
+                            in a file that only you can read, until `clean` removes it
+     --on-end 'COMMAND'     when the run has ended or was stopped, run this command in a shell on the first host, in
+                            the commit's folder; AXIS_EXIT is the exit status. If that host is lost, it does not run
+  status [--short | --json] print each host's state, step, loss and tokens/s, the seconds since that step and since
+                            the last log output, and the log's last line; then the command and who started it.
+                            --short: only hosts with problems, and one line for all others. --json: only an array
+                            with one object per host
+  logs [HOST] [-f]          print the last lines of the logs of all hosts or of one; -n LINES (default: 40); -f
+                            follows the logs, including those of later runs
   stop [--now]              send SIGTERM, so that the run saves; after GRACE send SIGKILL to processes that are left,
-                            even if you press Ctrl-C here. A second `stop` only waits for the first. --now: SIGKILL
-                            at once. If somebody else started the run, it asks first; --yes skips the question
-  exec -- COMMAND..         run COMMAND next to the run, in its commit, for at most TIMEOUT, and show its output
-  fetch NAME [FOLDER]       copy runs/NAME of the first host to FOLDER here (default: runs/NAME), which must not
-                            exist yet. With local disks the first host holds the complete checkpoints; with a shared
-                            --run.dir, copy them from that disk
-  usage                     each host's cores, memory, disk, and TPU chips where tpu-info is installed
+                            even if you press Ctrl-C here. A second `stop` only waits for the first. --now: send
+                            SIGKILL at once. If somebody else started the run, launcher.sh asks you first; --yes
+                            skips the question
+  exec -- COMMAND..         run COMMAND while the run goes on, in its commit, for at most TIMEOUT; print the output
+  fetch NAME [FOLDER]       copy runs/NAME from the first host to FOLDER here (default: runs/NAME), which must not
+                            exist yet. With local disks the first host has the complete checkpoints; with a shared
+                            --run.dir, copy them from that disk instead
+  usage                     print each host's cores, memory, disk, and TPU chips where tpu-info is installed
   doctor                    find problems on the hosts: ssh, tools, commit, Python, jax, disk, clock, TPU
   clean                     remove all launches and logs except the last KEEP and a live one, and the commits and
-                            packages that no remaining launch needs. Runs and training data stay. Remove a run with
+                            packages that no remaining launch needs. Runs and training data stay. To remove a run:
                             ./launcher.sh exec .. -- rm -r runs/NAME
 
-COMMAND gets its arguments as you typed them; for a shell on the hosts, use bash -c '..'. Its PATH starts with the
-commit's packages. Its environment has AXIS_COMMIT, AXIS_PROGRESS and AXIS_ALIVE (launch/agent.py explains them), and
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. On a TPU, JAX gets these three from the TPU, and
-AXIS_PROCESSES is the number of processes instead. To start several runs on the same hosts (not on a TPU, whose chips
-serve one run at a time), give each its own HOST_FOLDER and COORDINATOR_PORT, in every command about it. Each folder
-needs its own packages and training data.
-Exit status of launcher.sh: 0: every host is running, or its command succeeded; 1: one is not, or cannot be reached;
-2: usage error, nothing was done; 3: a stop had to kill, so the steps since the last checkpoint are lost.
+COMMAND gets its arguments as you typed them; to use a shell on the hosts, write bash -c '..'. In its PATH, the commit's
+packages come first. Its environment has AXIS_COMMIT, AXIS_PROGRESS and AXIS_ALIVE (see launch/agent.py), and also
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. On a TPU, JAX gets these three values from the TPU;
+there AXIS_PROCESSES is the number of processes. To start several runs on the same hosts, set HOST_FOLDER and
+COORDINATOR_PORT to different values for each run, in every command for that run. Each folder needs its own packages and
+training data. A TPU's chips can serve only one run at a time.
+Exit status of launcher.sh: 0: every host is running, or its command succeeded; 1: a host is not running or cannot be
+reached; 2: usage error, nothing was done; 3: `stop` had to kill the run: steps since the last checkpoint are lost.
 
 Settings, from the environment:
-  DRY_RUN=1                 print the commands, run none
+  DRY_RUN=1                 print the commands without running them
   PARALLEL=16               hosts contacted in parallel
-  TIMEOUT=60                seconds for a request to a host; CONNECT_TIMEOUT=10, seconds to connect
-  SETUP_TIMEOUT=900         seconds for copying the commit and installing packages
+  TIMEOUT=60                time limit of a request to a host, in seconds
+  CONNECT_TIMEOUT=10        time limit for connecting to a host, in seconds
+  SETUP_TIMEOUT=900         time limit for copying the commit and installing packages, in seconds
   GRACE=120                 seconds between SIGTERM and SIGKILL
-  RESTART_WAIT=90           seconds before a restart; meanwhile the other hosts' processes notice that one is gone
-                            and exit, so that all restart together
-  COORDINATOR_PORT=8476     the port on which process 0 listens for the others; on a TPU, JAX chooses it
-  HOST_FOLDER=axis-by-axis  the only folder on a host that is written to: relative to the home folder, or absolute
-  VENV=                     use the virtual environment that all hosts have at this path; install none
-  LOG_MIB=256               when a log reaches this size, it is moved to log.old and starts over
+  RESTART_WAIT=90           seconds before a restart; meanwhile the processes on the other hosts notice that one is
+                            gone and exit, so that all restart together
+  COORDINATOR_PORT=8476     port on which process 0 listens for the other processes; on a TPU, JAX chooses it
+  HOST_FOLDER=axis-by-axis  the only folder on a host that is written to; absolute, or relative to the home folder
+  VENV=                     virtual environment that exists at this path on all hosts; nothing is installed then
+  LOG_MIB=256               when a log reaches this size in MiB, it is moved to log.old, and a new log starts
   KEEP=5                    number of launches that `clean` keeps
-  SSH_CONFIG=               a file for ssh -F instead of ~/.ssh/config
+  SSH_CONFIG=               use this file instead of ~/.ssh/config (ssh -F)
 
-Needs: here ssh, git and Python 3.9; on the hosts Linux, tmux, tar, make and Python 3.11. Changes: on a host only
-HOST_FOLDER; here only ssh's known_hosts, to which it adds new hosts.
+Needs: on this machine ssh, git and Python 3.9; on the hosts Linux, tmux, tar, make and Python 3.11. Changes: on a host
+only HOST_FOLDER; on this machine only ssh's known_hosts, to which ssh adds new hosts.
 """
 
 from __future__ import annotations
@@ -121,7 +124,7 @@ def git(*words: str) -> str:
 
 
 def find_commit() -> str:
-    """The checked-out commit. Uncommitted edits are an error, because only the commit is copied to the hosts."""
+    """Return the checked-out commit. Uncommitted edits are an error, because only the commit is copied to the hosts."""
     commit, edits = git("rev-parse", "HEAD").strip(), git("status", "--porcelain", "--untracked-files=no")
     if edits:
         names = " ".join(line[3:] for line in edits.splitlines())
@@ -130,7 +133,7 @@ def find_commit() -> str:
 
 
 def set_up(fleet: Fleet, commit: str, free: bool) -> list[Answer]:
-    """Install the commit and its packages on every host. free: fail on hosts where a run is alive."""
+    """Install the commit and its packages on every host. free: fail on a host where a run is alive."""
     print(f"commit {commit[:7]} on {len(fleet.hosts)} hosts", flush=True)
     about = {"commit": commit, "venv": fleet.venv, "free": free}
     archive = ["git", "-C", str(ROOT), "archive", "--format=tar.gz", commit]
@@ -190,7 +193,7 @@ def launch(fleet: Fleet, command: list[str], flags: dict) -> int:
 
 
 def start_request(fleet: Fleet, address: str | None, about: dict):
-    """Return a function that maps a host's number to its start request. address: the address of the first host."""
+    """Return a function that returns a host's start request, given its number. address: address of the first host."""
     address = address or f"ADDRESS_OF_{fleet.hosts[0]}"
     coordinator = f"{f'[{address}]' if ':' in address else address}:{fleet.port}"
     about |= {"name": f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.getpid()}", "first_host": fleet.hosts[0]}
@@ -205,7 +208,7 @@ def start_request(fleet: Fleet, address: str | None, about: dict):
 
 
 def default_restarts(fleet: Fleet, command: list[str]) -> int:
-    """3 restarts for training on several hosts, because main.py resumes; 0 if each start deletes the run."""
+    """Return 3 for training on several hosts, because main.py resumes; 0 if every start would delete the run."""
     deletes = "scratch" in command or "--run.restart=scratch" in command
     return 3 if is_training(command) and len(fleet.hosts) > 1 and not deletes else 0
 
@@ -215,7 +218,7 @@ def is_training(command: list[str]) -> bool:
 
 
 def check_hosts(ready: list[Answer]) -> None:
-    """Refuse two names for one machine, which would run two processes in one folder; warn about likely problems."""
+    """Raise NotStarted if two names are one machine, where two processes would use one folder; warn about problems."""
     seen = {}
     for answer in ready:
         if (other := seen.setdefault(answer.get("machine"), answer.host)) != answer.host:
@@ -229,7 +232,7 @@ def check_hosts(ready: list[Answer]) -> None:
 
 
 def confirm_stop(fleet: Fleet, owners: list, yes: bool, flag: str) -> bool:
-    """Whether to stop the run; asks the user first if somebody else started it."""
+    """Return whether to stop the run; ask the user first if somebody else started it."""
     others = " ".join(sorted({owner for owner in owners if owner not in (None, "-", fleet.user)}))
     if yes or not others:
         return True
@@ -240,7 +243,7 @@ def confirm_stop(fleet: Fleet, owners: list, yes: bool, flag: str) -> bool:
 
 
 def check_command(fleet: Fleet, commit: str, command: list[str], keys: list[str], restarts: int) -> None:
-    """Ask main.py on each host whether it would run there; prints each different reason once."""
+    """Ask main.py on each host whether it would run there; print each different error once."""
     if not is_training(command):
         return
     more = {"AXIS_RESTART_WAIT": str(fleet.wait_s)} if restarts else {}
@@ -262,10 +265,10 @@ def check_command(fleet: Fleet, commit: str, command: list[str], keys: list[str]
 
 
 def begin_together(fleet: Fleet, request, keys: list[str]) -> list[Answer]:
-    """Prepare every host, then send all of them the start signal together, once all are ready.
+    """Prepare every host, then send the start signal to all hosts at once when all are ready.
 
-    A host begins when it gets the signal, and cancels the launch when its connection to this process closes. So
-    nothing runs if this process ends, for whatever reason, before all hosts are ready.
+    A host starts the command when it gets the signal, and cancels the launch if its connection to this process closes
+    earlier. So nothing runs if this process ends, for whatever reason, before all hosts are ready.
     """
     begun = threading.Event()
     ready = threading.Barrier(len(fleet.hosts), begun.set)
@@ -291,12 +294,12 @@ def begin_together(fleet: Fleet, request, keys: list[str]) -> list[Answer]:
     if answers and not any(answer.failed for answer in answers):
         return answers
     if not begun.is_set():
-        raise NotStarted("you canceled it" if ended else "the hosts above were not ready to begin") from ended
-    print("error: not every host began, so all are stopped; --replace does not restart the old run", file=sys.stderr)
+        raise NotStarted("you canceled it" if ended else "the hosts above were not ready to start") from ended
+    print("error: not every host started, so all are stopped; --replace does not restart the old run", file=sys.stderr)
     about = {"grace_s": 0, "by": fleet.user, "yes": True, "launch": request(0)["launch"]["name"]}
     fleet.ended = False
     if any(answer.failed for answer in fleet.ask_all({"do": "stop", **about})):
-        print("error: some hosts are not stopped; when all hosts answer: ./launcher.sh stop --now", file=sys.stderr)
+        print("error: some hosts are not stopped; when all answer, run ./launcher.sh stop --now", file=sys.stderr)
     raise ended or SystemExit(1)
 
 
@@ -326,7 +329,7 @@ def has_problem(answer: Answer) -> bool:
 
 
 def show_status(fleet: Fleet, answers: list[Answer], short: bool = False) -> int:
-    """Print the table (short: only problems). Returns 0 if all hosts run or have succeeded, in the same launch."""
+    """Print the table (short: only problems). Return 0 if all hosts run or have succeeded, in the same launch."""
     if fleet.dry:
         return 0
     trouble = [answer for answer in answers if has_problem(answer)]
@@ -342,7 +345,7 @@ def show_status(fleet: Fleet, answers: list[Answer], short: bool = False) -> int
                 if answer.get("command")}  # fmt: skip
         print(*sorted(what), sep="\n", end="\n" * bool(what))
     lines = hosts.differing_lines(answers, commit="commit") or hosts.differing_lines(answers, launch="launch")
-    gone = "its supervisor is gone, as after a power-off or reboot; launch again, with --replace"
+    gone = "its supervisor is gone, e.g. after a power-off or reboot; launch again, with --replace"
     lines += [f"{answer.host}  PROBLEM: {gone}" for answer in trouble if answer.get("state") == "vanished"]
     print(*lines, sep="\n", end="\n" * bool(lines))
     return int(bool(trouble or lines))
@@ -358,7 +361,7 @@ def row(answer: Answer) -> list:
 
 
 def stop(fleet: Fleet, flags: dict) -> int:
-    """Stop the run; returns 3 if a process had to be killed, 1 if a request failed."""
+    """Stop the run. Return 3 if a process had to be killed, and 1 if a request failed."""
     grace = 0 if "--now" in flags else fleet.grace_s
     request = {"do": "stop", "grace_s": grace, "by": fleet.user, "yes": "--yes" in flags}
     answers = fleet.ask_all(request, limit_s=grace + fleet.limit_s)
@@ -372,7 +375,7 @@ def stop(fleet: Fleet, flags: dict) -> int:
 
 
 def stream(fleet: Fleet, request: dict, limit_s: int | None = None) -> int:
-    """Print the hosts' output as it arrives, each line after its host's name."""
+    """Print the hosts' output as it arrives, with the host's name before each line."""
 
     def one(number: int) -> Answer:
         prefix = f"{fleet.hosts[number]} | " if len(fleet.hosts) > 1 else ""
@@ -390,12 +393,12 @@ def logs(fleet: Fleet, words: list[str], flags: dict) -> int:
 
 def fetch(fleet: Fleet, words: list[str]) -> int:
     if not words:
-        raise UserError("fetch needs the name of a run, and accepts a folder; see ./launcher.sh --help")
+        raise UserError("fetch needs the name of a run: fetch NAME [FOLDER]; see ./launcher.sh --help")
     run, into = words[0], Path((words + [f"runs/{words[0]}"])[1])
     if not re.fullmatch(r"\w[\w.-]*", run):
         raise UserError(f"'{run}' is not a valid run name: use letters, digits, '.', '_' and '-'")
     if into.exists():
-        raise UserError(f"{into} exists already; name another folder: fetch {run} FOLDER")
+        raise UserError(f"{into} already exists; fetch into another folder: fetch {run} FOLDER")
     if fleet.dry:
         fleet.ask(0, {"do": "pack", "run": run})
         return 0
@@ -428,7 +431,7 @@ def clean(fleet: Fleet) -> int:
 
 
 def show(fleet: Fleet, answers: list[Answer], keys: str) -> list[str]:
-    """Print a table of these fields. Returns a line for each host whose Python or jax differs from most hosts."""
+    """Print a table of these fields. Return a line for each host whose Python or jax differs from most hosts."""
     for answer in answers:
         answer.values = answer.values and {**answer.values, "clock_s": answer.clock_s()}
     cells = lambda answer: ["FAILED"] if answer.failed else [answer.get(key) for key in keys.split()]
@@ -453,7 +456,7 @@ def doctor(fleet: Fleet) -> int:
 
 
 def problems(answer: Answer, commit: str):
-    """Yield a line for each problem of a host, with its fix."""
+    """Yield a line for each problem of a host, with the fix."""
     values = answer.values
     if values["lacks"] != "nothing":
         yield f"these tools are missing: {values['lacks']}"
@@ -466,7 +469,7 @@ def problems(answer: Answer, commit: str):
     if values["free_gib"] < FREE_GIB:
         yield f"only {values['free_gib']} GiB of disk space are free"
     if abs(values["clock_s"]) > CLOCK_S:
-        yield f"its clock differs by {values['clock_s']} s from this machine's; does it run a time service?"
+        yield f"its clock differs by {values['clock_s']} s from this machine's; is a time service (NTP) running there?"
     in_use = values["tpu"].startswith("in use") and values["run"].startswith("running")
     if values["tpu"] not in ("none", "free") and not in_use:
         yield f"its TPU is {values['tpu']}"
@@ -486,15 +489,16 @@ def run(argv: list[str]) -> int:
     return commands[verb]()
 
 
-SETUP = """Put the commit that is checked out here, and its packages, on every host of a slice.
+SETUP = """Copy the commit that is checked out here to every host, e.g. of a TPU slice, and install its packages.
 
   ./setup_tpu.sh --hosts hosts.txt
   ./setup_tpu.sh --tpu my-slice --zone us-central2-b
 
-launcher.sh does the same before it starts a command; that takes seconds if everything is installed. Installing takes
-minutes. Commits with identical lock files share one installation. Your own checkouts on the hosts are not touched.
+launcher.sh does the same before it starts a command. This takes minutes the first time, and seconds if everything is
+installed. Commits with identical lock files share one installation. Your own checkouts on the hosts are not touched.
 
-Hosts, settings and exit status: see ./launcher.sh --help. Needs and changes the same as launcher.sh.
+Hosts, settings and exit status: see ./launcher.sh --help. Needs: the same as launcher.sh, which also documents what
+changes on the hosts.
 """
 
 

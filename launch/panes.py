@@ -1,18 +1,18 @@
-"""Show all hosts of a slice in tmux: windows of up to 8 hosts, one pane per host, and a monitor of all hosts.
+"""Show all hosts, e.g. of a TPU slice, in tmux: one pane per host, up to 8 per window, and a monitor of all hosts.
 
   ./debug_tpu.sh --hosts hosts.txt                          # follow the run's log on every host
   ./debug_tpu.sh --tpu my-slice --zone us-central2-b -- df -h .
 
 A command runs in the commit that launcher.sh started last, with its packages. While a run is using the TPU, your
-command must not open the TPU. When the command ends, or after Ctrl-C, its pane becomes a shell on the host. A pane
-whose host cannot be reached shows why, and reconnects. The monitor lists the hosts with problems, and prints one line
+command must not open the TPU. When the command ends, or after Ctrl-C, its pane becomes a shell on the host. If a host
+cannot be reached, its pane shows why, and reconnects. The monitor lists the hosts with problems, and prints one line
 for all others. In tmux, Ctrl-B y switches between typing into one pane and into all panes of the window. Inside another
-tmux, press Ctrl-B twice. Closing it (tmux -L axis-debug kill-server) ends the commands in the panes, never a run that
-launcher.sh started.
+tmux, press Ctrl-B twice. To close the windows, run tmux -L axis-debug kill-server. This ends the commands in the panes,
+but never a run that launcher.sh started.
 
-Hosts and settings: see ./launcher.sh --help. A window has at most 8 panes, or fewer if the terminal is small.
-Without a terminal, it prints how to attach to the windows.
-Needs: here tmux 3.0 and ssh; on the hosts a commit, copied by setup_tpu.sh or launcher.sh. Changes: nothing.
+Hosts and settings: see ./launcher.sh --help. In a small terminal, a window has fewer than 8 panes. Without a terminal,
+debug_tpu.sh prints how to attach to the windows.
+Needs: on this machine tmux 3.0 and ssh; on the hosts a commit, copied by setup_tpu.sh or launcher.sh. Changes: nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ done"""
 
 
 def host_command(folder: str, command: list[str]) -> str:
-    """The shell command for a host: follow the log, or run `command` in the launched commit."""
+    """Return the shell command for a host: follow the log, or run `command` in the launched commit."""
     latest = 'cd "commits/$(sed -n \'s/.*"commit": "\\([0-9a-f]*\\)".*/\\1/p\' launches/latest/launch.json)" && '
     there = latest + "PATH=$PWD/.venv/bin:$PATH; " + shlex.join(command) if command else FOLLOW.removeprefix("exec ")
     script = f'trap : INT; cd && cd {shlex.quote(folder)} && {there}; exec "${{SHELL:-sh}}"'
@@ -57,7 +57,7 @@ def host_command(folder: str, command: list[str]) -> str:
 
 
 def open_windows(fleet: Fleet, command: list[str], lines: int, columns: int) -> None:
-    """Open a window with the monitor, then windows with as many panes as fit the terminal."""
+    """Open a window with the monitor, then windows with as many panes as fit into the terminal."""
     across, down = max(1, columns // 70), max(1, (lines - 1) // 7)
     many = min(8, across * down)
     size = ("-x", str(columns), "-y", str(lines))
@@ -101,7 +101,7 @@ def run(argv: list[str]) -> int:
     if not shutil.which("tmux"):
         raise UserError("tmux is missing; install it: apt-get install tmux, or brew install tmux")
     if not fleet.dry and subprocess.run([*TMUX, "has-session"], capture_output=True).returncode == 0:
-        raise UserError(f"it is open already: {shlex.join(TMUX)} attach, or {shlex.join(TMUX)} kill-server")
+        raise UserError(f"debug_tpu.sh is already open: {shlex.join(TMUX)} attach, or {shlex.join(TMUX)} kill-server")
     columns, lines = os.get_terminal_size(1) if sys.stdout.isatty() else (220, 55)
     open_windows(fleet, command, lines, columns)
     if fleet.dry:

@@ -1,6 +1,6 @@
 """Supervise a command on this host: run it, kill it if it freezes, and restart it if it fails.
 
-It runs in the folder that `agent.py` describes. Both files are sent to a host as one text.
+It runs in the folder that `agent.py` describes. Both files are sent to a host as one program.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import time
 from pathlib import Path
 
 WATCH_S = 5  # seconds between two checks of a command
-ABSENT_MOST = 12  # attempts in a row that not all processes joined, before it gives up
+ABSENT_MOST = 12  # stop after this many attempts in a row that not all processes joined
 LATEST = Path("launches/latest")
 BEGINNING = "launch.json"
 FINAL = (0, 2, 126, 127, 130, 143)  # no restart: success; usage error; cannot execute, not found; SIGINT, SIGTERM
 
 
 class Refused(Exception):
-    """A host refuses a request; the message explains why and what to do."""
+    """A host cannot carry out a request. The message explains why, and what to do."""
 
 
 def write(path: Path, text: str) -> bool:
-    """Replace a small file atomically; returns whether it worked. On a full disk it works if FILE.partial exists."""
+    """Replace a small file atomically; return whether it worked. On a full disk it works if FILE.partial exists."""
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "r+" if partial.exists() else "w") as file:
@@ -48,7 +48,7 @@ def read(path: Path, default: str = "") -> str:
 
 
 def wait_for(seconds: float, what):
-    """Wait until what() is true, for at most `seconds`, and return its last value."""
+    """Wait until what() is true, for at most `seconds`, and return the last value of what()."""
     end = time.monotonic() + seconds
     while not (value := what()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -56,7 +56,7 @@ def wait_for(seconds: float, what):
 
 
 def last_line(path: Path) -> str:
-    """The last visible line of text, without colors and without what a progress bar has overwritten."""
+    """Return the last visible line of a log, without colors and without text that a progress bar overwrote."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - 4096))
         text = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", file.read().decode(errors="replace").replace("\r", "\n"))
@@ -100,12 +100,12 @@ class Launch:
 
     name: str = "-"
     commit: str = "-"
-    host: str = "-"  # this host, and below the host of process 0, as launcher.sh names them
-    first_host: str = "-"
+    host: str = "-"  # this host, as it is written in the list of hosts
+    first_host: str = "-"  # the host of process 0
     process: int = 0
     by: str = "-"  # who started it
     restarts: int = 0
-    wait_s: int = 90  # before a restart
+    wait_s: int = 90  # seconds to wait before a restart
     log_mib: int = 256
     on_end: str = ""
     starter: int = 0  # the process id of the agent that gives the start signal
@@ -117,13 +117,13 @@ class Launch:
         return Path("launches", self.name)
 
     def command_line(self) -> str:
-        """The command line, with values that look like keys replaced by ***."""
+        """Return the command line, with values that look like keys replaced by ***."""
         text = " ".join(" ".join(self.command).split())
         return re.sub(r"(^| )(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=\S*", r"\1\2=***", text)[:200]
 
 
 def latest() -> Launch:
-    """The last launch; a Launch with default values if there is none."""
+    """Return the last launch, or a Launch with default values if there is none."""
     try:
         return Launch(**json.loads((LATEST / BEGINNING).read_text()))
     except (OSError, ValueError, TypeError):
@@ -137,7 +137,7 @@ def describe_latest() -> str:
 
 
 def command_environment(commit: str, more: dict) -> dict:
-    """The environment of a command that runs in a commit; the commit's packages come first in PATH."""
+    """Return the environment of a command that runs in a commit. The commit's packages come first in PATH."""
     folder = f"{os.getcwd()}/commits/{commit}"
     # If SSH_CLIENT is set, bash reads .bashrc, and the output of .bashrc would be in the log.
     inherited = {name: value for name, value in os.environ.items() if name not in ("SSH_CLIENT", "SSH2_CLIENT")}
@@ -145,7 +145,7 @@ def command_environment(commit: str, more: dict) -> dict:
 
 
 class Supervisor:
-    """Runs a launch's command. Its tmux session shows the log; typing in or closing the session has no effect."""
+    """Runs a launch's command. The tmux session shows the log. Typing into or closing the session has no effect."""
 
     def __init__(self, name: str):
         self.launch = Launch(**json.loads(Path("launches", name, BEGINNING).read_text()))
@@ -183,7 +183,7 @@ class Supervisor:
                 subprocess.Popen(["bash", "-c", self.launch.on_end], **where, **self.popen_arguments(log))
 
     def run_attempts(self) -> int:
-        """Run the command, restarting it as `next_restart` allows; returns the last exit status."""
+        """Run the command, restart it as `next_restart` allows, and return the last exit status."""
         while True:
             code = self.run_once()
             if self.stop_requested() or not (why := self.next_restart(code)):
@@ -198,14 +198,14 @@ class Supervisor:
             self.note(f"restarted, {why}")
 
     def popen_arguments(self, log) -> dict:
-        """Arguments that start a command in its own session, so that `stop` can signal all its processes."""
+        """Return arguments that start a command in its own session, so that `stop` can signal all its processes."""
         return {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
 
     def environment(self) -> dict:
         return {**command_environment(self.launch.commit, self.launch.environment), "PYTHONUNBUFFERED": "1"}
 
     def run_once(self) -> int:
-        """Run the command once; returns its exit status as a shell reports it."""
+        """Run the command once; return its exit status as a shell reports it."""
         for name in ("progress", "alive"):
             with contextlib.suppress(FileNotFoundError):
                 (self.here / name).unlink()
@@ -228,15 +228,15 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     def poll(self) -> int | None:
-        """The command's return code as Python reports it, or None if it is still running after WATCH_S."""
+        """Return the command's return code as Python reports it, or None if it still runs after WATCH_S seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.child.wait(WATCH_S)
 
     def watch_over(self) -> None:
-        """Rotate a large log, and kill the command if it sent no heartbeat for the time that it announced.
+        """Rotate a large log, and kill the command if it sent no heartbeat for the time in its AXIS_ALIVE file.
 
-        A command that is frozen or hangs in a device cannot exit by itself. The silence is counted in checks of WATCH_S
-        seconds, not by the clock, so a clock change or a suspended machine does not kill a healthy command.
+        A command that is frozen or hangs in a device call cannot exit by itself. Time without a heartbeat is counted in
+        checks every WATCH_S seconds, so a clock change or a suspended machine does not kill a healthy command.
         """
         if (self.here / "log").stat().st_size > self.launch.log_mib << 20:
             with contextlib.suppress(OSError):  # if the disk is full, the old text is lost
@@ -253,9 +253,9 @@ class Supervisor:
                 kill(self.child.pid, signal.SIGKILL)
 
     def next_restart(self, code: int) -> str:
-        """The next restart as text for log and status, such as "1 of 3"; empty if there is none.
+        """Return a text about the next restart for the log and `status`, such as "1 of 3"; empty: no restart.
 
-        All hosts see the same attempts end, so their counts agree. A command that reports no status counts as joined.
+        On all hosts the same attempts end, so their counts agree. A command that reports no status counts as joined.
         """
         word, most = reported_status(self.here), self.launch.restarts
         if not most:
@@ -272,9 +272,10 @@ class Supervisor:
         return f"{self.again} of {most}" if self.again <= most else ""
 
     def explain_abort(self) -> str:
-        """The cause of a SIGABRT if it came from JAX; otherwise empty.
+        """Return the cause of a SIGABRT if it came from JAX; otherwise an empty text.
 
-        JAX aborts all processes when one sends no heartbeats, and names it; and each one that loses process 0."""
+        JAX aborts all processes if one sends no heartbeats, and logs its number. It also aborts a process that loses
+        its connection to process 0."""
         lines = read(self.here / "log").splitlines()[-200:]
         begun = max((n for n, line in enumerate(lines) if line.startswith("supervisor: restarted")), default=0)
         silent = [lines[n + 1] for n in range(begun, len(lines) - 1) if "stopped sending heartbeats" in lines[n]]
@@ -287,17 +288,17 @@ class Supervisor:
 
 
 def reported_status(here: Path) -> str:
-    """The status that the command reported last: joining, joined or preempted."""
+    """Return the status that the command reported last: joining, joined or preempted."""
     return "".join(read(here / "alive").split()[1:2])
 
 
 def out_of_memory_kills() -> int:
-    """The number of processes that the kernel's OOM killer has killed since boot, including those in containers."""
+    """Return how many processes the kernel's OOM killer has killed since boot, including those in containers."""
     return sum(int(line.split()[1]) for line in read(Path("/proc/vmstat")).splitlines() if line.startswith("oom_kill "))
 
 
 def explain_kill(rise: int) -> str:
-    """Explain a SIGKILL that the supervisor did not send. rise: how many OOM kills the kernel made meanwhile."""
+    """Explain a SIGKILL that the supervisor did not send. rise: number of OOM kills while the command ran."""
     if rise:
         return f"the kernel killed the command: this host is out of memory (oom_kill in /proc/vmstat rose by {rise})"
-    return "SIGKILL ended the command, and the kernel's OOM killer did not send it; did somebody on this host?"
+    return "SIGKILL ended the command, but the kernel's OOM killer did not send it; did a user of this host send it?"

@@ -95,7 +95,7 @@ def test_each_host_has_a_pane_that_shows_it(opened):
         shows(tmux, window, "log of HOST")
     again = fleet.run("debug_tpu.sh", **ours)
     assert again.returncode == 2
-    assert again.stderr.startswith("error: it is open already: tmux -L axis-debug attach, or")
+    assert again.stderr.startswith("error: debug_tpu.sh is already open: tmux -L axis-debug attach, or")
 
     monitor = lambda: tmux("capture-pane", "-p", "-t", "axis:monitor")  # may come in the middle of a table
     wait_until(lambda: "GiB" in (text := monitor()) and all(name in text for name in names), 120)

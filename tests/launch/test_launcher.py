@@ -111,7 +111,7 @@ def refuses_the_key(fleet, undo):
     keys = fleet.hosts[1].folder / "authorized_keys"
     keys.rename(keys.with_suffix(".away"))
     undo.append(lambda: keys.with_suffix(".away").rename(keys))
-    return "host01", r"rejects the ssh key \(.*Permission denied"
+    return "host01", r"ssh key rejected \(.*Permission denied"
 
 
 def never_answers(fleet, undo):
@@ -135,14 +135,14 @@ def has_another_commit(fleet, undo):
     text = makefile.read_text()
     makefile.write_text(text + "# an edit on the host\n")
     undo.append(lambda: makefile.write_text(text))
-    return "host01", f"files of its commit were edited on the host: Makefile changed in .*/commits/{commit};"
+    return "host01", f"files of the commit were edited on the host: Makefile changed in .*/commits/{commit};"
 
 
 def hangs(fleet, undo):
     profile = fleet.hosts[1].home / ".bashrc"  # which a shell that ssh starts reads
     profile.write_text("sleep 30\n")
     undo += [profile.unlink, fleet.end_processes]
-    return "host01", "not done within 8 s; set TIMEOUT to wait longer"
+    return "host01", "no answer within 8 s; set TIMEOUT to wait longer"
 
 
 def has_a_full_disk(fleet, undo):
@@ -150,7 +150,7 @@ def has_a_full_disk(fleet, undo):
     profile = fleet.hosts[1].home / ".bashrc"
     profile.write_text("trap '' XFSZ; ulimit -f 1  # KiB in a file\n")
     undo.append(profile.unlink)
-    return "host01", rf"the files of commit {commit} arrived incomplete; is the disk full\?"
+    return "host01", rf"the files of commit {commit} did not arrive completely; is the disk full\?"
 
 
 NOT_READY = [refuses_the_key, never_answers, is_not_there, has_another_commit, hangs, has_a_full_disk]
@@ -410,16 +410,16 @@ def test_what_was_asked_wrongly_is_said_in_a_line(fleet, tmp_path):
     double = tmp_path / "double"
     double.write_text("a\nb\na\n")
     for words, message in {
-        ("status",): "name the hosts: --hosts FILE",
+        ("status",): "no hosts: use --hosts FILE",
         ("--hosts", hosts, "--restarts", "--", "true"): "--restarts needs a value",
         ("--hosts", hosts, "--restarts", "x", "--", "true"): "--restarts must be a whole number, not 'x'",
         ("--hosts", hosts, "--restarts", "3", "status"): "status does not accept '--restarts'",
         ("--hosts", "nowhere", "status"): "cannot read nowhere; --hosts needs a file",
-        ("--hosts", empty, "status"): f"{empty} lists no hosts",
+        ("--hosts", empty, "status"): f"no hosts in {empty}",
         ("--hosts", double, "status"): "a is listed twice",
         ("--hosts",): "--hosts needs a value",
         ("--tpu", "x", "status"): "--tpu x needs --zone",
-        ("--hosts", hosts): "name a command: -- COMMAND",
+        ("--hosts", hosts): "no command given: use -- COMMAND",
         ("--hosts", hosts, "strat"): "'strat' is not a command of ./launcher.sh",
         ("--hosts", hosts, "exec"): "exec needs a command: ./launcher.sh exec .. -- COMMAND..",
         ("--hosts", hosts, "exec", "--"): "exec needs a command: ./launcher.sh exec .. -- COMMAND..",

@@ -90,7 +90,7 @@ def test_a_start_that_fails_somewhere_is_undone(fleet):
     assert done.returncode == 1
     why, error = done.stderr.splitlines()
     assert re.fullmatch("host01  FAILED: .*(too large|No space left).*", why)
-    assert error == "error: nothing was started, because the hosts above were not ready to begin"
+    assert error == "error: nothing was started, because the hosts above were not ready to start"
     assert nothing_runs(fleet)
     assert not fleet.processes()
 
@@ -201,7 +201,7 @@ def test_a_host_that_failed_is_not_compared_with_the_others(fleet):
         status, doctor = fleet.run("launcher.sh", "status"), fleet.run("launcher.sh", "doctor")
     assert "PROBLEM" not in status.stdout + doctor.stdout
     assert (status.returncode, doctor.returncode) == (1, 1)
-    assert status.stderr.count("gives no valid answer but prints: MOTD") == 2
+    assert status.stderr.count("no valid answer: the host prints: MOTD") == 2
 
 
 @pytest.mark.parametrize("how", ["exit", "forced"])
@@ -221,7 +221,7 @@ def test_no_answer_is_no_success(fleet, how):
         keys.write_text(text)
     does = "prints: only backups here" if how == "forced" else "exits"
     assert stop.returncode == status.returncode == 1
-    assert f"host01  FAILED: gives no valid answer but {does}; check the shell's startup files on host01" in stop.stderr
+    assert f"host01  FAILED: no valid answer: the host {does}; check the shell's startup files on host01" in stop.stderr
     assert re.search("host01 +FAILED\n", status.stdout)
     assert column("state", fleet.run("launcher.sh", "status").stdout) == [
         "stopped, exit 0",
@@ -289,7 +289,7 @@ def test_lists_of_hosts_as_people_have_them(fleet):
                           capture_output=True, env=fleet.environment)  # fmt: skip
     assert (done.returncode, done.stderr) == (
         2,
-        f"error: {fleet.folder} is a directory; name a file with one host per line\n",
+        f"error: --hosts {fleet.folder} is a directory; use a file with one host per line\n",
     )
 
 

@@ -75,7 +75,7 @@ def test_half_a_commit_is_never_there(fleet):
     words = f"sh -c '{hosts.BOOT}' axis-by-axis receive"
     host = fleet.hosts[0]
     said = fleet.ssh(host, words, input=sent + archive[: len(archive) // 2])
-    assert said.startswith(f'MARK {{"error": "the files of commit {commit} arrived incomplete')
+    assert said.startswith(f'MARK {{"error": "the files of commit {commit} did not arrive completely')
     assert list((host.axis / "commits").iterdir()) == []
 
     ssh = ["ssh", "-F", f"{fleet.folder}/ssh_config", host.name, words]
