@@ -30,9 +30,9 @@ help: ## list every command
 # python main.py #: train a preset, or resume a run; --config reuses a run's settings
 # python -m generate #: sample from a run
 # python -m serve #: serve a run over HTTP with an OpenAI-compatible API; needs extra-serve
-# python -m data.prepare #: tokenize a text
+# python -m data.prepare #: tokenize text
 # python -m data.check #: verify and summarize tokens
-# python -m data.train_tokenizer #: train a tokenizer on a text; needs extra-parity
+# python -m data.train_tokenizer #: train a tokenizer on text; needs extra-parity
 # python -m data.tasks #: list the named tasks, or print examples of one
 # python -m train.report #: plot one or more runs together
 # python -m train.selfcheck #: check that all hosts of a launch are ready to train
@@ -40,21 +40,21 @@ help: ## list every command
 # python -m weights #: convert weights to and from Hugging Face, or extract them from a run
 # python -m evaluate #: run lm-evaluation-harness tasks (needs extra-evaluate), or measure the loss on any tokens
 # python -m plan #: predict memory, communication and step time of a mesh; without arguments: the presets' sizes
-# python -m plan.traced #: plan any JAX program from its trace, before you rent chips
-# python -m pipeline #: print, draw and compare pipeline schedules
-# python -m tests.parity #: compare a mesh with one device
-# python -m tests.fuzz #: compare random meshes and models with one device
+# python -m plan.traced #: plan any JAX program from its trace, before you pay for accelerators
+# python -m pipeline #: print, plot and compare pipeline schedules
+# python -m tests.parity #: compare training on a mesh with training on one device
+# python -m tests.fuzz #: the same for random meshes and models
 # python -m bench.step #: measure a training step on simulated devices
-# python -m bench.data #: measure reading tokens and tokenizing; compare with plain slices of a file and with tiktoken
-# python -m bench.gpu #: measure this trainer and a torch trainer in turn, on one GPU
-# python -m bench.overlap #: how much communication the TPU compiler overlaps with compute; needs extra-tpu
-# python -m bench.options #: which TPU compiler option overlaps which collective, on which chip; needs extra-tpu
+# python -m bench.data #: measure reading tokens and tokenizing, and compare with raw file reads and with tiktoken
+# python -m bench.gpu #: measure this trainer and a torch trainer alternately, on one GPU
+# python -m bench.overlap #: print how much communication the TPU compiler overlaps with compute; needs extra-tpu
+# python -m bench.options #: print which compiler option overlaps which collective on which TPU; needs extra-tpu
 # python -m bench.plan #: compare planned step times with simulated compiled schedules; needs extra-tpu
 # python -m bench.schedules #: measure each pipeline schedule, and compare it with its prediction
-# python -m bench.serve #: measure the serving engine and transformers' generate in turn; needs extra-parity and torch
-# python -m bench.soak #: kill a run repeatedly, resume it, and compare every bit
+# python -m bench.serve #: measure the serving engine and transformers' generate alternately; needs extra-parity and torch
+# python -m bench.soak #: kill and resume a run repeatedly, and check that results stay bitwise identical
 # python bench/deadlock.py #: reproduce a deadlock of simulated devices with JAX alone
-# python -m docs.eight_meshes #: train one model on eight meshes, and draw the picture in the README
+# python -m docs.eight_meshes #: train one model on eight meshes, and plot the figure in the README
 # python -m docs.settings #: write docs/settings.md from config/
 # python -m chapters #: run the chapters of the guide, and print how long each takes
 # python -m docs.build #: build the guide's site from its chapters, and serve it; needs extra-site
@@ -65,7 +65,7 @@ train: .venv/installed ## train the laptop preset on the Python standard library
 	.venv/bin/python -m data.prepare --source stdlib --tokenizer bytes --out tokens/stdlib-bytes
 	.venv/bin/python main.py laptop $(ARGS)
 
-plan: .venv/installed .venv/extra-tpu ## plan the headline run and compile it for its 32 TPU chips (1 minute; needs no TPU)
+plan: .venv/installed .venv/extra-tpu ## plan the main training run and compile it for 32 TPU chips (1 minute; needs no TPU)
 	.venv/bin/python -m plan moe1b --topology v4:4x4x2 --compile $(ARGS)
 
 chapters: .venv/installed ## run the chapters of the guide, and print how long each takes (8 minutes); ARGS="03 04" runs two
@@ -80,8 +80,8 @@ read: .venv/installed ## serve the guide on this machine, and print its address
 notebooks: .venv/installed .venv/extra-site ## write the chapters as notebooks into notebooks/
 	.venv/bin/python -m docs.notebooks $(ARGS)
 
-# Each test is in only one of these: test, test-more, test-tpu, test-rotation of seven days, rehearse and test-site.
-test: .venv/installed ## run the tests, each kind of case once (17 minutes on 2 cores); ARGS="-k report -x" goes to pytest
+# Each test belongs to only one of these targets: test, test-more, test-tpu, test-rotation of seven days, rehearse and test-site.
+test: .venv/installed ## run the tests without repeated cases (17 minutes on 2 cores); ARGS="-k report -x" goes to pytest
 	.venv/bin/python -m pytest -m "not (tpu or site or launch or slow or extra or rotation)" $(ARGS)
 
 test-more: .venv/installed .venv/extra-serve .venv/extra-buckets ## run the tests that make test skips: slow tests, the server, buckets

@@ -1,4 +1,4 @@
-"""The training command: parse the flags, compile the step, run the training loop, write the report.
+"""The training command: parse the flags, compile the step, run the training loop and write the report.
 
 `python main.py laptop` trains a preset; `python main.py laptop --model.n_experts 4 --run.steps 100` overrides some of
 its settings. A run writes everything to runs/NAME, or gs://BUCKET/DIR/NAME: config.json, metrics.jsonl, checkpoints/,
@@ -9,7 +9,7 @@ import time
 
 from devices import log
 
-START = time.perf_counter()  # before the imports below, because the run reports how long they take
+START = time.perf_counter()  # before the imports below, because the run prints how long they take
 
 from errors import UserError, exit_quietly_on_ctrl_c, exit_status
 
@@ -45,7 +45,7 @@ SAMPLE_TOKENS = 200  # maximum length of the sample at the end, which also stops
 HELP = """\
 e.g. python main.py laptop --run.steps 100
 
-Train a transformer. --config reads the settings of an earlier run; with the same run.name it resumes. Presets:"""
+Train a transformer. --config reads the settings of an earlier run, and resumes it if run.name is the same. Presets:"""
 
 
 def parse(argv: list[str]) -> Config:
@@ -59,7 +59,7 @@ def parse(argv: list[str]) -> Config:
 
 
 def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions, together: Processes) -> None:
-    """Train until run.steps, starting from the newest checkpoint if there is one. `argv`: the flags of this command."""
+    """Train until run.steps, starting from the latest checkpoint if there is one. `argv`: the flags of this command."""
     encoding = preflight.check_tokens(cfg)
     together.agreement.check_same(**runs.describe(cfg))
     if done := together.board.call_on_first("done", lambda: runs.check_resumable(cfg, directory)):
@@ -69,7 +69,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
     plan = preflight.log_plan(cfg, mesh)
     requested, cfg = cfg, plan.cfg
     if not encoding:
-        log(f"sample     none at the end: the tokenizer of {cfg.data.path} is unknown")
+        log(f"sample     none at the end, because the tokenizer of {cfg.data.path} is unknown")
     begin = time.perf_counter()
     traced = trace_step(cfg, mesh)
     runs.open_run(requested, directory, together)
@@ -103,7 +103,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
             if interruptions.should_start_after(first):
                 state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
             if first < int(state.step) == cfg.run.steps:
-                # On the same batches as every earlier evaluation, so that the losses of checkpoints are comparable.
+                # Use the batches of all earlier evaluations, so that the losses of checkpoints are comparable.
                 moves = together.watchdog.record_progress
                 result = evaluate(cfg, mesh, evaluation, state.params, cfg.run.eval_batches, moves)
                 checkpoint.save(manager, cfg.run.steps, state, runs.result_settings(runs.describe(cfg)), result["loss"])
@@ -114,7 +114,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
 
 
 def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: runs.Metrics, manager, interruptions):
-    """Train from state.step to run.steps; write metrics, evaluations and checkpoints when they are due."""
+    """Train from state.step to run.steps. Write metrics, evaluations and checkpoints when they are due."""
     run, first, about = cfg.run, int(state.step), runs.result_settings(runs.describe(cfg))
     peak = hardware.PEAK_FLOPS_PER_S.get(mesh.devices.flat[0].device_kind)  # None for a CPU
     losses, mark, watchdog = [], time.perf_counter(), interruptions.together.watchdog
@@ -135,8 +135,8 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
             last, stopping = taken == run.steps, interruptions.stops_after(taken)
             evaluation_due = run.eval_every and taken % run.eval_every == 0 and not last
             checkpoint_due = (taken % run.checkpoint_every == 0 or stopping) and not last
-            # Both also end a row: an evaluation, so that its time does not count as a step's; a checkpoint, so that a
-            # resumed run averages the loss over the same steps.
+            # A row also ends before an evaluation, so that step times exclude it, and at a checkpoint, so that after a
+            # resume the loss is averaged over the same steps.
             if taken % run.log_every == 0 or evaluation_due or checkpoint_due or last:
                 skips.check_pending()  # blocks until the step is finished
                 row = to_row(values, losses)
@@ -160,7 +160,7 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
 
 
 def finish(cfg: Config, mesh, state, evaluation, metrics: runs.Metrics, directory, together: Processes) -> None:
-    """Evaluate on the whole validation split, print a sample and draw the report."""
+    """Evaluate on the whole validation split, print a sample and plot the report."""
     step, manifest = int(state.step), dataset.open_corpus(cfg).manifest
     log("evaluating on the whole validation split ..")
     result = evaluate(cfg, mesh, evaluation, state.params, batches=0, moves=together.watchdog.record_progress)
@@ -188,16 +188,16 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: runs.Metrics, director
 
 
 def replay(cfg: Config) -> None:
-    """Repeat step run.replay, starting from the newest good checkpoint before it or from step 0. Writes nothing."""
+    """Repeat step run.replay, from the latest good checkpoint before it or from step 0, without writing any file."""
     with storage.temporary_copy(storage.run_directory(cfg)) as directory:
         _replay(cfg, directory, cfg.run.replay)
 
 
 def _replay(cfg: Config, directory, step: int) -> None:
     if not (directory / "config.json").exists():
-        raise UserError(f"{directory}: no run there, so there is no step {step} to replay; choose one with --run.name")
+        raise UserError(f"{directory} has no run, so there is no step {step} to replay; select a run with --run.name")
     if step > cfg.run.steps:
-        raise UserError(f"run.replay={step}: the run has run.steps={cfg.run.steps}; use a number from 1 to that")
+        raise UserError(f"run.replay={step}: run.steps={cfg.run.steps}; use a step from 1 to {cfg.run.steps}")
     runs.check_same_settings(cfg, directory)
     mesh = sharding.make_mesh(cfg.mesh)
     cfg = preflight.make_plan(cfg, mesh).cfg
@@ -207,12 +207,12 @@ def _replay(cfg: Config, directory, step: int) -> None:
 
 
 def cache_setting() -> str:
-    """Return the directory of the compilation cache; "auto": the user's cache folder; "": no cache."""
+    """Return the setting of the compilation cache: a directory; "auto": the user's cache folder; "": no cache."""
     return os.environ.get("JAX_COMPILATION_CACHE_DIR", "auto")
 
 
 def compile_cache(cfg: Config, name: str = ""):
-    """Cache compiled programs inside this context, to speed up the next start. `name`: subdirectory of this process."""
+    """Inside this context, cache compiled programs to speed up the next start. `name`: this process's subdirectory."""
     if (directory := cache_setting()) == "auto":
         directory = os.path.join(devices.cache_directory(), "xla", name)
     return devices.compile_cache(directory, enabled=cfg.mesh.devices == 1 or jax.default_backend() != "cpu")

@@ -163,7 +163,7 @@ def test_a_run_on_ids_without_a_tokenizer(tmp_path):
              "--model.attention", "gqa", "--run.sample_prompt", "longer than eighteen tokens"]  # fmt: skip
     status, out, err = run(words)
     assert (status, err) == (0, "")
-    assert f"sample     none at the end: the tokenizer of {tmp_path}/ids is unknown\n" in out
+    assert f"sample     none at the end, because the tokenizer of {tmp_path}/ids is unknown\n" in out
     assert "nats/token over 150 tokens; entropy of the text" in out and "bits/byte" not in out and "nan" not in out
     evaluations = rows(tmp_path / "tiny", "eval")
     assert len(evaluations) == 2 and all(row["bits_per_byte"] is None and row["loss"] > 3 for row in evaluations)

@@ -320,7 +320,7 @@ def test_a_replay_that_differs_says_so(finished, tmp_path):
     state = restored([*plain, "--run.dir", str(runs)], runs / "small")
     mesh = sharding.make_mesh(cfg.mesh)
     target = checkpoint.make_target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
-    for loss, said in ((wrong, f"is {wrong!r}, but {honest['loss']!r} here"), (honest["loss"], "bit-identical")):
+    for loss, said in ((wrong, f"was {wrong!r}, but is {honest['loss']!r} now"), (honest["loss"], "bit-identical")):
         state = checkpoint.restore(runs / "small" / "checkpoints", target, 12)
         lines = []
         with pytest.MonkeyPatch.context() as patched:
@@ -330,9 +330,9 @@ def test_a_replay_that_differs_says_so(finished, tmp_path):
 
 
 @pytest.mark.parametrize("more, message", [
-    ("--replay 17", "run.replay=17: the run has run.steps=16; use a number from 1 to that"),
+    ("--replay 17", "run.replay=17: run.steps=16; use a step from 1 to 16"),
     ("--replay -1", "run.replay=-1: must be at least 0"),
-    ("--replay 3 --run.name nobody", "nobody: no run there, so there is no step 3 to replay; choose"),
+    ("--replay 3 --run.name nobody", "nobody has no run, so there is no step 3 to replay; select"),
     ("--replay 3 --optim.lr 1", "was started with other settings: optim.lr is 1.0 here and 0.003 there"),
 ])  # fmt: skip
 def test_invalid_replays_are_refused(finished, more, message):

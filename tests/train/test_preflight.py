@@ -51,8 +51,8 @@ REFUSED = {
     "mesh": ("--devices 6 --mesh fsdp=2,tensor=3", {}, "cannot split .*tensor"),
     "batch": ("--devices 8 --mesh data=8 --data.batch_size 12", {}, r"12 % 8 = 4\); use data.batch_size=8 or 16"),
     "more mesh than devices": ("--devices 4 --mesh fsdp=8", {}, "mesh fsdp=8 needs 8 devices, and there are 4; "),
-    "hosts": ("--devices 8 --mesh fsdp=8", {"JAX_NUM_PROCESSES": "3"}, "8 % 3 = 2; start 1, 2, 4, 8"),
-    "hosts of a TPU": ("--devices 8 --mesh fsdp=8", {"AXIS_PROCESSES": "5"}, "8 % 5 = 3; start"),
+    "hosts": ("--devices 8 --mesh fsdp=8", {"JAX_NUM_PROCESSES": "3"}, r"8 % 3 = 2\); start 1, 2, 4, 8"),
+    "hosts of a TPU": ("--devices 8 --mesh fsdp=8", {"AXIS_PROCESSES": "5"}, r"8 % 5 = 3\); start"),
     "memory": ("--devices 4 --mesh fsdp=4 --model.d_ff 80000000", {}, "would need .*; --run.check no starts it anyway"),
     "options": ("--run.compiler_options nonsense", {}, "'nonsense' must be NAME=VALUE"),
     "no way back": ("--run.init_from nowhere", {}, "nowhere"),
@@ -94,7 +94,7 @@ def test_only_process_0_checks_the_directory(asked, home, tmp_path, monkeypatch)
     monkeypatch.delenv("JAX_PROCESS_ID")
 
     shutil.rmtree(directory / "checkpoints")
-    assert "its checkpoint of step 4 is gone" in check("--run.steps", "9")[1]
+    assert "the latest checkpoint, step 4, is missing" in check("--run.steps", "9")[1]
     shutil.rmtree(directory)
     (directory / "checkpoints").mkdir(parents=True)
     (directory / "checkpoints" / checkpoint.KEEPER).write_text("host07")

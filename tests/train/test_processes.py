@@ -333,7 +333,7 @@ HERE = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9"}
 
 
 @pytest.mark.parametrize(("told", "message"), [
-    ({"JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES is not set"),
+    ({"JAX_PROCESS_ID": "1"}, "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES not set"),
     (HERE | {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "=2 of JAX_NUM_PROCESSES=2: use"),
     (HERE | {"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "=0 of JAX_NUM_PROCESSES=two: use"),
 ])  # fmt: skip
@@ -395,7 +395,7 @@ def test_two_processes_refuse_different_settings_at_once(home, tmp_path):
     status, _, errors = run_two_processes([*words, "0.01"], [*words, "0.02"])
     assert status == [2, 2], errors
     for err in errors:
-        assert "optim.lr is 0.02 for process 1 on host01, and 0.01 for process 0 on host00" in err
+        assert "optim.lr is 0.02 for process 1 on host01, but 0.01 for process 0 on host00" in err
         assert "Traceback" not in err
     assert not (tmp_path / "two").exists()
 

@@ -20,7 +20,7 @@ def test_ready_hosts_have_no_problem():
 @pytest.mark.parametrize(("change", "said"), [
     ({"python": "3.12.1"}, "host02 has python 3.12.1, but host00 has 3.11.7"),
     ({"jax": "0.10.1"}, "host02 has jax 0.10.1, but host00 has 0.10.2"),
-    ({"devices": 3}, "host02 has devices 3, host00 has 4"),
+    ({"devices": 3}, "host02 has devices 3, but host00 has 4"),
     ({"free_gib": 9}, "host02 has 9 GiB of free disk space, less than 10"),
     ({"clock_s": -2.5}, "the clock of host02 differs by -2.5 s from the clock of host00"),
 ])  # fmt: skip

@@ -498,7 +498,7 @@ def test_weights_that_the_model_lacks_are_not_dropped(trained, tmp_path, capsys)
     (run / "config.json").write_text(json.dumps({"config": cfg.to_dict(), "data": None}))
     status, _, said = command("to-hf", run, "--out", tmp_path / "hf", capsys=capsys)
     where = f"checkpoint {run}/checkpoints/7" if trained else f"{run}/weights"
-    assert status == 2 and f"error: {where} has unembedding_DV, the model does not; " in said
+    assert status == 2 and f"error: {where} has unembedding_DV, but the model does not; " in said
     assert not (tmp_path / "hf").exists()
 
 
@@ -507,7 +507,7 @@ def test_weights_of_another_model_are_refused_by_name(runs):
     mesh, c = sharding.make_mesh("data=1"), convert.read_config(runs["llama"])
     changes = {
         "w_gate_DF has shape .*52.* in the model": dict(d_ff=56),
-        "weights has unembedding_DV, the model does not": dict(tie_embeddings=True),
+        "weights has unembedding_DV, but the model does not": dict(tie_embeddings=True),
         "the model has prefix": dict(dense_prefix=1),
     }
     for message, change in changes.items():
