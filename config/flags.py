@@ -30,11 +30,11 @@ def command_line(
     Raises: UserError if the preset or file cannot be read, if both are given, or if one is required and missing.
     """
     start, name, flags = starting_point(argv, default)
-    defaults = f"Defaults come from {name}. --help-verbose explains each flag."
     arguments = tyro.cli(
-        arguments, prog=f"{prog} [PRESET | --config FILE]", description=f"{description.strip()}\n\n{defaults}",
+        arguments, prog=f"{prog} [PRESET | --config FILE]",
+        description=f"{description.strip()}\n\nDefaults come from {name}.",
         default=arguments(**vars(change(start, flags))), args=flags + derived_flags(start.model, flags),
-        use_underscores=True, compact_help=True,
+        use_underscores=True,
     )  # fmt: skip
     return Config(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Config)}), arguments
 
@@ -73,7 +73,7 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
     if files:
         return read_config(files[0]), files[0], flags
     if default is None and not named:
-        if not {"-h", "--help", "-H", "--help-verbose"} & set(flags):
+        if not {"-h", "--help"} & set(flags):
             raise UserError(f"no settings: pass a preset ({', '.join(PRESETS)}) or a run's settings: --config FILE")
         default = next(iter(PRESETS))
     if isinstance(default, Config) and not named:

@@ -1,7 +1,7 @@
 """Write docs/settings.md, with every setting and what each preset changes: `python -m docs.settings`.
 
-The description of a setting is the comment after its field, or the comment lines before it. `--help-verbose` prints the
-same description.
+The description of a setting is the comment after its field, or the comment lines before it. `--help` prints the same
+description.
 """
 
 import ast
@@ -18,9 +18,8 @@ PAGE = Path(__file__).parent / "settings.md"
 HEAD = """\
 # Settings
 
-Every command that accepts a preset accepts these flags. After a preset, `--help` lists them with the preset's values as
-defaults, and `--help-verbose` adds these descriptions. This command writes the page from `config/settings.py` and
-`config/presets.py`:
+Every command that accepts a preset accepts these flags. After a preset, `--help` prints the same descriptions,
+with the preset's values as defaults. This command writes the page from `config/settings.py` and `config/presets.py`:
 
 ```
 python -m docs.settings

@@ -371,12 +371,12 @@ def settings(values, prefix="--"):
             yield prefix + name, value
 
 
-def test_help_fits_two_screens():
-    """Catches help that scrolls away, hides a group of settings, or shows another preset's values as defaults."""
+def test_help_shows_every_setting_with_the_defaults_of_the_preset():
+    """Catches help that wraps too often, hides a group of settings, or shows another preset's values as defaults."""
     status, out, err = run("tiny", "--help")
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    assert len(lines) <= 130 and max(map(len, lines)) <= 120
+    assert len(lines) <= 300 and max(map(len, lines)) <= 120
     for group in ("model", "work", "data", "optim", "run"):
         assert f" {group} options " in out
     for name in PRESETS:
@@ -385,8 +385,9 @@ def test_help_fits_two_screens():
         assert re.search(rf"{re.escape(name)}\b", out), name
         if isinstance(value, int | float) and not isinstance(value, bool):
             kind = "INT|{auto}" if "work." in name else "INT" if isinstance(value, int) else "FLOAT"
-            assert f"{name} {kind} (default: {value})" in plain(out), name
-    assert "--model.d_model INT (default: 128)" in plain(run("--help")[1]), "without a preset it is laptop"
+            _, found, after = plain(out).partition(f" {name} {kind} ")
+            assert found and after.partition("(default: ")[2].startswith(f"{value})"), name
+    assert "the residual stream (default: 128)" in plain(run("--help")[1]), "without a preset it is laptop"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -454,9 +455,9 @@ def test_help_begins_with_an_example(command):
     assert max(map(len, lines)) <= 120
 
 
-def test_help_verbose_explains_each_setting():
-    """Catches a setting without a description, and a description that --help-verbose does not print."""
-    status, out, _ = run("tiny", "--help-verbose")
+def test_help_explains_each_setting():
+    """Catches a setting without a description, and a description that --help does not print."""
+    status, out, _ = run("tiny", "--help")
     assert status == 0
     said = plain(out)
     for name, _ in settings(preset("tiny").to_dict()):
@@ -472,7 +473,7 @@ def test_help_is_quick_in_a_process():
     env = os.environ | {"COLUMNS": "120"}
     done = subprocess.run([sys.executable, "main.py", "--help"], cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) <= 130 and "\x1b" not in done.stdout
+    assert len(done.stdout.splitlines()) <= 230 and "\x1b" not in done.stdout
 
 
 # Compiled programs ----------------------------------------------------------------------------------------------------
