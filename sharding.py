@@ -50,8 +50,8 @@ def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
     if count > len(slices) or mesh.data % count:
         near = dataclasses.replace(mesh, data=-(-mesh.data // count) * count)
         raise UserError(
-            f"mesh {mesh} needs {count} slices of {size} devices, and only `data` can cross the slow network "
-            f"between them: data={mesh.data} must be a multiple of {count}, as in {near}; "
+            f"mesh {mesh} needs {count} slices of {size} devices, and only the `data` axis can span slices: "
+            f"data={mesh.data} must be a multiple of {count}, as in {near}; "
             "or use a mesh that fits one slice"
         )
     a_slice = dataclasses.replace(mesh, data=mesh.data // count)

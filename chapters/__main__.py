@@ -41,7 +41,7 @@ def select_chapters(numbers: tuple[str, ...]) -> list[str]:
     names = sorted(path.stem for path in FOLDER.glob("[0-9][0-9]_*.py"))
     for number in numbers:
         if not any(name.startswith(number) for name in names):
-            raise UserError(f"no chapter begins with {number!r}; {suggest(number, names)}")
+            raise UserError(f"no file in chapters/ starts with {number!r}; {suggest(number, names)}")
     return [name for name in names if not numbers or name.startswith(numbers)]
 
 

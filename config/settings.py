@@ -243,7 +243,7 @@ class ModelConfig:
             fit = [self.dense_prefix + blocks * self.layers_per_block for blocks in (below, below + 1) if blocks]
             raise UserError(
                 f"model.n_layers={self.n_layers}: n_layers - dense_prefix = {repeating} must be a positive multiple of "
-                f"the {self.layers_per_block} layers per block; use {' or '.join(map(str, fit))} layers"
+                f"{self.layers_per_block}, the length of the layer pattern; use {' or '.join(map(str, fit))} layers"
             )
 
     def _refuse(self, name: str, why: str):
@@ -299,8 +299,8 @@ class DataConfig:
         check(self, "data.")
         parse_skips(self.skip), parse_mixture(self.mixture)  # raise if they cannot be parsed
         if self.packing == "documents" and not self.shuffle:
-            raise UserError("data.packing='documents' cannot keep the order of the text (data.shuffle=False), because "
-                            "it packs documents by length; leave out one of them")  # fmt: skip
+            raise UserError("data.packing='documents' packs documents by length, so it cannot keep the order of the "
+                            "text (data.shuffle=False); change one of the two settings")  # fmt: skip
 
     @property
     def tokens_per_step(self) -> int:
@@ -367,7 +367,7 @@ class RunConfig:
             raise UserError(f"run.name={self.name!r}: use letters, digits, '.', '_' and '-'")
         if is_remote(self.dir) and not re.match(r"gs://[^/]", self.dir):
             raise UserError(f"run.dir={self.dir!r}: use a directory on disk or gs://BUCKET/DIR, because Orbax supports "
-                            "no other URLs for checkpoints; tokens may be at other URLs (--data.path)")  # fmt: skip
+                            "no other URLs for checkpoints; only tokenized data may be at other URLs")  # fmt: skip
 
     @property
     def join_timeout_s(self) -> int:

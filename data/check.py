@@ -96,7 +96,7 @@ def _count_lengths(split: dataset.Split, where: str, seen: np.ndarray):
         if recorded is not None:
             expected = recorded[slice(*np.searchsorted(recorded, (start, start + len(tokens))))]
             if not np.array_equal(inside, expected):
-                raise UserError(f"{where}: {len(inside)} documents begin in the tokens from {start} on, but the "
+                raise UserError(f"{where}: the chunk at token {start} has {len(inside)} document starts, but the "
                                 f"begins.npy files list {len(expected)}; run data.prepare --overwrite")  # fmt: skip
         edges = begins if last is None else np.append(last, begins)
         yield from _bin_lengths(np.diff(edges))

@@ -61,7 +61,7 @@ def _run_in_processes(work: Callable, shared, tasks: Iterable, workers: int) -> 
             yield from [one.result() for one in done] or [None]
     except concurrent.futures.process.BrokenProcessPool as error:
         raise UserError("a worker process was killed, perhaps because memory ran out; run the same command with fewer "
-                        "--workers to resume from the finished units") from error  # fmt: skip
+                        "--workers to resume; finished work is kept") from error  # fmt: skip
     finally:
         for process in list((pool._processes or {}).values()):  # a worker may be tokenizing a large document
             process.terminate()

@@ -62,7 +62,7 @@ def call_with_timeout(what: str, seconds: float, work: Callable):
     except ImportError as error:
         raise UserError(f"{what}: {error}; install the package into .venv") from error
     except TimeoutError as error:
-        raise UserError(f"{what}: no answer within {seconds:g} s; check the network and the URL") from error
+        raise UserError(f"{what}: timed out after {seconds:g} s; check the network and the URL") from error
     except Exception as error:  # each protocol has its own errors
         raise UserError(f"{what}: {type(error).__name__}: {error}; check the network and your permissions") from error
 

@@ -141,7 +141,7 @@ def _work_folder(out: Folder) -> Iterator[Folder]:
     except BaseException:
         finished = sum(name.startswith("unit-") for name in work.file_names())
         if finished:
-            log(f"{finished} finished units are stored in {work.path}; run the same command to resume")
+            log(f"finished work is stored in {work.path} ({finished} units of text); run the same command to resume")
         else:
             _remove_work(out)
             for path in missing:

@@ -166,7 +166,7 @@ def _fetch(name: str) -> tiktoken.Encoding:
         return encoding.result(timeout=FETCH_SECONDS)
     except (OSError, ValueError) as error:  # no network, no answer, or a file with the wrong hash
         if isinstance(error, TimeoutError):
-            reason = f"no answer within {FETCH_SECONDS} s"
+            reason = f"timed out after {FETCH_SECONDS} s"
         else:  # the text of an OSError is long, and about urllib
             reason = type(error).__name__ if isinstance(error, OSError) else "the file has the wrong hash"
         raise UserError(

@@ -168,7 +168,7 @@ def build(numbers=(), say=print, longest_s: float = math.inf) -> None:
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going", "--fresh-env",
                "-d", str(BUILD / "doctrees"), "-c", str(DOCS), str(SOURCE), str(HTML)]  # fmt: skip
     if subprocess.run(command, check=False).returncode:
-        raise UserError("Sphinx printed warnings, see above: correct the pages that they name, and build again")
+        raise UserError("Sphinx printed warnings, see above; fix the pages that they name, and build again")
     say(f"built docs/_build/html in {time.monotonic() - start:.0f} s; `make read` shows it")
 
 
@@ -202,7 +202,7 @@ class Arguments:
     numbers: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # first digits of chapters, such as 04; default: all
     read: bool = False  # serve the built site on this machine, without building it
     port: int = 8000  # another free port if this one is in use
-    longest_s: float = math.inf  # limit of a chapter's processor time, in seconds
+    longest_s: float = math.inf  # limit of a chapter's CPU time, in seconds
 
 
 @exit_status

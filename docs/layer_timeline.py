@@ -183,9 +183,9 @@ def line(source: str) -> str:
 def write_file(names, say=print) -> None:
     """Compile and simulate cases. Raises: UserError without libtpu, and for an unknown case."""
     if not importlib.util.find_spec("libtpu"):
-        raise UserError("the timelines need the TPU compiler; install it with: make extra-tpu")
+        raise UserError("compiling the layer timelines needs the TPU compiler; install it with: make extra-tpu")
     if unknown := [name for name in names if name not in CASES]:
-        raise UserError(f"there is no case {unknown[0]!r}; choose from: {', '.join(CASES)}")
+        raise UserError(f"unknown case {unknown[0]!r}; choose from: {', '.join(CASES)}")
     for name in names or CASES:
         say(f"{name}: python -m bench.overlap {' '.join(CASES[name].flags)}")
         put(name, export(CASES[name], compiled_text(CASES[name], say)))

@@ -49,7 +49,7 @@ def chapters(numbers=()) -> list[Path]:
     for number in numbers:
         if not any(path.stem.startswith(number) for path in found):
             raise UserError(
-                f"no chapter begins with {number!r}; there are {', '.join(p.stem for p in found) or 'none'}"
+                f"no file in chapters/ starts with {number!r}; found: {', '.join(p.stem for p in found) or 'none'}"
             )
     return [path for path in found if not numbers or path.stem.startswith(tuple(numbers))]
 
@@ -103,7 +103,7 @@ def state(path: Path) -> str:
 def executed(path: Path, kept: Path, say=print, longest_s: float = math.inf):
     """Execute a chapter, or return the stored outputs if neither the chapter nor the project has changed.
 
-    Raises: UserError if it takes, or took, more processor time than `longest_s`, and the errors of `execute`.
+    Raises: UserError if it takes, or took, more CPU time than `longest_s`, and the errors of `execute`.
     """
     import nbformat
 
@@ -117,15 +117,15 @@ def executed(path: Path, kept: Path, say=print, longest_s: float = math.inf):
         found.metadata |= {"state": wanted, "processor_s": used}
         kept.mkdir(parents=True, exist_ok=True)
         nbformat.write(found, file)
-        say(f"ran {path.stem} in {seconds:.0f} s, {used:.0f} s of processor time")
+        say(f"ran {path.stem} in {seconds:.0f} s, {used:.0f} s of CPU time")
     if found.metadata.get("processor_s", 0) > longest_s:
-        raise UserError(f"{path.stem} took {found.metadata['processor_s']:.0f} s of processor time, "
-                        f"and may take {longest_s:g}")  # fmt: skip
+        raise UserError(f"{path.stem} took {found.metadata['processor_s']:.0f} s of CPU time, "
+                        f"more than the limit of {longest_s:g} s")  # fmt: skip
     return found
 
 
 def execute_one(path: Path, kept: Path, longest_s: float) -> list[str]:
-    """Execute a chapter in a worker process, so that the processor time counted is this chapter's; return log lines.
+    """Execute a chapter in a worker process, so that the CPU time counted is this chapter's; return log lines.
 
     Raises: what `executed` raises.
     """

@@ -36,7 +36,7 @@ class Arguments:
     seq_len: Count = 0  # maximum tokens of a text; 0: as in training, or in the Hugging Face config.json
     tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a rank file, or bytes
     bos: str = ""  # special token to put before each text, e.g. Llama's <|begin_of_text|>; empty: none
-    cache: str = ""  # file that caches the model's answers, so that the same command resumes after an interruption
+    cache: str = ""  # file that caches the model's responses, so that the same command resumes after an interruption
     json: bool = False  # print JSON instead of a table
     # devices along each of data, stage, fsdp, expert, context, tensor
     mesh: MeshFlag = dataclasses.field(default_factory=MeshConfig)

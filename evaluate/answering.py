@@ -53,7 +53,7 @@ class Answerer:
         before = self.encode(context.rstrip())
         after = self.encode(context + continuation)[len(before) :]
         if not after:
-            raise UserError(f"{continuation!r} after {context[-20:]!r}: the tokenizer merges both into one token")
+            raise UserError(f"cannot score {continuation!r} after {context[-20:]!r}: one token spans both")
         return before or [self.prefix], after
 
     # Answers ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Cache a model's answers in a file of JSON lines, so that a killed evaluation can resume. The file looks like this:
+"""Cache a model's responses in a file of JSON lines, so that a killed evaluation can resume. The file looks like this:
 
 {"of": {"weights": "5e1f..", "tokenizer": "9c0a..", "seq_len": 256, "bos": ""}}
 {"key": "77ab..", "answer": [-4.25, false]}
@@ -26,7 +26,7 @@ class Answers(dict):
 
     path   the file; empty: keep answers only in memory
     model  whatever else determines an answer, such as weights and tokenizer
-    Raises: UserError if the file has answers from another model.
+    Raises: UserError if the file has responses of another model.
     """
 
     def __init__(self, path: str, model: dict):
@@ -36,7 +36,7 @@ class Answers(dict):
             return
         rows = read_rows(self.path)
         if rows and (difference := first_difference(model, rows[0].get("of", {}))):
-            raise UserError(f"--cache {path} has answers from another model ({difference}); use another file, or "
+            raise UserError(f"--cache {path} has responses of another model ({difference}); use another file, or "
                             "delete this one")  # fmt: skip
         self.update({row["key"]: row["answer"] for row in rows[1:]})
         check_same_on_all_hosts(path, list(self))
@@ -62,7 +62,7 @@ def read_rows(path: Path) -> list[dict]:
         rows = [json.loads(line) for line in whole.splitlines()]
         assert all(set(row) == {"of"} for row in rows[:1]) and all({"key", "answer"} == set(row) for row in rows[1:])
     except (ValueError, AssertionError, TypeError):
-        raise UserError(f"--cache {path} is not a cache of answers; use another file") from None
+        raise UserError(f"--cache {path} is not a cache of model responses; use another file") from None
     if rest and is_main_process():
         with open(path, "r+b") as file:
             file.truncate(len(whole + newline))

@@ -38,4 +38,4 @@ def check_tokenizer(run: Run, folder: str, tokenizer: dict) -> None:
     if run.tokenizer and [run.tokenizer[name] for name in same] != [tokenizer[name] for name in same]:
         raise UserError(f"{folder} was tokenized with {tokenizer['name']!r}, vocabulary {tokenizer['vocabulary']}, but "
                         f"{run.name} was trained with {run.tokenizer['name']!r}, vocabulary "
-                        f"{run.tokenizer['vocabulary']}; prepare the text with that tokenizer")  # fmt: skip
+                        f"{run.tokenizer['vocabulary']}; prepare the text again with the run's tokenizer")  # fmt: skip

@@ -66,7 +66,7 @@ def _settings(line: bytes, place: str) -> dict:
     except ValueError as error:
         raise UserError(
             f"{place}: invalid JSON ({error}): {line.decode()[:60]!r}; "
-            'write a prompt that starts with a brace as {"prompt": ".."}'
+            'if the prompt itself starts with {, write it as JSON: {"prompt": "..."}'
         ) from error
     fields = [field.name for field in dataclasses.fields(Request)]
     for setting in values:

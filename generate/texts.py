@@ -149,8 +149,8 @@ class Sampler:
         """
         if tokenizers.fingerprint(self.encoding) != tokenizers.fingerprint(draft.encoding):
             raise UserError(
-                f"the draft's tokenizer {draft.encoding.name!r} with {draft.encoding.n_vocab} tokens is not the "
-                f"model's, {self.encoding.name!r} with {self.encoding.n_vocab}; use a draft with the same tokenizer"
+                f"the draft must have the model's tokenizer, {self.encoding.name!r} ({self.encoding.n_vocab} tokens), "
+                f"but has {draft.encoding.name!r} ({draft.encoding.n_vocab} tokens); use another draft"
             )
         one = self.make_job(request)
         engine = self.engine_for([one], 1)

@@ -96,7 +96,7 @@ def select_hosts(hosts: list[str], names: str, where: str = "--only") -> list[st
         if name not in hosts:
             raise UserError(f"{where} {names}: {name} is not in the list of hosts: {' '.join(hosts)}")
     if not wanted:
-        raise UserError(f"{where} '{names}' has no host; write {where} HOST,HOST")
+        raise UserError(f"{where} '{names}' lists no host; write {where} HOST,HOST")
     return [host for host in hosts if host in wanted]
 
 
@@ -127,11 +127,11 @@ def parse(argv: list[str], takes: dict, usage: str) -> tuple[str, list[str], dic
     if verb and command and most != -1:
         raise UserError(f"'{verb}' before -- is not an option; see {usage} --help")
     if not verb and not command and most is not None:
-        raise UserError(f"no command given: use -- COMMAND..{', '.join(takes)}; see {usage} --help")
+        raise UserError(f"no command given: use -- COMMAND ...{', '.join(takes)}; see {usage} --help")
     if most is None:
         raise UserError(f"'{verb}' is not a command of {usage}; see {usage} --help")
     if extra := [*(flag for flag in flags if flag not in {*own.split()} | WHICH), *words[max(most, 0) :]]:
-        raise UserError(f"{verb or 'a launch'} does not accept '{extra[0]}'; see {usage} --help")
+        raise UserError(f"{verb or '-- COMMAND'} does not accept '{extra[0]}'; see {usage} --help")
     return verb, words, flags, command, hosts_from_flags(flags)
 
 
@@ -335,7 +335,7 @@ class PendingRequest:
         lines = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
         last, host = (lines or [""])[-1][:500], self.host
         if self.timed_out:
-            return (f"no answer within {self.limit_s} s; set TIMEOUT to wait longer, or close a shared ssh "
+            return (f"timed out after {self.limit_s} s; set TIMEOUT to wait longer, or close a shared ssh "
                     f"connection that hangs: ssh -O exit {host}")  # fmt: skip
         if status == 255 and "verification failed" in last:
             advice = [lines[n + 1] for n, line in enumerate(lines[:-1]) if line.endswith("remove with:")]

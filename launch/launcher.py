@@ -435,7 +435,7 @@ def show(fleet: Fleet, answers: list[Answer], keys: str) -> list[str]:
     for answer in answers:
         answer.values = answer.values and {**answer.values, "clock_s": answer.clock_s()}
     cells = lambda answer: ["FAILED"] if answer.failed else [answer.get(key) for key in keys.split()]
-    headings = [{"free_gib": "free GiB", "clock_s": "clock s"}.get(key, key) for key in keys.split()]
+    headings = [{"free_gib": "free GiB", "clock_s": "clock skew s"}.get(key, key) for key in keys.split()]
     if not fleet.dry:
         print_table(headings, [[answer.host, *cells(answer)] for answer in answers])
     return hosts.differing_lines(answers, python="Python", jax="jax")

@@ -368,7 +368,7 @@ def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: 
 
     low, high = 0, 1
     if sized(high).limit_bytes is None:
-        raise UserError("--max_batch needs the memory of a device: pass --topology, or --memory in GiB")
+        raise UserError("--max_batch needs to know each device's memory: pass --topology, or --memory in GiB")
     while sized(high).fits:
         low, high = high, 2 * high
         if high * unit > 2**16 * cfg.data.batch_size:

@@ -98,8 +98,8 @@ class Program:
         for row in self.rows:
             if row.automatic:
                 raise UserError(
-                    f"{row.source}: no shard_map around this {row.kind} covers {'*'.join(row.automatic)}, so the "
-                    f"compiler decides how to split it, and {hint}"
+                    f"{row.source}: this {row.kind} is in no shard_map over the axes {'*'.join(row.automatic)}, "
+                    f"so the compiler decides how to split it, and {hint}"
                 )
 
 

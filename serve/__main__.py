@@ -73,7 +73,7 @@ def load(args: Arguments):
     sampler = generate.load(args.run, args.mesh, tokenizer=args.tokenizer, step=args.step)
     seq_len = sampler.cfg.data.seq_len
     if args.context > seq_len:
-        raise UserError(f"context={args.context}: the model was trained with data.seq_len={seq_len}; use at most that")
+        raise UserError(f"context={args.context}: must be at most data.seq_len={seq_len}, as in training")
     engine = sampler.engine(args.slots, args.context or seq_len, args.piece)
     begin = time.perf_counter()
     worker.compile(sampler, engine)

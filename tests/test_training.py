@@ -130,7 +130,7 @@ def test_a_run_starts_from_another(home, tmp_path):
         status, out, err = run(["tiny", *common, "--init-from", start, "--run.name", name, "--optim.lr", 0])
         assert (status, err) == (0, "")
         which = "converted" if start == converted else "step 1"
-        assert f"parameters from {start}, {which}, and its model settings\n" in out
+        assert f"parameters and model settings are from {start} ({which})\n" in out
         got = restored(["tiny", *dense.split()], tmp_path / name)
         for key, value in sharding.flatten_named(want.params).items():
             np.testing.assert_array_equal(sharding.flatten_named(got.params)[key], value, err_msg=f"{name}: {key}")

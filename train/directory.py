@@ -103,9 +103,9 @@ def check_batch_order(cfg: Config, written: dict, directory: Path | BucketDirect
         for name, was in old.items():
             if (ours := getattr(cfg.data, name)) != was:
                 raise UserError(
-                    f"{directory}: data.{name}={ours!r} would change batches that the {step} finished steps have used, "
-                    f"with data.{name}={was!r}; keep that value and append only changes after step {step}, or, to "
-                    "change earlier steps, move later checkpoints away and add --run.restart newest")  # fmt: skip
+                    f"{directory}: data.{name} was {was!r} and is now {ours!r}, which changes batches of the {step} "
+                    f"finished steps; restore the old value, and add only changes that start after step {step}. To "
+                    "change earlier steps, move later checkpoints elsewhere and add --run.restart newest")  # fmt: skip
 
 
 def check_newest_checkpoint(directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> None:
@@ -285,7 +285,7 @@ class Metrics:
         if rows[True]:
             with (directory / SET_ASIDE).open("a") as file:
                 file.write("".join(rows[True]))
-            log(f"set aside  {len(rows[True])} rows after step {step}, which are rerun, in {directory / SET_ASIDE}")
+            log(f"set aside  {len(rows[True])} rows of rerun steps (after step {step}): {directory / SET_ASIDE}")
         replace_file(self.path, "".join(rows[False]))
         record_saved_step(directory, step)
 

@@ -50,7 +50,7 @@ class SkipWatch:
     def _report(self, taken: int, values: dict, in_a_row: int) -> None:
         bad = np.array(list(optimizer.layer_parameters(self.cfg)))[np.asarray(values["not_finite"])].tolist()
         loss, norm, total = float(values["loss"]), float(values["grad_norm"]), int(values["skipped_steps"])
-        why = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
+        why = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
         if bad:
             why += f"; first gradient that is not finite: {bad[0]}"
         if len(bad) > 1:  # the backward pass reached the last one first
@@ -79,7 +79,7 @@ class GradientStats:
             try:
                 self.noise = optimizer.noise_scale(cfg, mesh)
             except UserError as error:
-                log(f"noise      no noise scale is written: {error}")
+                log(f"noise      gradient noise scale not logged: {error}")
 
     def write_due(self, taken: int, state, batch, skips: SkipWatch) -> None:
         """Write the statistics due at step `taken`, the next step. `batch` is already sharded over the mesh."""
@@ -113,7 +113,7 @@ def replay(cfg: Config, mesh, state: optimizer.TrainState, rows: list[dict]) -> 
         losses[step + 1] = float(values["cross_entropy"])
         if norms:
             _print_norms(cfg, norms)
-            log(f"step {wanted}: loss {losses[wanted]!r}, norm of the gradient {float(values['grad_norm'])!r}"
+            log(f"step {wanted}: loss {losses[wanted]!r}, gradient norm {float(values['grad_norm'])!r}"
                 + (", skipped" if int(values["skipped_in_a_row"]) else ""))  # fmt: skip
     logged = next((row["loss"] for row in rows if row["kind"] == "train" and row["step"] == stop), "missing")
     if logged == "missing" or begin < start:

@@ -79,14 +79,14 @@ def read_run(directory: str | Path) -> Run:
     rows = {kind: [] for kind in FIELDS}
     for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
         if not line.endswith("\n") and not _is_json(line):
-            log(f"note: {path}:{number}: skipped the last line, which is only half written")
+            log(f"note: {path}:{number}: skipped the last line, which is incomplete")
             continue
         row = _parse(line, f"{path}:{number}")
         rows[row["kind"]].append(row)
     if not rows["start"] or not rows["train"]:
         raise UserError(
-            f"{path}: nothing to plot yet: {len(rows['start'])} start rows and {len(rows['train'])} train rows, "
-            "but at least one of each is needed"
+            f"{path}: nothing to plot yet: {len(rows['start'])} rows of kind 'start' and {len(rows['train'])} of kind "
+            "'train', but at least one of each is needed"
         )
     name = (directory if is_remote(str(directory)) else directory.resolve()).name
     return Run(name, rows["start"][-1], rows["train"], rows["eval"])
@@ -106,7 +106,7 @@ def _parse(line: str, place: str) -> dict:
     row = json.loads(line)
     kind = row.get("kind") if isinstance(row, dict) else None
     if kind not in FIELDS:
-        raise UserError(f"{place}: unknown kind of row {kind!r}; known: {', '.join(FIELDS)}")
+        raise UserError(f"{place}: a row has kind={kind!r}; known kinds: {', '.join(FIELDS)}")
     missing = [field for field in FIELDS[kind] if field not in row]
     if missing:
         raise UserError(f"{place}: this {kind!r} row has no {', '.join(missing)}")

@@ -101,10 +101,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         log(json.dumps({"hosts": [dataclasses.asdict(row) for row in table], "sum_s": seconds, "problems": faults}))
     elif board.rank == 0:
-        log(f"{'host':16} {'python':8} {'jax':8} {'devices':20} {'free GiB':>8} {'clock s':>8}")
+        log(f"{'host':16} {'python':8} {'jax':8} {'devices':20} {'free GiB':>8} {'clock skew s':>12}")
         for row in table:
             devices = f"{row.devices} x {row.kind}"
-            log(f"{row.host:16} {row.python:8} {row.jax:8} {devices:20} {row.free_gib:>8} {row.clock_s:>+8.1f}")
+            log(f"{row.host:16} {row.python:8} {row.jax:8} {devices:20} {row.free_gib:>8} {row.clock_s:>+12.1f}")
         well = f"all is well on {len(table)} hosts; a sum over {jax.device_count()} devices took {seconds * 1e3:.1f} ms"
         log("\n".join(f"PROBLEM: {one}" for one in faults) or well)
     return 1 if faults else 0

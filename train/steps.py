@@ -112,7 +112,7 @@ def latest_step(
         return None
     raise UserError(
         f"no checkpoint in {directory} can be used: " + "; ".join(fault for entry, fault in faults if entry.is_complete)
-        + "; to start at step 0, move them away or use --run.restart scratch")  # fmt: skip
+        + "; to start at step 0, move them to another directory or use --run.restart scratch")  # fmt: skip
 
 
 def write_manifest(path: str, step: int, loss: float | None) -> None:

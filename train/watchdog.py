@@ -183,8 +183,8 @@ class Watchdog:
         slow = pace.slowest({rank: message.matmuls_ms for rank, message in messages.items()})
         if self.board.rank == 0 and slow and slow[0] not in self.slow:
             self.slow.add(slow[0])
-            log(f"slow       {self.board.process_name(slow[0])} took {slow[1]:.1f} ms for a matmul check in 2 "
-                f"consecutive checks, but the median is {slow[2]:.1f} ms; every step waits for it")  # fmt: skip
+            log(f"slow       {self.board.process_name(slow[0])} took {slow[1]:.1f} ms for a matmul test, twice "
+                f"in a row, but the median host took {slow[2]:.1f} ms; this host slows down every step")  # fmt: skip
 
     def show_stacks(self, now: float) -> float:
         """Print the stack of every thread, and report on the board where the main thread is. Return `now`."""

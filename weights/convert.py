@@ -93,7 +93,7 @@ def from_hf(
         about = {"family": kind, "hf": {name: value for name, value in hf.items() if name in PASSED_THROUGH}}
         folder.write("config.json", json.dumps(_run_config(c, out) | about, indent=1) + "\n")
     log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(leaves)} arrays")
-    log(f"precision  {c.param_dtype} parameters, as stored in the files, {c.compute_dtype} compute")
+    log(f"precision  parameters {c.param_dtype} (as in the files), compute {c.compute_dtype}")
 
 
 def stored_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:
@@ -191,7 +191,7 @@ def resolve_step(run: str | Path, requested: str = "", report: Callable = checkp
     """
     if has_weights_only(run):
         if requested:
-            raise UserError(f"--step {requested}: {run} has only weights, without checkpoints; leave --step out")
+            raise UserError(f"--step {requested}: {run} has exported weights but no checkpoints; omit --step")
         return None
     if is_remote(str(run)) and not str(run).startswith("gs://"):
         raise UserError(f"{run} has no weights written by python -m weights slim; checkpoints can only be read from a "
@@ -315,12 +315,12 @@ def to_hf(
     kind = family or about.get("family") or family_of(c)
     if kind not in FAMILIES:
         origin = "--family" if family else f"{run}/config.json"
-        raise UserError(f"{origin}: unknown family {kind!r}; {suggest(kind, FAMILIES)}; add one with --table FILE.py")
+        raise UserError(f"{origin}: unknown model family {kind!r}; {suggest(kind, FAMILIES)}; --table FILE.py adds it")
     try:
         config_to_hf(c, kind=kind)  # fail before reading a checkpoint
     except UserError as error:
         raise UserError(
-            f"{error}; train with other settings, or share the run's weights with python -m weights slim"
+            f"{error}; train with other settings, or export weights in this project's format: python -m weights slim"
         ) from None
     declared = sharding.flatten_named(declare(c))
     weights, at_step = open_run(run, declared, step)

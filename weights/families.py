@@ -232,7 +232,7 @@ def register(kind: str, family: Family) -> None:
     'decoder.0.input_layernorm.weight'
     """
     if kind in FAMILIES:
-        raise UserError(f"a table for model_type={kind!r} exists; choose another name; known: {', '.join(FAMILIES)}")
+        raise UserError(f"a mapping for model_type={kind!r} exists; choose another name; known: {', '.join(FAMILIES)}")
     FAMILIES[kind] = family
 
 
@@ -376,7 +376,7 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
         if len(known) < len(names):
             lacking = ", ".join(name for name in names if name not in declared)
             raise UserError(
-                f"row {r.hf_name!r} of the {kind!r} table has {lacking}, but our model has no such parameter"
+                f"row {r.hf_name!r} of the {kind!r} mapping has {lacking}, but our model has no such parameter"
             )
         experts = range(c.n_experts) if "{expert}" in r.hf_name else [None]
         _check_letters(r, {name: declared[name].dims[numbers.ndim + (experts != [None]) :] for name in names}, kind)
@@ -398,7 +398,7 @@ def _check_letters(r: Row, dims: dict[str, str], kind: str) -> None:
         places = [letter for letter in letters if letter in own]
         if sorted(places) != sorted(own) or len(factors) != len(own) or set(letters) - set("".join(dims.values())):
             raise UserError(
-                f"the {kind!r} table has layout {r.layout!r} for {r.hf_name!r}, but {name} has dims {own!r}"
+                f"the {kind!r} mapping has layout {r.layout!r} for {r.hf_name!r}, but {name} has dims {own!r}"
             )
 
 
@@ -410,11 +410,11 @@ def _check_complete(tensors: list[Piece], declared: dict[str, sharding.Declarati
     for name, d in declared.items():
         if held[name] != d.size:
             times = f"{held[name] / d.size:g}" if held[name] else "no"
-            raise UserError(f"the {kind!r} table has {times} rows for {name}; it should have exactly one")
+            raise UserError(f"the {kind!r} mapping has {times} rows for {name}; it should have exactly one")
     for name, n in Counter(piece.hf_name for piece in tensors).items():
         if n > 1:
             raise UserError(
-                f"the {kind!r} table gives {n} tensors the name {name!r}; add {{layer}} or {{expert}} to the name"
+                f"the {kind!r} mapping gives {n} tensors the name {name!r}; add {{layer}} or {{expert}} to the name"
             )
 
 

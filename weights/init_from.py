@@ -46,7 +46,7 @@ def load_init_params(cfg: Config, mesh: Mesh):
         convert.load_params(source, declarations, mesh, step),
         "converted" if step is None else f"step {step}",
     )
-    log(f"parameters from {source}, {which}, and its model settings")
+    log(f"parameters and model settings are from {source} ({which})")
     if other := differing_settings(cfg.model, convert.read_config(source)):
         log(f"           except {other}")
     return params

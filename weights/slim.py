@@ -43,7 +43,7 @@ def slim(
     log(f"wrote {out}: {parameters:,} parameters in {' and '.join(dtypes)}")
     sizes = {NUMPY[tensor.dtype].itemsize for tensor in tensors}
     each = f"{parameters:,} x {sizes.pop()}" if len(sizes) == 1 else f"{numbers:,}"
-    log(f"bytes      {written:,} = {each} of numbers + {written - numbers:,} of headers")
+    log(f"bytes      {written:,} = {each} of tensor data + {written - numbers:,} of headers")
 
 
 def _tensor(name: str, array, dtype: str) -> Tensor:

@@ -352,8 +352,8 @@ def refuse_unknown(program: Program) -> None:
 
 def unknown_error(program: Program, one: Instruction, what: str) -> UserError:
     line = shorten(f"%{one.name} = {one.type} {one.opcode}({one.arguments})")
-    return UserError(f"xla/ledger.py does not know {what} and would count its communication as 0 bytes; please report "
-                     f"it: {line} ({one.scope or 'no scope'}, {program.source(one)})")  # fmt: skip
+    return UserError(f"xla/ledger.py, which counts communication, does not know {what} and would count 0 bytes; please "
+                     f"report it: {line} ({one.scope or 'no scope'}, {program.source(one)})")  # fmt: skip
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------

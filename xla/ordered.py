@@ -78,8 +78,8 @@ def compile(lowered: jax.stages.Lowered, mesh: Mesh):
         program = lowered.compile()
     if pairs := ledger.unordered_pairs(program.as_text()):
         raise UserError(
-            f"{mesh.size} simulated devices could deadlock or compute wrong results: no dependency fixes the order of "
-            f"{pairs[0]}, and {len(pairs) - 1} more pairs; use xla.ordered.jit instead of jax.jit")  # fmt: skip
+            f"{mesh.size} simulated devices could deadlock or compute wrong results: no dependency orders these "
+            f"collectives: {pairs[0]}, and {len(pairs) - 1} more pairs; use xla.ordered.jit, not jax.jit")  # fmt: skip
     return lambda *args: jax.block_until_ready(program(*jax.block_until_ready(args)))
 
 

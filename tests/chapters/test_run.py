@@ -42,5 +42,5 @@ def test_failed_and_slow_chapters_are_reported(words, status, shown, capfd):
 @pytest.mark.usefixtures("folder")
 def test_a_number_without_a_chapter_is_refused():
     """Catches a typo that runs nothing and succeeds."""
-    with pytest.raises(UserError, match="no chapter begins with '07'"):
+    with pytest.raises(UserError, match="no file in chapters/ starts with '07'"):
         runner.select_chapters(("07",))

@@ -71,7 +71,7 @@ def test_positions_of_documents_are_checked(tokens, monkeypatch):
     about = json.loads(manifest.read_text())
     about["splits"]["train"]["shards"][1]["begins"]["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest.write_text(json.dumps(about))
-    with pytest.raises(UserError, match=r"split 'train': \d documents begin in the tokens from \d+ on, but the"):
+    with pytest.raises(UserError, match=r"split 'train': the chunk at token \d+ has \d document starts, but the"):
         check.check(check.Arguments(str(tokens)))
 
 

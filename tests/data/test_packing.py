@@ -280,6 +280,6 @@ def test_the_line_about_rows_is_right(path):
 
 def test_contradicting_settings_are_refused(path):
     """Catches one of two settings that is silently ignored."""
-    why = r"cannot keep the order of the text \(data.shuffle=False\), because it packs documents by length; leave out"
+    why = r"packs documents by length, so it cannot keep the order of the text \(data.shuffle=False\); change one"
     with pytest.raises(UserError, match=f"data.packing='documents' {why}"):
         config(path, **{"data.shuffle": False})

@@ -286,7 +286,7 @@ def test_a_named_tokenizer_without_a_network_fails_in_time(
         assert run(tmp_path / "out", texts, "--tokenizer", "cl100k_base") == 2
         assert time.monotonic() - began < 5
     message = capsys.readouterr().err
-    reason = "no answer within 0.5 s" if listening else "ProxyError"
+    reason = "timed out after 0.5 s" if listening else "ProxyError"
     assert message == (
         f"error: tokenizer 'cl100k_base' could not be downloaded ({reason}); use --tokenizer bytes or bpe:FILE, or run "
         "the same command on a machine with a network and set TIKTOKEN_CACHE_DIR to a copy of its cache folder\n"

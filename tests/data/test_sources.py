@@ -245,7 +245,7 @@ def test_a_bucket_that_does_not_answer_is_an_error(monkeypatch):
     assert files.ANSWER_S < 30 and 2 * files.REQUEST_S < 30
     monkeypatch.setattr(files, "ANSWER_S", 0.3)
     monkeypatch.setattr(files, "file_system_of", lambda pattern: (Silent(), "x"))
-    assert refusal("text:s3://b/x") == "s3://b/x: no answer within 0.3 s; check the network and the URL"
+    assert refusal("text:s3://b/x") == "s3://b/x: timed out after 0.3 s; check the network and the URL"
 
 
 # The hub

@@ -263,7 +263,7 @@ def test_text_that_is_refused_is_named_by_any_process(tmp_path):
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "2.txt: byte 2400001, 0xff, is not UTF-8" in done.stderr
-    assert "finished units are stored in" in done.stdout
+    assert "finished work is stored in" in done.stdout
 
 
 def _dies(_shared, _task):

@@ -80,7 +80,7 @@ def test_a_token_before_each_text(run):
 
 def test_a_continuation_without_a_token_is_refused(answerer):
     """Catches a probability of 1 for a continuation without tokens."""
-    with pytest.raises(UserError, match="'t' after 'ca': the tokenizer merges both into one token"):
+    with pytest.raises(UserError, match="cannot score 't' after 'ca': one token spans both"):
         answerer.encode_pair("ca", "t")
 
 
@@ -135,10 +135,10 @@ def test_answers_of_another_model_are_refused(changed, why, run, tmp_path):
     """Catches results of another checkpoint in the table."""
     file = tmp_path / "answers.jsonl"
     Answerer(run, cache=str(file))
-    with pytest.raises(UserError, match=rf"--cache {file} has answers from another model \({why}"):
+    with pytest.raises(UserError, match=rf"--cache {file} has responses of another model \({why}"):
         Answerer(dataclasses.replace(run, **changed), cache=str(file))
     file.write_text('{"a": 1}\n')
-    with pytest.raises(UserError, match=rf"--cache {file} is not a cache of answers; use another file"):
+    with pytest.raises(UserError, match=rf"--cache {file} is not a cache of model responses; use another file"):
         Answerer(run, cache=str(file))
 
 

@@ -96,7 +96,7 @@ def test_other_tokens_need_the_same_tokenizer(home):
     assert status == 0 and json.loads(out)["loss"] > 5 and not json.loads(out)["whole"]
     assert refused(home / "small", "--perplexity", home / "others") == (
         f"{home}/others was tokenized with 'unknown', vocabulary 257, but {home}/small was trained with 'bytes', "
-        "vocabulary 257; prepare the text with that tokenizer")  # fmt: skip
+        "vocabulary 257; prepare the text again with the run's tokenizer")  # fmt: skip
     assert "no tokens at " in command(home / "small", "--perplexity", home / "none")[2]
 
 

@@ -153,7 +153,7 @@ def test_invalid_settings_are_refused(tmp_path, argv, message):
     "line, message",
     [
         (b'{"prompt": "b"', "invalid JSON (Expecting ',' delimiter: line 1 column 15 (char 14)): "
-         """'{"prompt": "b"'; write a prompt that starts with a brace as {"prompt": ".."}"""),
+         """'{"prompt": "b"'; if the prompt itself starts with {, write it as JSON: {"prompt": "..."}"""),
         (b'{"topk": 3}', "unknown setting 'topk'; did you mean 'top_k'? "
          "known: tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed, logprobs, prompt"),
         (b'{"top_k": "3"}', "top_k='3': should be a whole number"),

@@ -142,7 +142,7 @@ def hangs(fleet, undo):
     profile = fleet.hosts[1].home / ".bashrc"  # which a shell that ssh starts reads
     profile.write_text("sleep 30\n")
     undo += [profile.unlink, fleet.end_processes]
-    return "host01", "no answer within 8 s; set TIMEOUT to wait longer"
+    return "host01", "timed out after 8 s; set TIMEOUT to wait longer"
 
 
 def has_a_full_disk(fleet, undo):

@@ -496,7 +496,7 @@ def test_a_matmul_outside_shard_map_is_refused(tmp_path, capsys):
     status, _, err = run(tmp_path, capsys, outside)
     assert status == 2
     assert re.search(
-        r"mine\.py:8 in <lambda>: no shard_map around this matmul covers rows\*columns, so the compiler", err
+        r"mine\.py:8 in <lambda>: this matmul is in no shard_map over the axes rows\*columns, so the compiler", err
     )
 
 

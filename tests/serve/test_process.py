@@ -106,7 +106,7 @@ def test_invalid_flags_and_runs_are_refused(run_directory, tmp_path):
         (("--api_key_file", tmp_path / "key"), f"{tmp_path}/key: empty; write a key to it, e.g. with `openssl rand "
          "-hex 32`"),
         (("--api_key_file", tmp_path / "none"), f"[Errno 2] No such file or directory: '{tmp_path}/none'"),
-        (("--context", 25), "context=25: the model was trained with data.seq_len=24; use at most that"),
+        (("--context", 25), "context=25: must be at most data.seq_len=24, as in training"),
         (("--timeout_s", "nan"), "timeout_s=nan: must be above 0, and finite"),
         (("--mesh", "data=16"), "mesh data=16 needs 16 devices, and there are 8; --devices 16 simulates them"),
     ]:  # fmt: skip

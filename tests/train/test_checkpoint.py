@@ -502,8 +502,8 @@ def test_a_run_without_a_good_step_is_refused(partway):
     before = snapshot(directory)
     status, out, err = run(argv)
     assert (status, out) == (2, "") and err.startswith(f"error: no checkpoint in {directory}/checkpoints can be used: ")
-    assert f"{directory}/checkpoints/48: state/" in err and err.endswith("; to start at step 0, move them away or "
-                                                                         "use --run.restart scratch\n")  # fmt: skip
+    assert f"{directory}/checkpoints/48: state/" in err and err.endswith("; to start at step 0, move them to "
+                                                   "another directory or use --run.restart scratch\n")  # fmt: skip
     assert snapshot(directory) == before
     with pytest.raises(ValueError, match=r"can be used: .*/49: state/"):
         generate.load(str(directory))

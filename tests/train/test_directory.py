@@ -77,7 +77,7 @@ def test_missing_checkpoints_stop_the_run(partway, straight):
 
     status, out, err = run([*argv, "--run.restart", "newest"])
     assert (status, err) == (0, "") and "resumed" not in out
-    assert f"set aside  {len(record) - 1} rows after step 0, which are rerun, in {directory}/{SET_ASIDE}\n" in out
+    assert f"set aside  {len(record) - 1} rows of rerun steps (after step 0): {directory}/{SET_ASIDE}\n" in out
     assert rows_of(directory, SET_ASIDE) == record[1:]
     assert soak.differences(argv, directory, straight) == []
     assert json.loads((directory / "config.json").read_text())["config"]["run"]["restart"] == "no"
@@ -182,4 +182,4 @@ def test_rows_of_repeated_steps_are_set_aside(tmp_path, capsys):
         Metrics(tmp_path, step, 20)
         assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:step])
     assert (tmp_path / SET_ASIDE).read_text() == lines[5] + lines[3]
-    assert capsys.readouterr().out.count("set aside  1 rows after step ") == 2
+    assert capsys.readouterr().out.count("set aside  1 rows of rerun steps (after step ") == 2

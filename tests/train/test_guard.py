@@ -169,7 +169,7 @@ def test_a_run_reports_skipped_steps(home, monkeypatch):
             run(argv)
     status, out, err = run(argv)
     assert (status, err) == (0, "") and "resumed    at step 12" in out
-    why = f"skipped: the norm of the gradient is inf; first gradient that is not finite: {BAD}, block 1"
+    why = f"skipped: the gradient norm is inf; first gradient that is not finite: {BAD}, block 1"
     assert f"step    14/{STEPS}  {why} (skipped so far: 2)\n" in out and out.count("skipped:") == 1
 
     directory = home / "runs" / "skips"
@@ -200,7 +200,7 @@ def test_ten_skipped_steps_in_a_row_stop_the_run(home, monkeypatch):
     fail_at(monkeypatch, {2, 3, *range(5, STEPS)})
     status, out, err = run(flags(home, "--run.name", "stopped"))
     assert status == 2 and "Traceback" not in err
-    assert err.startswith("error: steps 6 to 15 were skipped, 10 in a row. At step 15, the norm of the gradient is ")
+    assert err.startswith("error: steps 6 to 15 were skipped, 10 in a row. At step 15, the gradient norm is ")
     assert "The parameters have not changed since step 5. Inspect one with --replay 6; then start again with" in err
     for advice in ("--optim.lr (now 0.003)", "--optim.warmup_steps (now 2)", "--optim.clip_norm (now 1.0)",
                    "--model.precision float32"):  # fmt: skip
@@ -300,7 +300,7 @@ def test_a_replayed_step_is_bit_identical(finished, step, logged):
     assert f"replaying step {step} of {runs}/small, from step {6 if step == 8 else 12}\n" in out
     (row,) = [row for row in rows(runs / "small", "train") if row["step"] == (9 if step == 8 else 16)]
     assert f"logged: the {logged} is {row['loss']!r}, bit-identical\n" in out
-    assert re.search(rf"^step {step}: loss [\d.]+, norm of the gradient [\d.]+$", out, re.MULTILINE)
+    assert re.search(rf"^step {step}: loss [\d.]+, gradient norm [\d.]+$", out, re.MULTILINE)
     table = re.findall(r"^(\w[\w.]+_[A-Z]+(?:, \w+ \d)*) +([\d.e+-]+) +([\d.e+-]+) +([\d.e+-]+)$", out, re.MULTILINE)
     assert [name for name, *_ in table] == list(optimizer.layer_parameters(main.parse(plain)))
     if step == 16:  # a row of one step: its norm is in the record
@@ -407,5 +407,5 @@ def test_a_batch_that_cannot_be_cut_has_no_noise_scale(capsys):
     cfg = preset("tiny", **{"data.batch_size": 3, "run.gradient_stats_every": 4})
     questions = guard.GradientStats(cfg, sharding.make_mesh("data=1"), None)
     assert questions.norms and questions.noise is None
-    said = r"noise      no noise scale is written: the 3 sequences per batch shard .* cannot be split into 2 .*\n"
+    said = r"noise      gradient noise scale not logged: the 3 sequences per batch shard .* cannot be split into 2 .*\n"
     assert re.fullmatch(said, capsys.readouterr().out)

@@ -287,7 +287,7 @@ def test_a_slow_host_is_named_once(crew, capfd):
     for one, ms in zip((ones[0], ones[2], ones[1]), (10.0, 12.0, 24.5), strict=True):
         one.board.message.matmuls_ms = [ms, ms + 1]
         time.sleep(0.3)  # until all have read it: the slow host reports last
-    said = "slow       process 1 on host01 took 24.5 ms for a matmul check in 2 consecutive checks, but the median is"
+    said = "slow       process 1 on host01 took 24.5 ms for a matmul test, twice in a row, but the median host took"
     assert capfd.readouterr().out.count(said) == 1
 
 

@@ -166,7 +166,7 @@ def test_a_half_written_last_line_is_skipped_with_a_note(tmp_path, capsys):
         file.write('{"kind": "train", "st')
     assert report.read_run(run) == whole
     number = len(list(rows())) + 1
-    note = f"note: {run / 'metrics.jsonl'}:{number}: skipped the last line, which is only half written\n"
+    note = f"note: {run / 'metrics.jsonl'}:{number}: skipped the last line, which is incomplete\n"
     assert capsys.readouterr().out == note
 
 
@@ -174,7 +174,7 @@ def test_a_half_written_last_line_is_skipped_with_a_note(tmp_path, capsys):
     "line, message",
     [
         ("{broken\n", "metrics.jsonl:2: not JSON: '{broken'; fix or delete the line"),
-        ("[1]\n", "metrics.jsonl:2: unknown kind of row None; known: start, train, eval, end, skip, norms, noise"),
+        ("[1]\n", "metrics.jsonl:2: a row has kind=None; known kinds: start, train, eval, end, skip, norms, noise"),
         ('{"kind": "eval", "step": 1}\n', "metrics.jsonl:2: this 'eval' row has no loss, bits_per_byte"),
     ],
 )
@@ -216,7 +216,7 @@ def test_the_command_writes_the_image_next_to_the_metrics(tmp_path):
         (["absent"], "error: absent: no such directory; pass a run's directory, e.g. runs/laptop\n"),
         (["empty"], "error: empty has no metrics.jsonl; pass a run's directory, e.g. runs/laptop\n"),
         ([], "error: no run given; pass a run's directory, e.g. runs/laptop\n"),
-        (["young"], "error: young/metrics.jsonl: nothing to plot yet: 1 start rows and 0 train rows, "
+        (["young"], "error: young/metrics.jsonl: nothing to plot yet: 1 rows of kind 'start' and 0 of kind 'train', "
                     "but at least one of each is needed\n"),
         (["good", "--out", "absent/a.png"], "error: absent/a.png: there is no directory absent\n"),
     ],

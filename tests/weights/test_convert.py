@@ -291,7 +291,7 @@ def test_a_missing_row_is_named(name, monkeypatch):
                 continue  # a tensor that this model lacks
             rest = tuple(r for r in getattr(family, part) if r is not gone)
             monkeypatch.setitem(FAMILIES, kind, dataclasses.replace(family, **{part: rest}))
-            with pytest.raises(UserError, match=rf"the '{kind}' table has no rows for (\S+\.)?{gone.parameters[0]}; "):
+            with pytest.raises(UserError, match=rf"'{kind}' mapping has no rows for (\S+\.)?{gone.parameters[0]}; "):
                 families.pieces(c)
             found += 1
     assert found >= 9
@@ -411,7 +411,7 @@ def test_a_model_without_a_class_in_transformers_is_refused(family, tmp_path, ca
     wanted = {"": "error: transformers' DeepseekV3ForCausalLM (deepseek_v3) cannot express "
                   "model.no_rope_every=3 (only 0 is supported), model.moe_every=2 (only 1 is supported); ",
               "llama": "LlamaForCausalLM (llama) cannot express model.no_rope_every=3 (only 0 is "}  # fmt: skip
-    assert status == 2 and wanted[family] in said and "; train with other settings, or share the run's weights" in said
+    assert status == 2 and wanted[family] in said and "; train with other settings, or export weights" in said
     assert said.count("\n") == 1 and not (tmp_path / "hf").exists()
 
 
@@ -569,7 +569,7 @@ def test_a_run_has_the_precision_of_its_files(family, dtype, tmp_path, capsys):
     status, said, _ = command("from-hf", folder, "--out", tmp_path / "run", capsys=capsys)
     assert status == 0
     assert convert.read_config(tmp_path / "run").precision == precision
-    assert said.endswith(f"precision  {precision} parameters, as stored in the files, {precision} compute\n")
+    assert said.endswith(f"precision  parameters {precision} (as in the files), compute {precision}\n")
 
 
 def test_a_float32_bias_does_not_change_the_compute_dtype(tmp_path):

@@ -98,7 +98,7 @@ def test_slim_writes_only_the_parameters_of_the_step(dtype, flags, step, run, tm
     assert len(files) > 2 and set(index["weight_map"]) == set(want)
     count, size = sum(x.size for x in want.values()), sum(file.stat().st_size for file in files)
     itemsize = folders.NUMPY[dtype].itemsize
-    line = f"bytes      {size:,} = {count:,} x {itemsize} of numbers + {size - count * itemsize:,} of headers\n"
+    line = f"bytes      {size:,} = {count:,} x {itemsize} of tensor data + {size - count * itemsize:,} of headers\n"
     assert capsys.readouterr().out.endswith(line)
 
 
@@ -147,7 +147,7 @@ def test_a_step_is_selected_by_number_or_as_the_best(measured, tmp_path, capsys)
     said = f"error: {measured} {NO_STEP_7.replace('step 7', 'step last')}"
     assert capsys.readouterr().err.endswith(said)
     assert command("slim", tmp_path / "slim", tmp_path / "x", "--step", "12") == 2
-    assert "slim has only weights, without checkpoints; leave --step out" in capsys.readouterr().err
+    assert "slim has exported weights but no checkpoints; omit --step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("room, flags", [

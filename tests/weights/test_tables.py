@@ -64,13 +64,13 @@ def test_your_own_table_round_trips(fork, run, tmp_path, capsys):
     del families.FAMILIES["fork"]
     capsys.readouterr()
     assert status_of("to-hf", tmp_path / "run", "--out", tmp_path / "third") == 2
-    assert "config.json: unknown family 'fork'; known: " in capsys.readouterr().err
+    assert "config.json: unknown model family 'fork'; known: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text, message", [
-    (FORK.replace('"fork"', '"llama"'), "a table for model_type='llama' exists; choose another name; known: llama"),
-    (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE[:1], "), "the 'fork' table has no rows for norm_D"),
-    (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE, "), "the 'fork' table has 2 rows for unembedding_DV"),
+    (FORK.replace('"fork"', '"llama"'), "a mapping for model_type='llama' exists; choose another name; known: llama"),
+    (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE[:1], "), "the 'fork' mapping has no rows for norm_D"),
+    (FORK.replace("(*OUTSIDE[:2], ", "(*OUTSIDE, "), "the 'fork' mapping has 2 rows for unembedding_DV"),
     (FORK.replace("decoder.{layer}.", "decoder."), "gives 3 tensors the name 'decoder.input_layernorm.weight'; "),
     (FORK.replace('"V D"', '"D D"'), "has layout 'D D' for 'unembed.weight', but unembedding_DV has dims 'DV'"),
     (FORK.replace('"V D"', '"V[D|K]"'), "has layout 'V[D|K]' for 'unembed.weight', but unembedding_DV has dims "),
