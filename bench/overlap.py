@@ -26,7 +26,7 @@ MEMORIES = {"S(1)": "VMEM", "S(3)": "CMEM"}  # see `ledger.bytes_by_memory`
 
 @dataclass(frozen=True)
 class Arguments(Config):
-    topology: str = "v4:4x4x2"  # the TPU slice to compile for: v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:8x8 ..
+    topology: str = "v4:4x4x2"  # the TPU slice to compile for: v4:4x4x4, v5e:4x4, v5p:4x4x4, v6e:8x8 ...
     json: bool = False  # print one line of JSON instead of a table
     seconds: bool = False  # simulate the compiled program: seconds by cause
     at_peak: bool = False  # with --seconds: assume that matmuls run at the chip's peak FLOP/s, not at XLA's estimate

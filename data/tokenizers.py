@@ -18,9 +18,9 @@ from errors import UserError
 Encoding = tiktoken.Encoding | sp_model.SentencePiece
 END_OF_TEXT = "<|endoftext|>"  # the token before each document
 UNKNOWN = "unknown"  # name in the manifest if `prepare.from_ids` got no tokenizer
-TIKTOKEN_NAMES = ("gpt2", "cl100k_base", "o200k_base")  # tiktoken downloads their rank files once
+TIKTOKEN_NAMES = ("gpt2", "cl100k_base", "o200k_base")  # tiktoken downloads their files once
 LONG_SPACE = re.compile(r"\s{65536}")
-FETCH_SECONDS = 15  # timeout for downloading a rank file
+FETCH_SECONDS = 15  # timeout for downloading a tiktoken file
 # Splits text before merging. Source: GPT-2, encoder.py, `self.pat`. Plain +, which every BPE trainer supports.
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
@@ -123,7 +123,7 @@ def _encoding(name: str, ranks: dict[bytes, int], pattern: str) -> tiktoken.Enco
 
 
 def _read_ranks(path: str) -> dict[bytes, int]:
-    """Read a rank file. Each line is base64 token, space, rank; ranks are 0..n-1, and every single byte has one."""
+    """Read a tiktoken file. Each line is base64 token, space, rank; ranks are 0..n-1, and every single byte has one."""
     try:
         with open(path, "rb") as file:
             lines = file.read().splitlines()
@@ -146,7 +146,7 @@ def _read_ranks(path: str) -> dict[bytes, int]:
 
 
 def write_ranks(file, ranks: dict[bytes, int]) -> None:
-    """Write a rank file for `_read_ranks`."""
+    """Write a tiktoken file for `_read_ranks`."""
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         file.write(base64.b64encode(token) + b" %d\n" % rank)
 

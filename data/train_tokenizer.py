@@ -18,12 +18,12 @@ CHECKED_BYTES = 2**20  # encode this much text with both libraries and compare t
 
 @dataclass(frozen=True)
 class Arguments:
-    """Train a byte-level BPE with Hugging Face's tokenizers, and write a rank file.
+    """Train a byte-level BPE with Hugging Face's tokenizers, and write a tiktoken file.
 
     Use it with `python -m data.prepare --tokenizer bpe:FILE`. The same text gives the same file.
     """
 
-    out: str  # the rank file, in tiktoken's format
+    out: str  # the tiktoken file: each line is a base64 token and its rank
     source: str = "stdlib"  # as for python -m data.prepare
     vocabulary: int = 4096  # number of ids, including the 256 bytes and the end of text
     text_field: str = "text"  # field or column with the text; jsonl and parquet only
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: Arguments) -> None:
-    """Write the rank file. Raises: UserError without the library, or if the text is too short for the vocabulary."""
+    """Write the file. Raises: UserError without the library, or if the text is too short for the vocabulary."""
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers  # an extra
     except ImportError as error:

@@ -34,7 +34,7 @@ class Arguments:
     batches: Count = 0  # for --perplexity: maximum number of batches; 0: the whole split
     batch: Count = 0  # texts per batch, over all devices; 0: 32, or for --perplexity the training batch size
     seq_len: Count = 0  # maximum tokens of a text; 0: as in training, or in the Hugging Face config.json
-    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a rank file, or bytes
+    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a tiktoken file, or the word bytes
     bos: str = ""  # special token to put before each text, e.g. Llama's <|begin_of_text|>; empty: none
     cache: str = ""  # file that caches the model's responses, so that the same command resumes after an interruption
     json: bool = False  # print JSON instead of a table

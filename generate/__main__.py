@@ -24,16 +24,16 @@ class Arguments(Settings):
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
     step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the latest
-    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a rank file, or bytes
-    prompt: tuple[str, ...] = ()  # texts to continue
-    prompts: str = ""  # file (-: standard input) with a prompt per line, as text or JSON {"prompt": .., "top_k": ..}
+    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a tiktoken file, or the word bytes
+    prompt: tuple[str, ...] = ()  # one or more prompts to continue
+    prompts: str = ""  # file (-: standard input) with a prompt per line, as text or JSON {"prompt": "...", "top_k": 5}
     beams: Count = 0  # beam search with this many beams instead of sampling; --json prints all beams; 0: sample
-    length_penalty: float = 1.0  # a beam's score is log-probability / length**length_penalty; above 0 favors long texts
-    draft: str = ""  # directory of a small run with the same tokenizer that proposes tokens (speculative decoding)
-    draft_tokens: Size = 4  # tokens that the draft proposes per step of the model
-    weights: Literal["compute", "int8"] = "compute"  # weight dtype; compute: as in training; int8: with scales
-    cache: Literal["compute", "bfloat16", "int8"] = "compute"  # dtype of the KV cache
-    samples: Size = 1  # samples per prompt; sample n, counted from 0 over all prompts, uses seed + n
+    length_penalty: float = 1.0  # beam score: log-probability / length**length_penalty; above 0 favors long outputs
+    draft: str = ""  # run directory of a small draft model with the same tokenizer, for speculative decoding
+    draft_tokens: Size = 4  # draft tokens per forward pass of the main model
+    weights: Literal["compute", "int8"] = "compute"  # weight dtype; compute: training compute dtype; int8: with scales
+    cache: Literal["compute", "bfloat16", "int8"] = "compute"  # dtype of the KV cache; compute: training compute dtype
+    samples: Size = 1  # samples per prompt; sample n, counting from 0 across prompts, uses seed + n
     json: bool = False  # print one JSON object per text
     # devices along each of data, stage, fsdp, expert, context, tensor
     mesh: MeshFlag = dataclasses.field(default_factory=MeshConfig)
@@ -54,7 +54,7 @@ def read_prompts(name: str) -> list[dict]:
     lines = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).replace(b"\r\n", b"\n").split(b"\n")
     prompts = [_settings(line, f"{place}:{number}") for number, line in enumerate(lines, 1) if line]
     if not prompts:
-        raise UserError(f'{place}: no prompts; each line should be a prompt, or JSON {{"prompt": "..", "top_k": 5}}')
+        raise UserError(f'{place}: no prompts; each line should be a prompt, or JSON {{"prompt": "...", "top_k": 5}}')
     return prompts
 
 

@@ -56,7 +56,7 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
     encoding = resolve_encoding(directory, trained, tokenizer)
     if texts and encoding is None:
         raise UserError(f"{directory} has no tokenizer, which text input and output need; set --tokenizer to a "
-                        "tokenizer.json, a rank file, or bytes")  # fmt: skip
+                        "tokenizer.json, a tiktoken file, or the word bytes")  # fmt: skip
     cfg = Config.from_dict(about["config"])
     known = cfg.data.seq_len if trained else about.get("hf", {}).get("max_position_embeddings", cfg.data.seq_len)
     cfg = replace(cfg, mesh=mesh, work=WorkConfig(), **{"data.seq_len": seq_len or known})
@@ -94,8 +94,8 @@ def resolve_encoding(directory: str, trained: dict | None, requested: str) -> ti
     elif Path(requested).is_file():
         named = tokenizers.load(f"json:{requested}" if requested.endswith(".json") else f"bpe:{requested}")
     else:
-        raise UserError(f"--tokenizer {requested}: no such file; use a tokenizer.json, a rank file, bytes, "
-                        f"{', '.join(tokenizers.TIKTOKEN_NAMES)}")  # fmt: skip
+        raise UserError(f"--tokenizer {requested}: no such file; use a tokenizer.json, a tiktoken file, or a name: "
+                        f"bytes, {', '.join(tokenizers.TIKTOKEN_NAMES)}")  # fmt: skip
     if own and tokenizers.fingerprint(own) != tokenizers.fingerprint(named):
         raise UserError(f"--tokenizer {requested}: {directory} was trained with {own.name!r}; leave the flag out")
     return named

@@ -26,8 +26,8 @@ class Settings:
     min_p: ShareBelow1 = 0.0  # least probability to keep, relative to the most likely token (arXiv:2407.01082); 0: all
     repetition_penalty: Positive = 1.0  # above 1: tokens of the prompt and the text so far become less likely
     stop: tuple[str, ...] = ()  # strings that end the text; they are not included
-    seed: int = 0  # the same seed gives the same text; sample n, counted from 0 over all prompts, uses seed + n
-    logprobs: Alternatives = 0  # with --json: log-probabilities (natural) of each token and of this many alternatives
+    seed: int = 0  # the same seed gives the same text; sample n, counting from 0 across prompts, uses seed + n
+    logprobs: Alternatives = 0  # with --json: natural-log probabilities of each token and this many alternatives
 
 
 @dataclass(frozen=True)

@@ -10,38 +10,38 @@ input). Each line is one host as ssh knows it: a name, an IPv4 or IPv6 address, 
 `ssh HOST true` must work without a prompt. For --tpu, set the user and gcloud's key, ~/.ssh/google_compute_engine, in
 ~/.ssh/config.
 
-  -- COMMAND..              copy the commit that is checked out here to all hosts, and start COMMAND in this commit on
+  -- COMMAND ...            copy the commit that is checked out here to all hosts, and start COMMAND in this commit on
                             all of them or, if one fails, on none. Uncommitted edits are an error. The first host
                             runs process 0. Settings, training data and mesh of main.py are checked first. When all
                             hosts are ready, they all get the start signal. Before that, the launch is canceled on
                             every host if you press Ctrl-C, or if this terminal or machine is lost
      --replace              when all hosts are ready, stop the current run, then start; without --replace a live run
                             is an error. The new run starts even if the old run had to be killed. If somebody else
-                            started the old run, launcher.sh asks you first; --yes skips the question, and is
+                            started the old run, launcher.sh asks you to confirm; --yes skips this, and is
                             required without a terminal
      --restarts N           if COMMAND fails, restart it on all hosts after RESTART_WAIT seconds, at most N times
                             (default: 3 for main.py on several hosts, otherwise 0). main.py resumes from its latest
                             checkpoint. After a preemption (the cloud takes a host away) COMMAND also restarts, but
-                            this does not count. An attempt that some host did not join does not count either, but
-                            12 such attempts in a row (80 minutes) end the run. `stop`, and exit status 0, 2, 126,
-                            127, 130 or 143 without a preemption, also end it. A host that was switched off does not
-                            rejoin by itself: launch again, with --replace
-     --env NAME             pass your exported variable NAME, such as a key, to COMMAND and to the --on-end command;
+                            this does not count toward N. Attempts that a host fails to join do not count either, but
+                            12 of them in a row (80 minutes) end the run. The run also ends on `stop`, and on exit
+                            status 0, 2, 126, 127, 130 or 143 unless a host was preempted. A host that was switched
+                            off does not rejoin by itself: launch again, with --replace
+     --env NAME             pass the environment variable NAME, e.g. an API key, to COMMAND and the --on-end command;
                             repeat --env for more variables. The value is sent over ssh's standard input and stored
                             in a file that only you can read, until `clean` removes it
      --on-end 'COMMAND'     when the run has ended or was stopped, run this command in a shell on the first host, in
-                            the commit's folder; AXIS_EXIT is the exit status. If that host is lost, it does not run
-  status [--short | --json] print each host's state, step, loss and tokens/s, the seconds since that step and since
-                            the last log output, and the log's last line; then the command and who started it.
+                            the copy of the commit; AXIS_EXIT is the exit status. It does not run if that host is lost
+  status [--short | --json] print for each host: state, step, loss, tokens/s, the seconds since the last step and the
+                            last log output, and the last log line. Below: the command, and who started it.
                             --short: only hosts with problems, and one line for all others. --json: only an array
                             with one object per host
   logs [HOST] [-f]          print the last lines of the logs of all hosts or of one; -n LINES (default: 40); -f
                             follows the logs, including those of later runs
-  stop [--now]              send SIGTERM, so that the run saves; after GRACE send SIGKILL to processes that are left,
-                            even if you press Ctrl-C here. A second `stop` only waits for the first. --now: send
-                            SIGKILL at once. If somebody else started the run, launcher.sh asks you first; --yes
-                            skips the question
-  exec -- COMMAND..         run COMMAND while the run goes on, in its commit, for at most TIMEOUT; print the output
+  stop [--now]              send SIGTERM, so that the run saves; after GRACE, send SIGKILL to processes still running.
+                            Ctrl-C here does not cancel this. A second `stop` only waits for the first. --now: send
+                            SIGKILL at once. If somebody else started the run, launcher.sh asks you to confirm; --yes
+                            skips this
+  exec -- COMMAND ...       run COMMAND during a run, in its copy of the commit, for at most TIMEOUT; print the output
   fetch NAME [FOLDER]       copy runs/NAME from the first host to FOLDER here (default: runs/NAME), which must not
                             exist yet. With local disks the first host has the complete checkpoints; with a shared
                             --run.dir, copy them from that disk instead
@@ -49,9 +49,9 @@ input). Each line is one host as ssh knows it: a name, an IPv4 or IPv6 address, 
   doctor                    find problems on the hosts: ssh, tools, commit, Python, jax, disk, clock, TPU
   clean                     remove all launches and logs except the last KEEP and a live one, and the commits and
                             packages that no remaining launch needs. Runs and training data stay. To remove a run:
-                            ./launcher.sh exec .. -- rm -r runs/NAME
+                            ./launcher.sh exec ... -- rm -r runs/NAME
 
-COMMAND gets its arguments as you typed them; to use a shell on the hosts, write bash -c '..'. In its PATH, the commit's
+COMMAND gets its arguments as you typed them; to use a shell on the hosts, use bash -c '...'. In its PATH, the commit's
 packages come first. Its environment has AXIS_COMMIT, AXIS_PROGRESS and AXIS_ALIVE (see launch/agent.py), and also
 JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. On a TPU, JAX gets these three values from the TPU;
 there AXIS_PROCESSES is the number of processes. To start several runs on the same hosts, set HOST_FOLDER and
@@ -478,7 +478,7 @@ def problems(answer: Answer, commit: str):
 def run(argv: list[str]) -> int:
     verb, words, flags, command, names = hosts.parse(argv, VERBS, "./launcher.sh")
     if verb == "exec" and not command:
-        raise UserError("exec needs a command: ./launcher.sh exec .. -- COMMAND..")
+        raise UserError("exec needs a command: ./launcher.sh exec ... -- COMMAND ...")
     fleet = Fleet(names)
     commands = {
         "": lambda: launch(fleet, command, flags), "status": lambda: status(fleet, flags),
@@ -509,6 +509,6 @@ def setup(argv: list[str]) -> int:
     lines = show(fleet, answers, "python jax free_gib clock_s address")
     if not fleet.dry:
         print(
-            *lines, "To test the devices: ./launcher.sh .. -- python -m train.selfcheck, with the same hosts", sep="\n"
+            *lines, "To test the devices: ./launcher.sh ... -- python -m train.selfcheck, with the same hosts", sep="\n"
         )
     return int(bool(lines) or any(answer.failed for answer in answers))

@@ -31,7 +31,7 @@ Presets:"""
 
 @dataclass(frozen=True)
 class Arguments(Config):
-    topology: str = ""  # the devices: v4:4x4x2, v5p:4x4x4, v5e:4x4, h100:16 ..; empty: speed and memory are unknown
+    topology: str = ""  # the devices: v4:4x4x2, v5p:4x4x4, v5e:4x4, h100:16 ...; empty: speed and memory are unknown
     compile: bool = False  # compile the step, for the topology's TPUs or for simulated CPU devices, and compare
     search: int = 0  # number of devices: plan every mesh of this many devices, and rank those that fit
     max_batch: bool = False  # find the largest batch that fits, by compiling

@@ -49,25 +49,25 @@ takes according to a roofline. In --mesh, use the program's names of the mesh ax
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     arguments = ((shape(8192, 32768), shape(32768, 8192)), shape(16384, 8192))
 
-Here, FUNCTION is `step`. `arguments` is a tuple of unsharded shapes, or a function that returns one; if it has another
-name, pass --arguments NAME. A shape is sharded as its own sharding says, or else as the in_specs of the first shard_map
-that takes it. A shard_map without mesh= uses --mesh. A program may also create its own mesh with the same axes.
+FUNCTION is `step` here. `arguments` is a tuple of unsharded shapes, or a function that returns one; if it has another
+name, pass --arguments NAME. An argument is sharded by its shape's `sharding`, or else by the in_specs of the first
+shard_map it is passed to. A shard_map without mesh= uses --mesh, or the program makes its own mesh with the same axes.
 
-The counts include matmuls, convolutions, kernels that declare a cost_estimate, and collectives inside shard_map. All
-iterations of a loop count; of a conditional, only the more expensive branch. The roofline uses the bfloat16 peak. A
-trace does not contain communication that the compiler adds (jit with shardings, no shard_map): --compile counts it in
-the program compiled for simulated CPU devices, or for the TPUs of --topology. The exit status is 2 if the program
-cannot be traced."""
+The counts include matmuls, convolutions, Pallas kernels with a cost_estimate, and collectives inside shard_map. All
+iterations of a loop are counted, but only the most expensive branch of a conditional. The roofline uses the bfloat16
+peak. A trace lacks the collectives that the compiler adds for jit without shard_map. Use --compile to count them: it
+compiles for simulated CPU devices, or for TPUs if --topology names TPUs. The exit status is 2 if the program cannot be
+traced."""
 
 
 @dataclass(frozen=True)
 class Arguments:
     program: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE:FUNCTION")]
     mesh: str  # axes and their sizes, outermost first: data=4,model=8
-    topology: str = ""  # the devices: v5p:4x4x2, v5e:4x4, h100:16 ..; empty: no times are printed
+    topology: str = ""  # the devices: v5p:4x4x2, v5e:4x4, h100:16 ...; empty: no times are printed
     arguments: str = "arguments"  # the variable in FILE that holds the shapes of FUNCTION's arguments
     compile: bool = False  # count in the compiled program instead of in the trace
-    rows: int = 10  # number of rows to print, the largest first
+    rows: int = 10  # number of operations to print, the most expensive first
     json: bool = False  # print only JSON, with all rows
 
 
@@ -168,7 +168,7 @@ def notes(one: Program) -> list[str]:
 
 
 def print_program(one: Program, topology: hardware.Topology | None, most: int, console) -> None:
-    """Print the totals, the bytes sent by axes and kind, the seconds, and the largest rows."""
+    """Print the totals, the bytes sent by axes and kind, the seconds, and the most expensive operations."""
     seconds = one.seconds(topology)
     console.print(f"mesh       {one.mesh}" + f" on {topology}" * bool(topology))
     for number, link in enumerate(hardware.layout(one.mesh, topology).values() if topology else ()):
@@ -218,7 +218,7 @@ def costs_by_line(one: Program, topology: hardware.Topology | None) -> dict[tupl
 
 def print_largest(one: Program, topology: hardware.Topology | None, most: int, console) -> None:
     """Print the cost of the largest source lines, with times if a topology is given."""
-    table = make_table("the largest rows", "what", "where", "count", "FLOPs", "sent", "time", words=2)
+    table = make_table("the most expensive operations", "what", "where", "count", "FLOPs", "sent", "time", words=2)
     for (what, place), line in list(costs_by_line(one, topology).items())[:most]:
         flops, sent = amount(line.flops or None, "FLOPs"), amount(line.wire_bytes or None, "bytes")
         time = amount(line.seconds if topology else None, "s")

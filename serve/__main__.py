@@ -25,7 +25,7 @@ class Arguments:
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
     step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the latest
-    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a rank file, or bytes
+    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a tiktoken file, or the word bytes
     host: str = "127.0.0.1"  # address to listen on; addresses other than loopback need --api_key_file
     port: Count = 8000  # port to listen on; 0: any free port
     api_key_file: str = ""  # file with the key that clients send as `Authorization: Bearer KEY`; empty: no key

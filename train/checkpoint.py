@@ -442,7 +442,7 @@ Directory = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
 @dataclass(frozen=True)
 class List:
-    """List the steps of a run, with date and size; check the names and sizes of files without reading them."""
+    """List the checkpoints of a run with date and size; check the names and sizes of files without reading them."""
 
     directory: Directory  # a run's directory, e.g. runs/laptop, or its checkpoints
     json: bool = False  # print JSON instead
@@ -450,7 +450,7 @@ class List:
 
 @dataclass(frozen=True)
 class Verify:
-    """Read every byte of every step of a run; the exit status is 1 if a step is damaged."""
+    """Read all checkpoints of a run and verify the checksums; the exit status is 1 if one is damaged."""
 
     directory: Directory  # a run's directory, e.g. runs/laptop, or its checkpoints
     json: bool = False  # print JSON instead
@@ -487,7 +487,7 @@ HELP = """\
 e.g. python -m train.checkpoint ls runs/laptop
      python -m train.checkpoint verify runs/laptop
 
-List the checkpoints of a run, or verify that they have not changed since they were written. Needs no device."""
+List the checkpoints of a run, or verify that they have not changed since they were written. No GPU or TPU is needed."""
 
 
 @exit_status

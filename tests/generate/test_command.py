@@ -179,7 +179,7 @@ def test_a_file_without_prompts_is_refused(tmp_path):
     (tmp_path / "prompts").write_text("\n\n")
     status, out, err = run("none", "--prompts", tmp_path / "prompts")
     assert (status, out) == (2, "")
-    message = 'no prompts; each line should be a prompt, or JSON {"prompt": "..", "top_k": 5}'
+    message = 'no prompts; each line should be a prompt, or JSON {"prompt": "...", "top_k": 5}'
     assert err == f"error: {tmp_path}/prompts: {message}\n"
 
 

@@ -421,8 +421,8 @@ def test_what_was_asked_wrongly_is_said_in_a_line(fleet, tmp_path):
         ("--tpu", "x", "status"): "--tpu x needs --zone",
         ("--hosts", hosts): "no command given: use -- COMMAND",
         ("--hosts", hosts, "strat"): "'strat' is not a command of ./launcher.sh",
-        ("--hosts", hosts, "exec"): "exec needs a command: ./launcher.sh exec .. -- COMMAND..",
-        ("--hosts", hosts, "exec", "--"): "exec needs a command: ./launcher.sh exec .. -- COMMAND..",
+        ("--hosts", hosts, "exec"): "exec needs a command: ./launcher.sh exec ... -- COMMAND ...",
+        ("--hosts", hosts, "exec", "--"): "exec needs a command: ./launcher.sh exec ... -- COMMAND ...",
         ("--hosts", hosts, "stop", "now"): "stop does not accept 'now'",
         ("--hosts", hosts, "status", "--", "true"): "'status' before -- is not an option",
     }.items():
