@@ -104,7 +104,7 @@ def use_devices(count: int, processes: int = 1) -> None:
 
 
 def memory_bytes(devices) -> int | None:
-    """Return the memory of one device in bytes; None: unknown. CPU devices divide the process's memory equally."""
+    """Return the memory of one device in bytes, or None if unknown. CPU devices divide the process's memory equally."""
     if devices[0].platform != "cpu":
         return (devices[0].memory_stats() or {}).get("bytes_limit")
     return share_of_memory(sum(device.process_index == devices[0].process_index for device in devices))

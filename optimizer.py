@@ -221,13 +221,13 @@ def layer_parameters(cfg: Config) -> dict[str, int]:
 
 
 def not_finite(cfg: Config, grads):
-    """Return, for each of `layer_parameters`, whether its gradient or the gradient's squared norm is not finite."""
+    """Return, for each parameter of each layer, whether its gradient or the gradient's squared norm is not finite."""
     squares = [x.reshape(-1) for x in jax.tree.leaves(layer_squares(cfg, grads))]
     return ~jnp.isfinite(jnp.concatenate(squares)[np.array(list(layer_parameters(cfg).values()))])
 
 
 def layer_norms(cfg: Config, mesh: Mesh):
-    """Compile fn(state, batch) -> norms of gradients, updates and parameters: kind -> name -> norm, or one per layer.
+    """Compile fn(state, batch) -> norms[kind][name], one or one per layer, of kinds gradient, update and parameter.
 
     This is a separate program. It does not change the training step, and costs a forward and a backward pass.
     """
@@ -248,11 +248,11 @@ def layer_norms(cfg: Config, mesh: Mesh):
 
 
 def noise_scale(cfg: Config, mesh: Mesh):
-    """Compile fn(params, host_batch, step) -> the simple noise scale of this batch, in tokens, and its two terms.
+    """Compile fn(params, host_batch, step) -> gradient_square, noise_square, and their ratio, the noise scale.
 
-    It compares the squared gradient norms of small batches and of their union, the whole batch. The small batches are
-    those of the accumulation passes, or two halves if there is only one pass. The estimate from one batch is noisy:
-    average gradient_square and noise_square over many batches, then divide.
+    It compares the squared gradient norms of small batches and of the full batch. The small batches are those of
+    gradient accumulation, or two halves without it. `host_batch` is the batch as NumPy arrays. The estimate from one
+    batch is noisy: average gradient_square and noise_square over many batches, then divide.
     Raises: UserError if the batch cannot be split.
     Source: McCandlish et al., arXiv:1812.06162, appendix A.1.
     """
@@ -284,7 +284,7 @@ def noise_scale(cfg: Config, mesh: Mesh):
 
 
 def noise_scale_of(small_squares: list[float], small_tokens: list[float], big_square: float) -> dict[str, float]:
-    """Estimate the noise scale from |gradient|^2 of small batches and of their union (arXiv:1812.06162, A.1)."""
+    """Estimate the noise scale from |gradient|^2 of small batches and of the full batch (arXiv:1812.06162, A.1)."""
     small, big = float(np.mean(small_tokens)), float(np.sum(small_tokens))
     small_square = float(np.average(small_squares, weights=small_tokens))
     gradient_square = (big * big_square - small * small_square) / (big - small)  # equation A.2, first half

@@ -410,7 +410,7 @@ def shift(x, axis, by=1, *, in_branch=False):
 
 
 def own_slice(x, axes, *, dim):
-    """Return this device's shard of an array that every device has: the inverse of `all_gather`. Sends: nothing."""
+    """Return this device's shard of an array that every device has: the inverse of `all_gather`. No communication."""
     size = x.shape[dim] // axis_size(axes)
     return jax.lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, axis=dim)
 

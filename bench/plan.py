@@ -60,7 +60,7 @@ def random_plans(seed: int):
 
 
 def search_plans(cfg: Config, topology: str, most: int):
-    """Yield (description, plan) of the fastest layouts of a search."""
+    """Yield (description, plan) of the `most` fastest layouts of a search."""
     fit, _, _ = planner.search(cfg, hardware.Topology.parse(topology), None, say)
     for one in fit[:most]:
         yield f"{one.cfg.mesh} {one.sched.name if one.cfg.mesh.stage > 1 else ''}".strip(), one
@@ -71,7 +71,7 @@ def say(text: str) -> None:
 
 
 def measure(what: str, one: planner.Plan) -> dict | None:
-    """Compile a planned step and simulate it; None if the compiler finds that it does not fit."""
+    """Compile a planned step, and simulate it (`plan/replayed.py`). Return None if it does not fit in memory."""
     mesh = compiled.topology_mesh(one.cfg.mesh, str(one.topology))
     try:
         step = compiled.compile_step(one.cfg, mesh)

@@ -96,7 +96,7 @@ def measure(cfg: Config, steps: int) -> dict:
 
 
 def best_seconds(step, state, batch, steps: int) -> float:
-    """Return the seconds of the fastest step, from the call until all results are ready, after one warm-up step."""
+    """Return the fastest step's time in seconds, from the call until all results are ready, after one warm-up step."""
     import jax
 
     seconds = []

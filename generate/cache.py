@@ -274,7 +274,7 @@ def apply_to_row(cache, at_1, function):
 @functools.cache
 def copy_rows(c: ModelConfig, mesh: Mesh) -> Callable:
     """Compile fn(cache, from_b, to_b) -> cache, which copies one row on each device along BATCH to another row, or to
-    itself. The old cache is donated. Sends nothing."""
+    itself. The old cache is donated. No communication."""
 
     def shards(cache, from_1, to_1):
         row = lambda x: jax.lax.dynamic_slice_in_dim(x, from_1[0], 1, ROWS_DIM)
@@ -324,7 +324,7 @@ def unstacked_specs(c: ModelConfig, params, mesh: Mesh):
 
 def unstack(params, c: ModelConfig, mesh: Mesh):
     """Split stacked parameters into separate arrays per layer. This makes `cached_forward` faster, because otherwise it
-    copies each layer out of its stack for every token. Sends nothing. The stacks are not freed."""
+    copies each layer out of its stack for every token. No communication. The stacks are not freed."""
     if is_unstacked(params):
         return params
     shape = jax.eval_shape(lambda w: unstack_shards(w, c), params)

@@ -431,7 +431,7 @@ def clean(fleet: Fleet) -> int:
 
 
 def show(fleet: Fleet, answers: list[Answer], keys: str) -> list[str]:
-    """Print a table of these fields. Return a line for each host whose Python or jax differs from most hosts."""
+    """Print a table with columns `keys`. Return a line for each host whose Python or jax differs from most hosts."""
     for answer in answers:
         answer.values = answer.values and {**answer.values, "clock_s": answer.clock_s()}
     cells = lambda answer: ["FAILED"] if answer.failed else [answer.get(key) for key in keys.split()]
@@ -456,7 +456,7 @@ def doctor(fleet: Fleet) -> int:
 
 
 def problems(answer: Answer, commit: str):
-    """Yield a line for each problem of a host, with the fix."""
+    """Yield a line for each problem found on a host, with the fix."""
     values = answer.values
     if values["lacks"] != "nothing":
         yield f"these tools are missing: {values['lacks']}"

@@ -12,11 +12,11 @@ from sharding import axis_index, axis_size, layers_in_branch, shift, vary
 
 
 def ring_all_gather(x, axis) -> list:
-    """All-gather x in a ring: entry k is the x of the device k places further along the axis, entry 0 is the local x.
+    """All-gather x in a ring: on device i, entry k of the result is the x of device (i + k) mod n.
 
-    Half of the entries arrive from each side. None depends on an entry that arrives later, so the matmuls on one chunk
-    overlap with the transfer of the next.
-    Sends: x, n - 1 times, as all_gather does; half in each direction of a link. Backward: the ring reduce-scatter.
+    Half of the entries arrive from each side, one at a time, so the matmuls on one chunk overlap with the transfer of
+    the next.
+    Sends: x, n - 1 times, as all_gather does, half of it in each link direction. Backward: the ring reduce-scatter.
     """
     n = axis_size(axis)
     chunks = [vary(x, axis)] * n
@@ -28,11 +28,11 @@ def ring_all_gather(x, axis) -> list:
 
 
 def ring_reduce_scatter(partials: list, axis):
-    """Reduce-scatter in a ring: return the sum, over an axis, of every device's partial sum for this device.
+    """Reduce-scatter in a ring: return this device's shard of the sum over the axis.
 
-    partials  entry k is for the device k places further along. The sum for a device starts at the device farthest from
-              it, and each device on the way adds its entry. Matmuls that compute the next entry overlap with transfers
-    Sends: one entry, n - 1 times, as reduce_scatter does; half in each direction of a link. Backward: ring all-gather.
+    partials  on device i, entry k is its term of the sum for device (i + k) mod n. That sum starts at the farthest
+              device, and each device on the way adds its entry. Matmuls for the next entry overlap with transfers
+    Sends: one entry, n - 1 times, as reduce_scatter does, half in each link direction. Backward: ring all-gather.
     """
     n = axis_size(axis)
     total = (
@@ -51,7 +51,7 @@ def ring_reduce_scatter(partials: list, axis):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def concatenate_in_order(chunks: list, axis, dim):
-    """Concatenate the chunks of a ring all-gather in device order, which gives `all_gather`'s result. Sends nothing."""
+    """Concatenate the chunks of a ring all-gather in device order, as `all_gather` does. No communication."""
     size, here = chunks[0].shape[dim], axis_index(axis)
     shape = [n * len(chunks) if i == dim else n for i, n in enumerate(chunks[0].shape)]
     x = vary(jnp.zeros(shape, chunks[0].dtype), tuple(jax.typeof(chunks[0]).mat.varying))
@@ -63,7 +63,7 @@ def concatenate_in_order(chunks: list, axis, dim):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def split_by_device(x, axis, dim) -> list:
-    """Split an array into chunks: entry k is for the device k places further along the axis. Sends nothing."""
+    """Split an array into chunks: on device i, entry k is for device (i + k) mod n. No communication."""
     n, here = axis_size(axis), axis_index(axis)
     size = x.shape[dim] // n
     return [jax.lax.dynamic_slice_in_dim(x, (here + k) % n * size, size, axis=dim) for k in range(n)]

@@ -30,7 +30,7 @@ HELD_UP = 0.25  # exposed fraction of the time of gradient reductions that overl
 
 
 def seconds(one) -> dict[str, float] | None:
-    """Return the seconds of a step by cause: matmuls, other ops, exposed communication by mesh axes, bubble.
+    """Return a step's time in seconds by cause: matmuls, other ops, exposed communication by mesh axes, bubble.
 
     one  a `planner.Plan`
     Returns None if the chip is not modeled.
@@ -70,7 +70,7 @@ def matmul_slowdown(chip: hardware.Chip) -> float:
 
 
 def matmul_seconds(one, chip: hardware.Chip) -> float:
-    """Return the seconds of all matmuls and kernels."""
+    """Return the time, in seconds, of all matmuls and kernels."""
     total = 0.0
     for row in one.work:
         computing, moving = row.flops / chip.peak_flops_per_s, row.hbm_bytes / chip.hbm_bytes_per_s

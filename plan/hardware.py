@@ -111,9 +111,9 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Parse `v4:2x4x4`, `v5e:4x4`, `h100:16` or `cpu:8`. A slice's sizes may have any order, see `cloud`.
+        """Parse `v4:2x4x4`, `v5e:4x4`, `h100:16` or `cpu:8`. The sizes of a slice may be in any order, see `cloud`.
 
-        Raises: UserError that suggests an existing topology.
+        Raises: UserError that suggests a valid topology.
         """
         refuse = lambda why: UserError(f"topology {text!r}: {why}")
         key, _, rest = text.strip().lower().partition(":")
@@ -460,10 +460,10 @@ def _busiest(start: np.ndarray, end: np.ndarray, topology: Topology, sizes=1.0) 
 
 
 def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
-    """Return the links of a mesh axis of GPUs. `lines` has the numbers of its GPUs: [group, device, 1].
+    """Return the links of a mesh axis of GPUs. `lines` are the GPU indices of its groups: [group, device, 1].
 
     Inside a node (the GPUs connected by NVLink) every GPU reaches every other at full speed. A group that spans nodes
-    uses the network cards of all its GPUs in each node together.
+    uses the NICs of all its GPUs in each node together.
     Source: https://jax-ml.github.io/scaling-book/gpus, "How Do Collectives Work on GPUs?"
     """
     chip, n = topology.chip, lines.shape[1]
@@ -480,7 +480,7 @@ def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
 def _hops_latency(lines: np.ndarray, topology: Topology) -> float:
     """Return the latency from one end of a group to the other, along all torus axes. `lines`: as in `_torus_link`.
 
-    Two devices of the same chip count as one hop apart.
+    Two devices on the same chip count as one hop apart.
     """
     sizes, wraps = topology.shape, topology.wraps
     span = np.ptp(lines[..., : len(sizes)], axis=1)
@@ -501,7 +501,7 @@ def wire_bytes(kind: str, joined_bytes: float, n: int) -> float:
     """Return the bytes that one of n devices sends in a collective, as in `xla/ledger.py`.
 
     joined_bytes  all-gather: the size of the result. reduce-scatter, all-reduce: the size of one device's operand.
-                  all-to-all: the size of all devices' operands together, n times the ledger's payload.
+                  all-to-all: the size of the operands of all n devices together.
                   collective-permute: what one device sends
     """
     share = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1 / n}
@@ -509,7 +509,7 @@ def wire_bytes(kind: str, joined_bytes: float, n: int) -> float:
 
 
 def collective_seconds(kind: str, joined_bytes: float, n: int, link: Link) -> float:
-    """Return the seconds of a collective of n devices on their links, if it runs alone, without latency.
+    """Return the transfer time, in seconds, of a collective of n devices that runs alone. Latency is not included.
 
     joined_bytes  as in `wire_bytes`
     Source: https://jax-ml.github.io/scaling-book/sharding, "What Have We Learned?", which approximates (n - 1)/n by 1.
@@ -521,6 +521,6 @@ def collective_seconds(kind: str, joined_bytes: float, n: int, link: Link) -> fl
 
 
 def latency_seconds(kind: str, link: Link) -> float:
-    """Return the latency of a collective, in addition to the time of its bytes. An all-reduce is a reduce-scatter, then
+    """Return the latency of a collective, in addition to its transfer time. An all-reduce is a reduce-scatter, then
     an all-gather."""
     return (2 if kind == "all-reduce" else 1) * link.latency_s

@@ -19,8 +19,8 @@ HIDES = {  # chip: the communication that it overlaps with matmuls. Gradients ov
 
 
 def compiled_kind(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str) -> str:
-    """Return the kind of the compiled collective. On TPUs a reduce-scatter over all chips of a slice, if these are more
-    than 4, becomes an all-reduce."""
+    """Return the kind of the compiled collective. On TPUs, a reduce-scatter over all chips of a
+    slice with more than 4 chips becomes an all-reduce."""
     if kind != "reduce-scatter" or platform != "tpu":
         return kind
     n = math.prod(mesh[axis] for axis in axes)
@@ -33,11 +33,11 @@ LANES = 128  # lanes of a TPU vector, which hold the minor dim of an array
 def gradient_collective(dims: str, width: int, platform: str) -> str:
     """Return the compiled collective that reduces a parameter's gradient: a reduce-scatter, or on TPUs an all-reduce.
 
-    dims   the parameter's letters, such as DHK; see `model.py`
+    dims   the letters of the parameter's dims, such as DHK (d_model, heads, head size); see `model.py`
     width  size of the device's shard along the sharded dim
-    It is an all-reduce if the sharded dim is the minor dim in memory (along lanes) and `width` is not a multiple of
-    LANES. That dim is minor in per-head matrices, the embedding (VD), and vocabulary slices of an unembedding (DV).
-    There are two exceptions: a width that divides LANES, except for DV, and for VD a width above LANES.
+    On TPUs it is an all-reduce if the sharded dim is contiguous in memory and `width` is not a multiple of LANES (128).
+    It is contiguous in per-head matrices, in the embedding (VD) and in the LM head (DV), sharded by vocabulary. It
+    stays a reduce-scatter if `width` divides LANES (except for DV), or is above LANES (only for VD).
     """
     if platform != "tpu" or width % LANES == 0 or not (dims in ("VD", "DV") or {*dims} & {*"HG"}):
         return "reduce-scatter"
@@ -52,12 +52,12 @@ def overlaps(chip: str, what: str) -> bool:
 
 @formulas.by_cases
 def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, when: str, of: str) -> float:
-    """Return the fraction of a collective's bytes that is exposed.
+    """Return the fraction of a collective's bytes that is exposed: not overlapped with compute.
 
     chip  a key of `hardware.CHIPS`, or ""
-    when  forward, again (repeated for the backward pass) or back (in the backward pass, of gradients)
-    of    the part of a layer that the collective is for, or vocabulary; "": it is outside of loops, and the next matmul
-          needs its result
+    when  forward, again (recomputed for the backward pass), or back (of gradients, in the backward pass)
+    of    the part of a layer that the collective is for, or vocabulary. Empty: the collective is outside of loops and
+          on the critical path
     """
     if not of or not any(chip == key for key in HIDES):
         return 1
@@ -74,19 +74,19 @@ def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, wh
 @formulas.by_cases
 def rings_overlap(mesh: dict[str, int], chip: str) -> bool:
     """Return True if rings overlap with matmuls. For v5e, the compiler runs collective-permutes one after the other,
-    except inside the conditionals of a pipeline."""
+    except inside the lax.cond branches of pipeline parallelism."""
     return overlaps(chip, RINGS) or (chip == "v5e" and mesh[STAGE] > 1)
 
 
 def exposed_activations(c: ModelAtWork, kind: str, n: int, when: str, of: str) -> float:
-    """Return the fraction of the bytes of activations over TENSOR (n devices) that is exposed.
+    """Return the exposed fraction of the bytes of a collective of activations over TENSOR (n devices).
 
     all-gather  In the forward pass it is exposed, because the next matmul needs its result. In the backward pass the
-                all-gather of a gradient overlaps with matmuls for other gradients. If matmul outputs are saved, so does
-                an all-gather that is repeated only for weight gradients.
-    ring        Its n - 1 sends overlap, except in the forward pass of narrow models. There, n/2 - 1 sends before a
-                feed-forward layer run before any matmul can. With remat "none" these overlap, but n/2 sends after
-                attention run when no matmul is left.
+                all-gather of a gradient overlaps with matmuls for other gradients. If matmul outputs are saved, an
+                all-gather that is repeated only for weight gradients overlaps too.
+    ring        Its n - 1 sends overlap, except in the forward pass of models with d_model < 2048 (`is_wide`). There,
+                n/2 - 1 sends before a feed-forward layer are exposed, because no matmul is ready yet. With remat
+                "none" those overlap, but n/2 sends after attention are exposed, because no matmul is left.
     """
     if kind == "all-gather":
         return float(when == "forward" or (when == "again" and c.work.remat in WHOLE))

@@ -101,7 +101,7 @@ class Pass:
 
     @property
     def feed_forward_tokens(self) -> int:
-        """Tokens per device in a feed-forward layer: those of the whole TENSOR group."""
+        """Tokens per device in a feed-forward layer, after the all-gather over TENSOR."""
         return self.local_tokens * self.n[TENSOR]
 
     @property
@@ -113,12 +113,12 @@ class Pass:
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes of the logits of all sequences, which every device has."""
+        """Bytes of the logits of all sequences. Every device has a full copy."""
         return 4 * self.b * math.prod(self.n[axis] for axis in BATCH) * self.cfg.model.vocab_size
 
     @property
     def slots(self) -> int:
-        """Positions of a sequence in a device's shard of the cache."""
+        """Number of positions per sequence in a device's shard of the cache."""
         return -(-self.request.slots // self.n[CONTEXT])
 
 
@@ -213,14 +213,14 @@ def cache_entries(c: ModelConfig, tensor: int = 1) -> int:
 
 
 def cache_moved(at: Pass) -> float:
-    """Return the bytes of the cache that a pass reads and writes. CONTEXT shards the slots."""
+    """Return the bytes of the cache that a forward pass reads and writes. Its positions are sharded over CONTEXT."""
     c = at.cfg.model
     each = WIDTHS[at.request.cache_dtype] * cache_entries(c, at.n[TENSOR])
     return c.n_layers * at.b * (at.slots + -(-at.s // at.n[CONTEXT])) * each
 
 
 def exchanges(at: Pass):
-    """Yield (part, collective) for the collectives of activations outside the layers."""
+    """Yield (part of the model, collective) for the collectives of activations outside the layers."""
     c = at.cfg.model
     yield "embedding", Sent("reduce-scatter", (TENSOR,), at.stream(at.feed_forward_tokens), 1)
     yield "logits", Sent("all-gather", (TENSOR,), at.stream(at.feed_forward_tokens), 1)
@@ -230,7 +230,7 @@ def exchanges(at: Pass):
 
 
 def rows(at: Pass) -> list[Row]:
-    """List the parts of a pass that have a cost. The part "drawing" samples the tokens."""
+    """List the costs of a forward pass by part of the model; the part "drawing" is the sampling of tokens."""
     names = ("embedding", "attention", "cache", "feed-forward", "experts", "shared experts", "stages", "logits",
              "drawing")  # fmt: skip
     parts = {name: Row(name) for name in names}
@@ -254,7 +254,7 @@ def rows(at: Pass) -> list[Row]:
 
 
 def seconds(row: Row, cfg: Config, topology: hardware.Topology) -> dict[str, float]:
-    """Return the seconds of a part by cause. "wires" are bytes on links, and "hops" is latency."""
+    """Return the seconds that a part spends on each of CAUSES. "wires" is transfer time, "hops" is latency."""
     chip, times, sizes = topology.chip, dict.fromkeys(CAUSES, 0.0), cfg.mesh.sizes
     compiled_away = chip.torus_dims and chip.devices_per_chip == 1 and topology.hosts > 1  # see `hardware.check`
     computing = row.flops / chip.peak_flops_per_s
@@ -269,7 +269,7 @@ def seconds(row: Row, cfg: Config, topology: hardware.Topology) -> dict[str, flo
 
 
 def sent_bytes(row: Row, cfg: Config) -> float:
-    """Return the bytes that a device sends for a part."""
+    """Return the bytes that a device sends for a part of the model."""
     n = lambda axes: math.prod(cfg.mesh.sizes[axis] for axis in axes)
     return sum(one.count * hardware.wire_bytes(one.kind, one.joined_bytes, n(one.axes)) for one in row.exchanges)
 
@@ -279,7 +279,7 @@ def sum_by_cause(parts: list[dict[str, float]]) -> dict[str, float]:
 
 
 def dominant_cause(times: dict[str, float]) -> str:
-    """Return the cause that takes the most time."""
+    """Return the bottleneck: the key with the most seconds."""
     return max(times, key=times.get)
 
 
@@ -297,7 +297,7 @@ class Plan:
 
     @property
     def unit(self) -> int:
-        """The number of device groups with different sequences; a batch is padded to a multiple of it."""
+        """The number of batch shards (data * fsdp * expert); a batch is padded to a multiple of it."""
         return math.prod(self.cfg.mesh.sizes[axis] for axis in BATCH)
 
     @property
@@ -305,7 +305,7 @@ class Plan:
         return bool(self.topology and self.topology.chip.peak_flops_per_s)
 
     def rows(self, batch: int, phase: str) -> list[Row]:
-        """List the parts of a decode step, or of all prefill passes together.
+        """List the costs of a decode step, or of all prefill passes together.
 
         In a prefill pass, each group of devices with the same sequences reads one chunk of one prompt. Only the last
         chunk of a prompt samples a token.
@@ -492,7 +492,7 @@ def plan(
 
     topology     the devices; None: times and the largest batch are unknown
     limit_bytes  memory of a device, if it differs from the chip's
-    Raises: UserError for a model that does not split over the mesh, and a mesh that does not match the topology.
+    Raises: UserError for a model that cannot be sharded over the mesh, and a mesh that does not match the topology.
     """
     topology = hardware.Topology.parse(topology) if isinstance(topology, str) else topology
     if topology:

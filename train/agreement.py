@@ -80,7 +80,7 @@ class Agreement:
 
     @property
     def preempted_rank(self) -> int | None:
-        """Return the rank of the process whose host is being preempted; None: no preemption, or a user stops it."""
+        """Return the rank of the process whose host is being preempted, or None, also if a user stops the run."""
         messages = {**self.board.messages, self.board.rank: self.board.message}
         by = {messages[rank].by: rank for rank in sorted(messages, reverse=True)}  # the lowest rank wins
         return None if "user" in by else by.get("system")

@@ -50,7 +50,7 @@ KEEPER = "keeper"  # if the hosts share no disk, a file with the name of the hos
 
 
 def read_saving_host(directory: str | os.PathLike) -> str | None:
-    """Return the host that stores the checkpoints of a run, from the file KEEPER; None: there is no such file."""
+    """Return the host that stores the checkpoints of a run, from the file KEEPER, or None without that file."""
     with contextlib.suppress(FileNotFoundError), open(os.path.join(directory, KEEPER), encoding="utf-8") as file:
         return file.read()
 

@@ -250,7 +250,7 @@ def read_rows(directory: Path | BucketDirectory, name: str = "metrics.jsonl") ->
 
 
 def missing_rows(directory: Path | BucketDirectory, step: int) -> str | None:
-    """Describe which steps before a checkpoint have no rows in metrics.jsonl; None: no rows are missing.
+    """Describe which steps before a checkpoint have no rows in metrics.jsonl. Return None if none is missing.
 
     Every checkpoint has a row at its step. That row is missing if the run later resumed from an earlier checkpoint.
     """

@@ -27,7 +27,7 @@ class Pace:
         self.due = -math.inf
 
     def measure(self) -> float | None:
-        """Return the time of the matmuls in ms; None: no measurement is due yet, or the device's memory is full."""
+        """Return the time of the matmuls in ms, or None if no measurement is due or the device's memory is full."""
         if time.monotonic() < self.due:
             return None
         try:

@@ -26,7 +26,7 @@ LATE_S = 15  # when a process is lost, the others exit within run.peer_timeout_s
 
 
 def check_tokens(cfg: Config):
-    """Return the tokenizer of a run's tokens; None: unknown. Raises: UserError if tokens or prompt don't fit."""
+    """Return the tokenizer of a run's tokens, or None if unknown. Raises: UserError if tokens or prompt don't fit."""
     corpus = dataset.open_corpus(cfg)
     encoding = tokenizers.from_manifest(corpus.manifest)
     if encoding and cfg.run.sample_prompt:  # fail now, not after the last step

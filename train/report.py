@@ -56,7 +56,7 @@ class Run:
     eval: list[dict]
 
     def series(self, field: str) -> tuple[list, list]:
-        """Return the steps and the values of one field of the train rows."""
+        """Return the steps and the values of one field of the rows of kind "train"."""
         rows = [row for row in self.train if field in row]
         return [row["step"] for row in rows], [row[field] for row in rows]
 
@@ -284,7 +284,7 @@ PANELS = {
 
 
 def draw_series(axes, runs: list[Run], field: str) -> None:
-    """Plot one field of the train rows against the step."""
+    """Plot one field of the rows of kind "train" against the step."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     title, unit = PANELS[field]

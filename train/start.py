@@ -46,7 +46,7 @@ def restore_or_init(cfg: Config, mesh, directory: Path | BucketDirectory, given_
 
 
 def describe_rate_jump(cfg: Config, state: optimizer.TrainState, before: float) -> str | None:
-    """Describe how the learning rate jumps if the run resumes with a different schedule; None: it does not jump.
+    """Describe how the learning rate jumps if the run resumes with a different schedule, or return None.
 
     before   the learning rate of the last step before the checkpoint
     """

@@ -38,7 +38,7 @@ class StepDirectory:
         return manifest
 
     def find_fault(self, read: Read = "all") -> str | None:
-        """Describe why this is not a good checkpoint; None: no fault was found. `read`: which checksums to verify."""
+        """Describe why this is not a good checkpoint, or return None. `read`: which checksums to verify."""
         if not self.is_complete:
             return "left over from an interrupted save or deletion"
         try:

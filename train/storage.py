@@ -38,7 +38,7 @@ CHECKPOINTS, OWNER = "checkpoints", "owner"
 class BucketDirectory:
     """A run's directory in a bucket. It replaces the Path of a local run: `directory / name` is the path of a file.
 
-    here   local folder for the run's small files; default: a folder in the user's cache
+    here   local folder for the run's files other than checkpoints; default: a folder in the user's cache
     """
 
     def __init__(self, address: str, here: Path | None = None):
@@ -74,7 +74,7 @@ class BucketDirectory:
         return bucket.call_with_retries(address, lambda: work(self.files, address), HEADING)
 
     def download(self) -> None:
-        """Replace the local small files with those in the bucket."""
+        """Replace the local files with those in the bucket."""
         for file in self.local_files():
             file.unlink()
         with contextlib.suppress(bucket.MissingFile):  # the run has no files there yet
@@ -118,13 +118,13 @@ def run_directory(cfg: Config) -> Path | BucketDirectory:
 
 
 def local_folder(directory: Path | BucketDirectory) -> Path:
-    """Return the local folder that holds a run's small files."""
+    """Return the local folder that holds a run's files other than checkpoints."""
     return directory.local if isinstance(directory, BucketDirectory) else directory
 
 
 def check(directory: Path | BucketDirectory) -> None:
-    """Raises: UserError if the bucket does not exist or cannot be read; DiskLost if an earlier attempt of this launch
-    lost the directory and it is still gone. Then this attempt would start at step 0 in the empty mount point."""
+    """Raises: UserError if the bucket does not exist or cannot be read; DiskLost if the process lost the directory
+    before its last restart, and it is still gone. It would otherwise start at step 0 in an empty mount point."""
     if isinstance(directory, BucketDirectory):
         directory.check()
     elif (mark := disk_lost_file()) and mark.exists() and not (directory / "config.json").exists():
@@ -132,7 +132,7 @@ def check(directory: Path | BucketDirectory) -> None:
 
 
 def claim_ownership(directory: Path | BucketDirectory) -> None:
-    """Make this process the owner of a run in a bucket. For a run on a disk, the lock file does the same."""
+    """Make this process the owner of a run in a bucket. A run on a disk is not changed: it has a lock file."""
     if isinstance(directory, BucketDirectory):
         directory.claim_ownership()
 
@@ -145,7 +145,7 @@ def upload(directory: Path | BucketDirectory) -> None:
 
 @contextlib.contextmanager
 def synced(directory: Path | BucketDirectory) -> Iterator[None]:
-    """Download a run's files to process 0; on exit upload them again, if this process became the owner."""
+    """Download a run's files to process 0. On exit, upload them again if `claim_ownership` was called inside."""
     if not isinstance(directory, BucketDirectory) or not is_main_process():
         yield
         return
@@ -192,13 +192,13 @@ LOST_DISK = {getattr(errno, name, None) for name in (
 
 
 def disk_lost_file() -> Path | None:
-    """Return the path of a file that tells the next attempt of this launch that the run's directory was lost."""
+    """Return the path of a file that tells this process after a restart that the run's directory was lost."""
     alive = os.environ.get("AXIS_ALIVE")
     return Path(alive).with_name("disk_lost") if alive else None
 
 
 def explain_lost_disk(error: Exception, directory: str | os.PathLike) -> str | None:
-    """Explain an error caused by the loss of the disk with a run's directory; None: the error has another cause.
+    """Return an explanation if the disk that holds the run directory was lost, or None if the error has another cause.
 
     A full disk or a read-only disk does not count as lost, since a restart would not help.
     """
@@ -217,7 +217,7 @@ def explain_lost_disk(error: Exception, directory: str | os.PathLike) -> str | N
 
 @contextlib.contextmanager
 def raise_disk_lost(directory: Path | BucketDirectory, writes: Callable[[], bool]) -> Iterator[None]:
-    """Inside this context, replace an OSError caused by the loss of the disk with a run's directory by DiskLost.
+    """Inside this context, raise DiskLost instead of an OSError if the disk that holds the run directory was lost.
 
     writes   () -> whether this process writes to that disk
     """

@@ -43,7 +43,7 @@ class Memory:
         )
 
     def _inside(self, name: str) -> tuple[tuple[int | None, ...], int | None]:
-        """Return the bytes a fused computation reads of each parameter, and the bytes written; None: all."""
+        """Return the bytes a fused computation reads of each parameter, and the bytes written. None means all."""
         computation = self.program.computations[name]
         readers: dict[str, list] = {x: [] for x in computation}
         for one in computation.values():
@@ -56,7 +56,7 @@ class Memory:
         return read, self._written(computation, root(computation))
 
     def _read(self, computation, readers, one: Instruction) -> int | None:
-        """Return the bytes of a value that its users read; None: all."""
+        """Return the bytes of a value that its users read, or None for all."""
         total = 0
         for reader, place in readers[one.name]:
             part = self._use(computation, readers, reader, place)
@@ -86,7 +86,7 @@ class Memory:
 
 
 def _plain_bytes(one: Instruction, types: list[str]) -> tuple[list[int | None], int | None]:
-    """Return the bytes one instruction reads of each operand, and the bytes it writes; None: all."""
+    """Return the bytes one instruction reads of each operand, and the bytes it writes. None means all."""
     size = lambda text: sum(map(array_bytes, ARRAY.findall(text)))
     rest = [None] * (len(types) - 1)
     if one.opcode in ("dynamic-slice", "slice", "gather"):
