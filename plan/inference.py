@@ -31,7 +31,7 @@ from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes; ignores int8 scales, one per column or position
 DType = Literal["auto", "float32", "bfloat16", "int8"]
-CAUSES = ("weights", "cache", "FLOPs", "wires", "hops")  # what can limit a pass
+CAUSES = ("weights", "cache", "FLOPs", "links", "hops")  # what can limit a pass
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def rows(at: Pass) -> list[Row]:
 
 
 def seconds(row: Row, cfg: Config, topology: hardware.Topology) -> dict[str, float]:
-    """Return the seconds that a part spends on each of CAUSES. "wires" is transfer time, "hops" is latency."""
+    """Return the seconds that a part spends on each of CAUSES. "links" is transfer time, "hops" is latency."""
     chip, times, sizes = topology.chip, dict.fromkeys(CAUSES, 0.0), cfg.mesh.sizes
     compiled_away = chip.torus_dims and chip.devices_per_chip == 1 and topology.hosts > 1  # see `hardware.check`
     computing = row.flops / chip.peak_flops_per_s
@@ -263,7 +263,7 @@ def seconds(row: Row, cfg: Config, topology: hardware.Topology) -> dict[str, flo
     for one in row.exchanges:
         link, n = hardware.link(cfg.mesh, topology, one.axes), math.prod(sizes[axis] for axis in one.axes)
         kind = hiding.compiled_kind(one.kind, one.axes, sizes, "tpu" if compiled_away else "")
-        times["wires"] += one.count * hardware.collective_seconds(kind, one.joined_bytes, n, link)
+        times["links"] += one.count * hardware.collective_seconds(kind, one.joined_bytes, n, link)
         times["hops"] += one.count * hardware.latency_seconds(kind, link)
     return times
 

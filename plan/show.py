@@ -196,14 +196,14 @@ def inference_lines(one: inference.Plan) -> list[str]:
              f"cache      {one.token_bytes:,} bytes per token, {amount(one.token_bytes * request.slots, 'bytes')} per "
              f"sequence; {amount(one.cache_bytes(one.unit), 'bytes')} of it on each device"]  # fmt: skip
     if most is not None:
-        found.append(f"fit        {most:,} sequences, next to {amount(one.weights_bytes(), 'bytes')} of weights on "
+        found.append(f"fit        {most:,} sequences, plus {amount(one.weights_bytes(), 'bytes')} of weights on "
                      f"each device; a tenth of its {amount(one.limit_bytes, 'bytes')} stays free")  # fmt: skip
     if one.bounds:
-        bound = {what: f"from {n:,} sequences on" if n else "at no batch size" for what, n in one.bounds.items()}
+        bound = {what: f"at {n:,} sequences or more" if n else "never" for what, n in one.bounds.items()}
         first = min((n for n in one.bounds.values() if n), default=math.inf)
         full = f"; memory is already full at {most:,}" if most and most < first else ""
-        found.append(f"FLOPs      take longer than reading the weights {bound['products']}, and longer than reading "
-                     f"weights and cache {bound['step']}{full}")  # fmt: skip
+        found.append(f"FLOPs      take longer than reading the weights: {bound['products']}; longer than reading "
+                     f"weights and cache: {bound['step']}{full}")  # fmt: skip
     return found
 
 

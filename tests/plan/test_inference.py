@@ -128,7 +128,7 @@ def test_llama_3_70b_as_the_book_serves_it():
     read = {
         cause: time
         for cause, time in whole.seconds(whole.largest_batch, "decode").items()
-        if cause not in ("wires", "hops")
+        if cause not in ("links", "hops")
     }
     assert 1e3 * sum(read.values()) == pytest.approx(19, rel=0.03)
     [fed] = (row for row in wide.rows(240, "decode") if row.part == "feed-forward")
@@ -156,7 +156,7 @@ def test_a_step_by_hand():
     assert found["FLOPs"] == 0
     # [16, 4096]: all-gather and reduce-scatter around attention and feed-forward, a pair around all layers. And logits.
     sent = 7 / 8 * (2 * b * D * (4 * L + 2) + 4 * b * V)
-    assert found["wires"] == pytest.approx(sent / 9e10)
+    assert found["links"] == pytest.approx(sent / 9e10)
     assert found["hops"] == pytest.approx((4 * L + 3) * 4e-6)  # from a corner of 2x4 to the other: 1 + 3
     assert one.batch_summary(16)["tokens_per_s"] == pytest.approx(16 / sum(found.values()))
     assert one.batch_summary(16)["first_token_s"] == pytest.approx(sum(one.seconds(16, "prefill").values()))
@@ -195,7 +195,7 @@ def test_weights_sharded_over_fsdp_are_gathered_for_every_token():
     written, read = 8_030_261_248, 8_030_261_248 - 128_256 * 4096  # without the embedding
     moved = sum(row.weight_bytes for row in sliced.rows(8, "decode"))
     assert moved == pytest.approx(2 * (written + read), rel=1e-3)
-    assert sliced.batch_summary(8)["bound_by"] == "wires" and split.batch_summary(8)["bound_by"] == "weights"
+    assert sliced.batch_summary(8)["bound_by"] == "links" and split.batch_summary(8)["bound_by"] == "weights"
     assert any("gathered for every token" in note for note in sliced.notes())
     assert [note.split(" tokens")[0] for note in split.notes()] == ["prefill in chunks of 64"]
 
@@ -252,8 +252,8 @@ def test_the_table_the_plot_and_the_json_agree(capsys, tmp_path, monkeypatch):
     status, out, _ = run(capsys, "llama3_70b", *EIGHT, *words, "--json", str(path), "--plot", str(picture))
     found = json.loads(path.read_text())
     assert status == 0 and picture.read_bytes().startswith(b"\x89PNG")
-    assert f"{found['most']} sequences, next to {found['weights_bytes'] / 2**30:.3f} GiB of weights" in out
-    assert "from 121 sequences on, and longer than reading weights and cache at no batch size" in out
+    assert f"{found['most']} sequences, plus {found['weights_bytes'] / 2**30:.3f} GiB of weights" in out
+    assert "at 121 sequences or more; longer than reading weights and cache: never" in out
     assert "; memory is already full at 37" in out
     last = found["batches"][-1]
     assert last["batch"] == found["most"] and last["fits"]
