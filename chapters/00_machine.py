@@ -7,7 +7,7 @@
 # matmul sharded over eight chips, and for a whole training step. The bug at the end is from a published
 # guide: the efficiency in it was more than ten times too high, and looked normal.
 #
-# *Before this:* matmuls, NumPy, one GPU. *Mesh:* several, of eight simulated devices (explained below).
+# *Prerequisites:* matmuls, NumPy, one GPU. *Mesh:* several, of eight simulated devices (explained below).
 # *Runs in* 30 s on 2 cores. *Reading takes* 25 minutes, 80 with the exercises.
 
 # %%
@@ -720,7 +720,7 @@ for wrong, hint in (
 # You train Llama 3 8B on sixteen H100s in two nodes, with 16 sequences of T tokens per step. Inside a node, a
 # GPU sends 450 GB/s. To the other node a GPU sends 50 GB/s, over its own network card; an axis with k GPUs in
 # each node can use the cards of all k. Choose the sizes of `fsdp` and `tensor`, at most `tensor=8` because
-# the model has 8 key heads. First predict which is better for short sequences, and why. `priced` then tells
+# the model has 8 KV heads. First predict which is better for short sequences, and why. `priced` then tells
 # you up to which length it is better.
 
 

@@ -8,7 +8,7 @@
 # right shape with wrong numbers. Later, a training run looks healthy, but saves weights that only its own
 # mesh can use.
 #
-# *Before this:* chapter 00 (devices, meshes, specs, the all-reduce). *Mesh:* `fsdp=8`, simulated; in the bug
+# *Prerequisites:* chapter 00 (devices, meshes, specs, all-reduce). *Mesh:* `fsdp=8`, simulated; in the bug
 # `data=2,fsdp=4`. *Runs in* 30 s on 2 cores. *Reading takes* 25 minutes, 90 with the exercises.
 
 # %%
@@ -128,7 +128,7 @@ CASES = {  # specs of x, w and the result
 for case, (*in_specs, out_spec) in CASES.items():
     y_BF = on_mesh(case, tuple(in_specs), out_spec)(x_BD, w_DF)
     assert np.allclose(y_BF, x_BD @ w_DF, atol=1e-4), f"{case.__name__} is wrong"
-    print(case.__name__, "matches one device")
+    print(case.__name__, "matches a single-device run")
 
 # %% [markdown]
 # (`tiled=True` concatenates the shards along an existing dim. Without it JAX stacks them along a new one.) In
@@ -783,9 +783,9 @@ assert check_ring(ring_reduce_scatter) == lesson.NOTHING
 # %% [markdown]
 # ## Exercise 3: choose what to send
 #
-# In case 3 both matrices are sharded along the contracting dim: x_Bd [B, D/n] and w_dF [D/n, F]. Return this
-# device's *rows* of `x_BD @ w_DF`, [B/n, F]. Send as few bytes as you can for both sizes that are checked: B,
-# D, F = 16, 64, 24 and 128, 16, 24. Your function may look at shapes.
+# In case 3 both matrices are sharded along the contracting dim (lower case): x_Bd [B, D/n] and w_dF [D/n,
+# F]. Return this device's *rows* of `x_BD @ w_DF`, [B/n, F]. Send as few bytes as you can for both sizes
+# that are checked: B, D, F = 16, 64, 24 and 128, 16, 24. Your function may look at shapes.
 
 # %% tags=["hide-input"]
 PRODUCT_HINTS = [
@@ -838,9 +838,10 @@ print(check_product(product))
 # return x_bD @ gather(w_dF)
 # ```
 #
-# You can send the result or the operands. Times 4 (n - 1)/n, the left side of the comparison is the bytes
-# sent for the result, and the right side those for the operands. FSDP (chapter 03) gathers the weights, as in
-# the last line. Tensor parallelism (chapter 04) reduce-scatters the result.
+# You can send the result or the operands. Multiply both sides of the comparison by 4 (n - 1)/n (4 bytes per
+# float32): the left side is then the bytes sent for the result, the right side the bytes for the operands.
+# FSDP (chapter 03) gathers the weights, as in the last line. Tensor parallelism (chapter 04)
+# reduce-scatters the result.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -867,9 +868,9 @@ assert check_product(product) == lesson.NOTHING
 # %% [markdown]
 # ## A bug to find
 #
-# The program trains one weight matrix on a 2 x 4 mesh. The error that it prints covers all rows, and it
-# falls. The whole matrix is saved. A colleague loads the matrix on one device, and gets a much larger error
-# for the same rows and targets. Why?
+# The program trains one weight matrix on a 2 x 4 mesh. The loss that it prints is the mean over all rows,
+# and it falls. The checkpoint is the whole matrix. A colleague loads it on one device, and gets a much
+# larger loss for the same rows and targets. Why?
 
 # %% tags=["hide-input"]
 x_BD, y_BF = normal(64, 16), normal(64, 6)
@@ -881,7 +882,7 @@ BOTH = ("data", "fsdp")
 
 
 def train(shape, steps=40, rate=0.6):
-    """Return the weights and the error before the last step."""
+    """Return the weights and the loss before the last step."""
     mesh = jax.make_mesh(shape, BOTH, axis_types=(AxisType.Auto,) * 2)
 
     def error(w_dF, x_bD, y_bF):
@@ -927,7 +928,7 @@ def mixed(w_DF, shape):
 # %% tags=["hide-input"]
 MEND_HINTS = [
     (lambda shape: mixed(on_one(), shape), "The same weights as before."),
-    (lambda shape: on_one(0.6 / 8), "You divided the error by the devices twice."),
+    (lambda shape: on_one(0.6 / 8), "You divided the loss by the devices twice."),
     (lambda shape: mixed(on_one(0.6 / 8), shape), "Only the steps are shorter."),
 ]
 
@@ -937,7 +938,7 @@ def check_mend(train):
         found = lesson.answered(train)(shape)
         return found[0] if isinstance(found, tuple) else found
 
-    done = "Fixed: on 2x4, 4x2 and 1x8 devices the weights match one device's."
+    done = "Fixed: on 2x4, 4x2 and 1x8 devices the weights match a single-device run."
     shapes = [((2, 4),), ((4, 2),), ((1, 8),)]
     return lesson.diagnose(weights, shapes, lambda shape: on_one(), MEND_HINTS, done)
 
@@ -956,8 +957,8 @@ print(check_mend(train))
 # ```
 #
 # In the other order, each device gets all rows of `w`, but permuted. The gradients return in the same wrong
-# order, so the error still falls: training learns a matrix with permuted rows, and the permutation depends on
-# the mesh. On 1 x 8 devices the two orders are the same, so a test there passes.
+# order, so the loss still falls: training learns a matrix with permuted rows, and the permutation depends
+# on the mesh. On 1 x 8 devices the two orders are the same, so a test there passes.
 #
 # PyTorch had this bug. A weight was sharded for tensor parallelism and then again by FSDP2, and
 # `full_tensor()` concatenated the shards as if they had been split in the other order
@@ -1010,7 +1011,7 @@ for nothing in (lambda shape: ..., lambda shape: None, None):
 # | 1: `x_bD @ w_DF -> y_bF` | nothing | all-reduce of dw | 0 | DDP |
 # | 2: `x_bD @ w_dF -> y_bF` | all-gather of w | reduce-scatter of dw | 2 D F | `fully_shard` |
 # | 3: `x_Bd @ w_dF -> y_BF` | all-reduce of y | nothing | 4 B F | `RowwiseParallel` |
-# | 3: `x_Bd @ w_dF -> y_bF` | reduce-scatter of y | all-gather of dy | 2 B F | the same, to `Shard` |
+# | 3: `x_Bd @ w_dF -> y_bF` | reduce-scatter of y | all-gather of dy | 2 B F | `RowwiseParallel`, `output_layouts=Shard(0)` |
 # | 4: `x_bD @ w_Df -> y_bF` | all-gather of w | reduce-scatter of dw | 2 D F | `fully_shard`, dim 1 |
 #
 # The matmul takes as long as gathering a weight with 2,037 rows per device on a TPU v4 (2x2x2), 2,198 on a

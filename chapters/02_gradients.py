@@ -7,7 +7,7 @@
 # **Why it hurts not to know.** If you write one all-reduce too many, there is no error. The gradient has the
 # right shape and the loss falls, but settings that work on four devices fail on eight.
 #
-# *Before this:* chapter 01 (`shard_map`, the collectives). *Mesh:* `fsdp=8`, simulated. *Runs in* 40 s on 2
+# *Prerequisites:* chapter 01 (`shard_map`, the collectives). *Mesh:* `fsdp=8`, simulated. *Runs in* 40 s on 2
 # cores. *Reading takes* 25 minutes, 90 with the exercises.
 
 # %%
@@ -158,7 +158,7 @@ for name, (gradient, spec) in GRADIENTS.items():
     program = on_mesh(gradient, (spec, P("fsdp"), P("fsdp")), spec)
     d_w_DF = program(w_DF, x_BD, y_BF)
     assert np.allclose(d_w_DF, one_device, atol=1e-5), f"{name}: the gradient differs"
-    print(f"{name}: matches one device")
+    print(f"{name}: matches a single-device run")
 
 # %%
 for name, (gradient, spec) in GRADIENTS.items():
@@ -723,7 +723,7 @@ for nothing in (accumulate_once, None, ...):
 # ## A bug to find
 #
 # This program solves a least-squares problem with a penalty on large weights. It runs on any number of
-# devices, the check is on, and the error falls on every mesh. Two colleagues compare results.
+# devices, the check is on, and the loss falls on every mesh. Two colleagues compare results.
 
 # %%
 RATE, PENALTY = 1.0, 0.02
@@ -793,7 +793,7 @@ MEND_HINTS = [
 # %% tags=["hide-input"]
 def check_mend(train):
     meshes = [(2,), (4,), (8,)]
-    done = "Fixed: on 2, 4 and 8 devices the weights match one device's."
+    done = "Fixed: on 2, 4 and 8 devices the weights match a single-device run."
     return lesson.diagnose(train, meshes, lambda n: on_one(), MEND_HINTS, done)
 
 

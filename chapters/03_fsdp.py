@@ -8,7 +8,7 @@
 # than the right one. And if every device stores everything, a thousand chips can train no larger model than
 # one chip can.
 #
-# *Before this:* chapters 01 (`shard_map`, collectives) and 02 (where gradients are added). *Mesh:* `fsdp=8`,
+# *Prerequisites:* chapters 01 (`shard_map`, collectives), 02 (where gradients are added). *Mesh:* `fsdp=8`,
 # then `data=2,fsdp=4`, simulated. *Runs in* 50 s on 2 cores. *Reading takes* 30 minutes, 90 with the
 # exercises.
 
@@ -509,7 +509,7 @@ after = step(w_LDD, 0 * w_LDD, 0 * w_LDD, x_BD, y_BD)
 one_device = adam(w_LDD, 0.0, 0.0, jax.grad(on_one_device)(w_LDD))
 for mine, right in zip(after, one_device, strict=True):
     np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
-print("weights and both moments match one device's")
+print("weights and both moments match a single-device run")
 
 # %%
 shape = jax.ShapeDtypeStruct
@@ -752,9 +752,9 @@ print("ZeRO 3:", {kind: int(one.count) for kind, one in kinds.items()})
 # ## When FSDP is limited by communication
 #
 # FSDP sends weights, and weights do not shrink with the batch. So there is a batch size below which the
-# matmuls take less time than the communication. Take `llama3_8b`, with weights gathered twice in bfloat16 and
-# nothing recomputed. `planner.plan` adds up all matmuls and collectives of a step, from the declared shapes,
-# and divides by the speeds of a chip and its links. It needs no device:
+# matmuls take less time than the communication. Take `llama3_8b`, with weights gathered twice in bfloat16
+# and nothing recomputed. `planner.plan` adds up all matmuls and collectives of a step, from the model's
+# tensor shapes, and divides by the speeds of a chip and its links. It needs no device:
 
 
 # %%
@@ -782,13 +782,13 @@ for key in ("v4", "v5p", "h100"):
 
 # %% [markdown]
 # A TPU chip has two links along each axis of its torus. On 64 chips, `4x4x4`, all three axes are closed
-# rings, and a gather over all chips uses all six links: 270 GB/s on v4, 540 on v5p. For a GPU, one figure
-# counts all its NVLinks.
+# rings, and a gather over all chips uses all six links: 270 GB/s on v4, 540 on v5p. A GPU's figure totals
+# its NVLinks.
 #
-# > **Predict.** How many tokens must a v5p chip have, in one forward and backward pass, for compute to take
+# > **Predict.** How many tokens per v5p chip do you need per forward and backward pass for compute to take
 # > as long as communication? A parameter costs 2 FLOPs per token forward and 4 backward. Weights are
-# > gathered twice, in bfloat16. Over a whole TPU slice, the compiler turns the gradient's reduce-scatter
-# > into an all-reduce.
+# > gathered twice, in bfloat16. If the axis spans the whole TPU slice, the compiler turns the gradient's
+# > reduce-scatter into an all-reduce.
 
 # %%
 my_prediction = None  # tokens
@@ -799,7 +799,7 @@ lesson.predicted("a v5p chip needs", my_prediction, counted, "tokens", within=0.
 assert counted == 1056
 
 # %% [markdown]
-# By hand, for a layer of W weights and N tokens per chip:
+# On paper, for a layer of W weights and N tokens per chip:
 #
 # | | communication | compute |
 # |---|---|---|
@@ -812,7 +812,7 @@ assert counted == 1056
 # %%
 MODELS = "dense_124m", "llama3_8b", "mixtral_8x7b"
 TPUS = "v4:4x4x4", "v5p:4x4x4", "v5p:4x4x8", "v5e:4x4"
-print(f"{'tokens':10} {'by hand':>8}", *(f"{name.split('_')[0]:>8}" for name in MODELS))
+print(f"{'tokens':10} {'formula':>8}", *(f"{name.split('_')[0]:>8}" for name in MODELS))
 for topology in (*TPUS, "h100:8", "h100:16", "b200:16"):
     chips = hardware.Topology.parse(topology)
     link = hardware.layout(config.MeshConfig(fsdp=chips.chips), chips)[FSDP]
@@ -840,10 +840,10 @@ axes.legend()
 
 # %% [markdown]
 # The planner and the rule differ by known factors. Over all chips of a slice, the TPU compiler turns a
-# reduce-scatter into an all-reduce: 8W bytes instead of 6W. That is 4/3 of the rule's 850 tokens on v5p,
-# 1,133. On 8 GPUs a gather sends 7/8 of W. Attention has matmuls without weights, which lower the threshold,
-# here to 1,056, and most in small models. And Mixtral gathers eight experts, while a token uses two: **the
-# threshold grows by total over active parameters**, here 3.6.
+# reduce-scatter into an all-reduce: 8W bytes instead of 6W. On v5p this multiplies the rule's 850 tokens
+# by 4/3: 1,133. On 8 GPUs a gather sends 7/8 of W. Attention has matmuls without weights. They lower the
+# threshold, here to 1,056, and most in small models. And Mixtral gathers eight experts, while a token uses
+# two: **the threshold is multiplied by total / active parameters**, here 3.6.
 #
 # Tokens per chip limit the number of chips: with FSDP alone, a batch of 4 million tokens is enough for 4e6 /
 # 1,056 = 3,800 v5p chips. Beyond that, you need an axis that splits the matmuls of a token (chapter 04).
@@ -1093,7 +1093,7 @@ def check_mend(train):
     parts = {"fsdp=4": 4, "data=4,fsdp=2": 2}
     of = lambda scale: lambda name: alone(scale, parts[name])
     hints = [(of(scale), hint) for scale, hint in NORM_HINTS]
-    done = "Fixed: on fsdp=4 and on data=4,fsdp=2 the weights match one device's."
+    done = "Fixed: on fsdp=4 and data=4,fsdp=2 the weights match a single-device run."
     yours = lambda name: np.asarray(lesson.answered(train)(name)[0])
     right = lambda name: alone(right_scale, 1)
     return lesson.diagnose(yours, [(name,) for name in parts], right, hints, done)

@@ -8,7 +8,7 @@
 # JAX's checks pass, and the loss falls, in one example on this page even *below* that of the correct run. But
 # you have trained a different network, which works only on that number of devices.
 #
-# *Before this:* chapters 01 (`shard_map`, the collectives) and 03 (FSDP). *Mesh:* `tensor=4`, simulated.
+# *Prerequisites:* chapters 01 (`shard_map`, the collectives) and 03 (FSDP). *Mesh:* `tensor=4`, simulated.
 # *Runs in* 35 s on 2 cores. *Reading takes* 60 minutes with the exercises.
 
 # %%
@@ -335,7 +335,7 @@ gradients = lambda loss: jax.jit(jax.value_and_grad(loss))(w, x_BTD, y_BTD)
 wanted, found = gradients(loss_alone), gradients(on_mesh)
 for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
     assert jnp.allclose(a, b, rtol=1e-4, atol=1e-5), "differs from one device"
-print(f"loss {found[0]:.5f}, and {len(found[1])} gradients match one device's")
+print(f"loss {found[0]:.5f}, and {len(found[1])} gradients match a single-device run")
 
 # %% [markdown]
 # The program contains no collectives for gradients. JAX derives them: the backward pass of a gather is a

@@ -8,7 +8,7 @@
 # schedule runs its own backward passes instead of `jax.grad`. The program at the end of this page prints the
 # right loss and trains, but its gradient is wrong.
 #
-# *Before this:* chapters 01 and 02 (`shard_map`, collectives, gradients), 03 (FSDP) and 04 (tensor
+# *Prerequisites:* chapters 01 and 02 (`shard_map`, collectives, gradients), 03 (FSDP) and 04 (tensor
 # parallelism). *Mesh:* `stage=4`, then `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 45 s on 2 cores.
 # *Reading takes* 35 minutes, and the exercises an hour.
 
@@ -109,7 +109,7 @@ through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
 one_device = jax.value_and_grad(lambda w_LDD: partial_loss(through(w_LDD), y_ZND))
 pipelined = jax.value_and_grad(forward)(w_LDD, *batch)
 assert lesson.same(pipelined, one_device(w_LDD))
-print("loss and gradient match one device")
+print("loss and gradient match a single-device run")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Above, four long boxes one after the other; below, four staggered rows of short ones."}}
 figure, axes = plt.subplots(2, figsize=(5, 3.6), sharex=True)
@@ -279,7 +279,7 @@ through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
 right = jax.value_and_grad(lambda w_LDD: partial_loss(through(w_LDD), y_ZND))(w_LDD)
 for mine, one_device in zip(step(w_LDD, x_ZND, y_ZND), right, strict=True):
     np.testing.assert_allclose(mine, one_device, rtol=1e-4, atol=1e-5)
-print("loss and gradient match one device")
+print("loss and gradient match a single-device run")
 
 # %% [markdown]
 # The compiler reports the memory used. Here it is for 8 and for 32 microbatches of the same size:
@@ -634,10 +634,10 @@ assert "Nothing" in check_kept(lambda n, Z, s: ...)
 # ## Exercise 3: choose a layout
 #
 # Take the two nodes above with the slow network, Llama 3 8B, and 262,144 tokens per step. The first two
-# layouts above, `data=2,fsdp=8` and `stage=2,fsdp=8`, are too slow. Find a layout with a step of at most 2.45
-# s that needs at most 40 GiB on each GPU. You can choose the mesh (16 devices), the schedule (`gpipe`, `1f1b`
-# or `zb`), and how often weights are gathered (`layer` or `step`). Start with Z: how many sequences does each
-# group of devices that work on the same sequence get?
+# layouts above, `data=2,fsdp=8` and `stage=2,fsdp=8`, are too slow. Find a layout with a step of at most
+# 2.45 s that needs at most 40 GiB on each GPU. You can choose the mesh (16 devices), the schedule (`gpipe`,
+# `1f1b` or `zb`), and how often weights are gathered (`layer` or `step`). Start with Z, the number of
+# microbatches of one sequence: how many sequences does each pipeline get?
 
 
 # %% tags=["hide-input"]
@@ -693,12 +693,13 @@ print(check_design(design))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `{"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": "1f1b", "work.gather": "step"}`: 2.32 s, 31 GiB. With
-# `fsdp=8` each device works on its own 4 of the 32 sequences, so Z is 4. With `tensor=2` inside a node there
-# are 4 groups with 8 sequences each: Z = 8, and half the bubble. `tensor=2` also halves the gathered weights
-# of `gather=step`; with `fsdp=8`, such a step needs 55 GiB. `gpipe` is even faster by 0.04 s, with 33 GiB: it
-# sends one message per tick instead of two, 18 in total instead of 20. `zb` is slower: the two halves of its
-# backward pass both recompute, and lock-step takes away half of the time that it saves.
+# `{"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": "1f1b", "work.gather": "step"}`: 2.32 s, 31 GiB.
+# With `fsdp=8` there are 8 pipelines with 4 of the 32 sequences each, so Z is 4. With `tensor=2` inside a
+# node there are 4 pipelines with 8 sequences each: Z = 8, and half the bubble. `tensor=2` also halves the
+# gathered weights of `gather=step`; `fsdp=8` with `gather=step` needs 55 GiB. `gpipe` is even faster by
+# 0.04 s, with 33 GiB: it runs 18 ticks with one message each, and 1F1B 10 ticks with two. `zb` is slower:
+# both halves of its backward pass recompute, and because all stages wait for the slowest in each tick, half
+# of the saved time is lost.
 # </details>
 
 
@@ -735,8 +736,8 @@ for one, messages in (("gpipe", 18), ("1f1b", 20)):
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague trains a classifier with 1F1B by hand; some rows are padding (`real_ZN` is 0). The loss is
-# right, and with AdamW the pipeline trains as well as one device. With SGD it does not.
+# A colleague trains a classifier with a hand-written 1F1B schedule; some rows are padding (`real_ZN` is
+# 0). The loss is right, and with AdamW the pipeline trains as well as one device. With SGD it does not.
 
 
 # %%
@@ -844,7 +845,7 @@ def check_pipeline(function):
         return f"{said} It is {lesson.ratio(found[1], right)}."
     if said or not lesson.same(found[0], loss):
         return said or "The gradient is right, but now the loss it reports is not."
-    return "Right: loss and gradient match one device's."
+    return "Right: loss and gradient match a single-device run."
 
 
 # %% tags=["hide-output"]

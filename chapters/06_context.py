@@ -9,7 +9,7 @@
 # attention's time, and no error tells you. And the program at the end of this page trains, but learns the
 # wrong targets.
 #
-# *Before this:* chapters 01 (`shard_map`, the six collectives) and 02 (gradients). *Mesh:* `context=4`, then
+# *Prerequisites:* chapters 01 (`shard_map`, six collectives) and 02 (gradients). *Mesh:* `context=4`, then
 # 8, simulated. *Runs in* 40 s on 2 cores. *Reading takes* 25 minutes, and the exercises an hour.
 
 # %%
@@ -35,11 +35,11 @@ from chapters import lesson
 # which is 34 GB. So shard the sequence itself: each of n devices along the mesh axis `context` holds S/n of
 # its S positions.
 #
-# Norms, projections and the MLP treat each position independently, so for them nothing changes. Attention is
-# the exception. Here it is, for S positions with keys and s positions with queries. There are H query heads
-# and G heads of keys and values (H/G query heads share each of them), all of width K. Capital letters are
-# whole dims, lower-case letters a device's shard. `at_s` is the position of each query in the sequence: the
-# query sees the keys up to this position.
+# Norms, projections and the MLP treat each position independently, so for them nothing changes. Attention
+# is the exception. Here it is, for S positions with keys and s positions with queries. There are H query
+# heads and G KV heads, for keys and values (H/G query heads share each), all of width K. Capital letters
+# are whole dims, lower-case letters a device's shard. `at_s` is the position of each query in the sequence:
+# the query sees the keys up to this position.
 
 # %%
 n, S, H, G, K = 4, 64, 8, 4, 8
@@ -142,7 +142,7 @@ def over_heads(q_sHK, k_sGK, v_sGK, at_s):
 arrays = q_SHK, k_SGK, v_SGK, at_S
 for way in (gathered, over_heads):
     assert lesson.same(on_mesh(way)(*arrays), right_SHK), f"{way.__name__} is wrong"
-print("both match one device")
+print("both match a single-device run")
 
 # %% [markdown]
 # A device's keys have 16 positions x 4 heads x width 8 x 4 bytes = 2,048 bytes, and its values as many. The
@@ -176,7 +176,7 @@ assert (sent(gathered), sent(over_heads)) == (12_288, 9_216), "the sizes have ch
 # $$\frac{\text{gather}}{\text{all-to-all}} = \frac{(n-1)\,2G}{\frac{n-1}{n}(2H+2G)} = \frac{n\,G}{H+G}$$
 #
 # and the all-to-all sends less if **n is more than 1 + H/G**: here the gather sends 4 x 4/12 = 1.33 times as
-# much. The more query heads share a key head, the smaller the keys, and the larger n has to be:
+# much. The more query heads share a KV head, the smaller the keys, and the larger n has to be:
 
 
 # %% tags=["hide-input"]
@@ -191,13 +191,13 @@ for name, H_, G_ in MODELS:
     against(name, lambda n, H=H_, G=G_: n * G / (H + G), G_)
 sides = 128 * (192 + 192 + 128 + 128)  # of 128 heads: query, key, value, result
 against("DeepSeek-V3", lambda n: n * (512 + 64) / sides, 128)
-print("*: more devices than key heads, see exercise 2")
+print("*: more devices than KV heads, see exercise 2")
 
 # %% [markdown]
-# The stars mark the other limit: **n must divide the number of heads**. With 8 key heads the all-to-all works
-# for up to 8 devices, or up to 2 if `tensor=4` has already split the heads. DeepSeek's attention computes the
-# keys of all 128 heads from one latent of 576 numbers per position. Gathering the latent is so cheap that the
-# all-to-all does not pay off at these sizes.
+# The stars mark the other limit: **n must divide the number of heads**. With 8 KV heads the all-to-all
+# works for up to 8 devices, or up to 2 if `tensor=4` has already split the heads. DeepSeek's attention
+# computes the keys of all 128 heads from one latent of 576 numbers per position. Gathering the latent is so
+# cheap that the all-to-all does not pay off at these sizes.
 #
 # ## The ring, by hand
 #
@@ -269,7 +269,7 @@ on_ring = lambda *qkv: run(*qkv, in_order)
 got, pull_ring, pairs = jax.vjp(on_ring, q_SHK, k_SHK, v_SHK, has_aux=True)
 for ours, theirs in zip((got, *pull_ring(d_SHK)), (want, *pull(d_SHK)), strict=True):
     assert jnp.abs(ours - theirs).max() < 1e-4, "the ring differs from one device"
-print("result and three gradients match one device's")
+print("result and three gradients match a single-device run")
 
 # %%
 my_prediction = None  # pairs
@@ -505,12 +505,12 @@ for chips in ("v5p:2x2x2", "h100:8", "h100:16"):
     print(f"          n = {n_}, s = {s_:,}; a ring overlaps from s = {least:,.0f}")
 
 # %% [markdown]
-# On two H100 nodes, two of the 16 devices of a ring send to the other node, each over one network card of 50
-# GB/s, and all others wait for them. The all-gather uses all cards at once. (An all-to-all over 16 devices
-# repeats the 8 key heads: a fifth more bytes than in that column.) On v5p the all-to-all sends fewer bytes
-# than the all-gather and still takes longer, because on a torus most bytes cross several links. The matmuls
-# here run at peak. At half of it, half of that s is enough. The backward pass has 2.5 times the FLOPs and
-# twice the bytes: the keys again (unless saved, as above) and their gradients.
+# On two H100 nodes, two of the 16 devices of a ring send to the other node, each over one network card of
+# 50 GB/s, and all others wait for them. The all-gather uses all cards at once. (An all-to-all over 16
+# devices repeats the 8 KV heads: a fifth more bytes than in that column.) On v5p the all-to-all sends fewer
+# bytes than the all-gather and still takes longer, because on a torus most bytes cross several links. The
+# matmuls here run at peak. At half of it, half of that s is enough. The backward pass has 2.5 times the
+# FLOPs and twice the bytes: the keys again (unless saved, as above) and their gradients.
 #
 # Inside a node the all-gather takes about 5% of the matmuls' time, so overlap saves at most that. There a
 # ring mainly saves memory: the gathered keys and values of a layer have 4GK bytes x 131,072 = 537 MB, and a
@@ -531,10 +531,10 @@ for chips in ("v5p:2x2x2", "h100:8", "h100:16"):
 # ## In the project
 #
 # `work.context_attention` is `gather`, `ring` or `all_to_all`. For all three, `model.py` calls
-# `overlap.context.over_context` with queries, data of the local positions (`parts`), and a function that
-# computes keys and values from this data. Below, `to_sequence_order` sorts gathered zig-zag chunks by
-# position, `to_zigzag_order` is the inverse, and `partial_attention` is `attend` in blocks and within
-# documents (`segments`).
+# `overlap.context.over_context` with the queries, the local inputs of keys and values (`parts`), and a
+# function that computes keys and values from them. Below, `to_sequence_order` sorts gathered zig-zag
+# chunks by position, `to_zigzag_order` is the inverse, and `partial_attention` is `attend` in blocks and
+# within documents (`segments`).
 
 # %% tags=["hide-output"]
 from config import preset
@@ -563,9 +563,10 @@ for way in ("gather", "ring", "all_to_all"):
     print(f"{way:10} sends {wire:7,.0f} bytes: {kinds}")
 
 # %% [markdown]
-# All three match one device. Each also sends 192 bytes of document numbers. (H = G here, so the all-to-all
-# sends half as much.) The layout is zig-zag over the whole sequence, and the kernels visit every earlier
-# block of any document. So the work is balanced, but blocks of other documents are not skipped.
+# All three match a single-device run. Each also sends 192 bytes of document IDs. (H = G here, so the
+# all-to-all sends half the bytes of the all-gather.) The layout is zig-zag over the whole sequence, and
+# the kernels visit every earlier block of any document. So the work is balanced, but blocks of other
+# documents are not skipped.
 #
 # ## Exercise 1: two softmaxes
 #
@@ -619,7 +620,7 @@ BAD_MERGES = {
     FIRST + "is the log of a sum the sum of the logs?":
         by_shares(rescaled, lambda a, b: a + b),
     FIRST + "the larger log is that of one sum only.": by_shares(rescaled, jnp.maximum),
-    FIRST + "your log sum ignores a.": by_shares(rescaled, lambda a, b: b),
+    FIRST + "your logsumexp ignores a.": by_shares(rescaled, lambda a, b: b),
 }  # fmt: skip
 made_by = functools.cache(lambda hint, times: ring_with(BAD_MERGES[hint], times))
 
@@ -643,9 +644,9 @@ print(check_merged(merged))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `both_Hs = jnp.logaddexp(a_Hs, b_Hs)`, and each result times `jnp.exp(its log sum - both_Hs)`: return
+# `both_Hs = jnp.logaddexp(a_Hs, b_Hs)`, and scale each result by exp(its logsumexp - both_Hs): return
 # `a_HsK * jnp.exp(a_Hs - both_Hs)[..., None] + b_HsK * jnp.exp(b_Hs - both_Hs)[..., None], both_Hs`. The
-# sums themselves may be as large as e^300; their quotients are at most 1.
+# sums can be as large as e^300 and overflow float32, but their ratios are at most 1.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -659,11 +660,11 @@ assert check_merged(merged) == lesson.NOTHING
 assert "It stops" in check_merged(lambda *_: 1 / 0)
 
 # %% [markdown]
-# ## Exercise 2: more devices than key heads
+# ## Exercise 2: more devices than KV heads
 #
-# With 8 devices and 2 key heads, repeat each head of keys and values until there is one for every device (n
-# is a multiple of G, or G of n). How many bytes does a device then send in the forward pass of one attention,
-# in float32? s is its number of positions. The check counts bytes in the compiled program.
+# With 8 devices and 2 KV heads, repeat the KV heads until there are at least n (n is a multiple of G, or G
+# is a multiple of n). How many bytes does a device then send in the forward pass of one attention, in
+# float32? s is its number of positions. The check counts bytes in the compiled program.
 
 
 # %%
@@ -722,9 +723,9 @@ print(check_trade(trade_bytes))
 # <details><summary>Solution</summary>
 #
 # `(n - 1) / n * s * K * 4 * (2 * H + 2 * max(n, G))`. Queries are sent and results come back, H heads each.
-# Keys and values are sent with max(n, G) heads each. Of every array, a device sends away (n - 1)/n. For Llama
-# 3 405B (H = 128, G = 8) at n = 16 that is 288 heads instead of 272, while gathered keys and values take 16 x
-# 16 = 256 in the same units, so the all-gather still sends less.
+# Keys and values are sent with max(n, G) heads each. Of every array, a device sends away (n - 1)/n. For
+# Llama 3 405B (H = 128, G = 8) at n = 16 that is 2 x 128 + 2 x 16 = 288 heads (272 without repetition). The
+# all-gather sends n x 2G = 256, so it still sends less.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -956,7 +957,7 @@ def check_loss(answer):
     right = lambda n: judged(start, np.roll(TEXTS[0], -1), np.arange(S) < S - 1)
     made = lambda kind: lambda n: judged(start, *wrong_targets(n, kind))
     mistakes = [(made(kind), hint) for kind, hint in BAD_TARGETS.items()]
-    done = "Right: loss and gradient match one device's."
+    done = "Right: loss and gradient match a single-device run."
     return lesson.diagnose(run, [(4,), (8,)], right, mistakes, done)
 
 

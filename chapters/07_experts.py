@@ -9,8 +9,8 @@
 # all-to-all can take several times as long as the matmuls. And a model with a router bug still trains. Half
 # of the experts are idle, or no expert can specialize, but the loss goes down.
 #
-# *Before this:* chapters 01 (`shard_map`, collectives), 02, 03. *Mesh:* `expert=8`, simulated. *Runs in* 40 s
-# on 2 cores. *Reading takes* 25 minutes, 50 with the exercises.
+# *Prerequisites:* chapters 01 (`shard_map`, collectives), 02, 03. *Mesh:* `expert=8`, simulated.
+# *Runs in* 40 s on 2 cores. *Reading takes* 25 minutes, 50 with the exercises.
 
 # %%
 from devices import simulate_devices
@@ -303,10 +303,10 @@ dropless = compiled_on(8, gathered)[0](w, x_ND)
 assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing"
 
 # %% [markdown]
-# Each device has t = N/n tokens. The all-to-all sends k copies of each token, and the all-gather sends n - 1.
-# So gathering sends **n/k times** as many bytes, divided by the capacity factor. With k above n, gathering
-# sends less: a token goes to each device once, rather than once per chosen expert. And nothing is dropped,
-# and no slot is empty.
+# Each device has t = N/n tokens. The all-to-all sends k (n - 1)/n copies of each token, times the capacity
+# factor, and the all-gather sends n - 1. So gathering sends **n/k times** the bytes, divided by that
+# factor. If k > n, gathering sends less: a token goes to each device once, rather than once per chosen
+# expert. And nothing is dropped, and no slot is empty.
 #
 # The other cost is memory. The arrays above have N k rows, because in the worst case all choices belong to
 # this device. On average only 1/n of them do. A kernel can skip the other rows, as `kernels/grouped.py` does,
@@ -382,10 +382,10 @@ axes.set(title="A limit reduces the nodes that a token is sent to")
 legend = axes.legend()
 
 # %% [markdown]
-# That is 3.5 transfers per token instead of seven, so half the bytes.
-# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs, sends
-# each token to a node once and forwards it there over NVLink. An all-gather also sends a token to each node
-# once, but always to *all* nodes.
+# A token now takes 4 x 7/8 = 3.5 transfers; the plain all-to-all takes 8 x 7/8 = 7, twice the bytes.
+# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs,
+# sends each token to a node once and forwards it there over NVLink. An all-gather also sends a token to
+# each node once, but always to *all* nodes.
 #
 # ## Is the communication exposed?
 #
@@ -825,10 +825,10 @@ print(check_narrowest(narrowest))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# A choice costs 6 D M FLOPs. It sends D numbers of 2 bytes in each direction, 4 D bytes in total, and (n -
-# 1)/n of them leave the device. The times are equal if 6 D M / peak = 4 D (n - 1)/n / bandwidth, so `return 4
-# / 6 * (n - 1) / n * flops_per_s / bytes_per_s`. D and k appear on both sides and cancel. So communication is
-# expensive for narrow experts, no matter how many of them a token chooses.
+# A choice (one token-expert pair) costs 6 D M FLOPs. It sends D numbers of 2 bytes in each direction, 4 D
+# bytes in total, and (n - 1)/n of them leave the device. The times are equal if 6 D M / peak = 4 D (n -
+# 1)/n / bandwidth, so `return 4 / 6 * (n - 1) / n * flops_per_s / bytes_per_s`. D cancels, and k would
+# too. Communication is expensive for narrow experts, no matter how many of them a token chooses.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -848,9 +848,10 @@ assert check_narrowest(narrowest) == lesson.NOTHING
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague moved the training above to eight devices: the layer by hand with enough slots for every token,
-# the error, and the load-balancing loss. Each device reads a different file, with one of the 8 kinds of text.
-# Nothing is dropped. On the same batches, one device reaches an error below 0.1. Eight devices do not.
+# A colleague moved the training above to eight devices: the hand-written layer, with enough slots for every
+# token, the squared error and the load-balancing loss. Each device reads a different file, with one of the
+# 8 kinds of text. Nothing is dropped. On the same batches, one device reaches an error below 0.1; eight do
+# not.
 
 
 # %%
@@ -946,7 +947,7 @@ MISTAKES = [(parts_loss(balance_of), hint) for hint, balance_of in HINTS.items()
 
 def check_loss(device_loss):
     tried = measured(loss_on(lesson.answered(device_loss)))
-    done = "Right: loss and gradient match one device's."
+    done = "Right: loss and gradient match a single-device run."
     return lesson.diagnose(tried, [(0,), (7,)], ONE, MISTAKES, done, share=1e-3)
 
 
@@ -956,12 +957,13 @@ print(check_loss(device_loss))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The load-balancing loss is a product of two means, and the mean of products is not the product of means. So
-# average first, `load_E, score_E = jax.lax.pmean((load_E, score_E), "expert")`, and multiply afterwards. The
-# product is then the same on all devices. (It is enough to average `load_E` alone: the mean of the products
-# is then right, and you send only E numbers.) The original code pushes each device's *own* text to use all
-# experts equally. A kind of text that is on only one device then cannot have its own experts, even if the
-# whole batch would be balanced. The logged loads look balanced, because they are.
+# The load-balancing loss is a product of two means, and the mean of products is not the product of means.
+# So average first, `load_E, score_E = jax.lax.pmean((load_E, score_E), "expert")`, and multiply afterwards.
+# The product is then the same on all devices. (It is enough to average `load_E` alone: the mean of the
+# products is then right, and you send only E numbers.) The original code forces each device's *own* tokens
+# to spread equally over all experts. A kind of text that is on only one device then cannot have its own
+# experts, even if the whole batch would be balanced. The logged loads don't show the bug: they are
+# balanced.
 #
 # [Demons in the Detail](https://arxiv.org/abs/2501.11873) found this bug in large-scale MoE training.
 # Frameworks computed the load-balancing loss per micro-batch of a few sequences, and averaged it over

@@ -8,7 +8,7 @@
 # misses one axis, its result has the right shape, and the loss still falls. And one valid mesh can be three
 # times as slow as another, because an axis that communicates a lot is placed on a slow network.
 #
-# *Before this:* chapters 02 to 05; also 06 and 07 for `context` and `expert`.
+# *Prerequisites:* chapters 02 to 05; also 06 and 07 for `context` and `expert`.
 # *Mesh:* `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 35 s on 2 cores. Reading takes about 40 minutes,
 # and the exercises another 40.
 
@@ -30,7 +30,7 @@ from plan import hardware, planner
 #
 # A *mesh* arranges the devices in a grid with one dimension per axis. In a 2 x 2 x 2 grid, each of the
 # eight devices has three coordinates: one each for `stage` (pipeline), `fsdp` and `tensor`. A device
-# communicates *along an axis* with the devices that have the same other two coordinates.
+# communicates *along an axis* with the devices whose other two coordinates equal its own.
 
 # %%
 box = np.arange(8).reshape(2, 2, 2)  # device numbers, by [stage, fsdp, tensor]
@@ -47,8 +47,9 @@ for side, axis in enumerate(("stage", "fsdp", "tensor")):
 # shards is the product of their sizes.
 #
 # Take L = 4 layers, each an MLP with a norm in front. The model dim is D = 64, the hidden dim of the MLP is
-# F = 256, and the norm has one gain per channel. Everything is float32. An array's name ends with its dims:
-# `up_LDF` is [L, D, F]. A `PartitionSpec`, `P` in the code, names the mesh axis that shards each dim.
+# F = 256, and the norm has one scale (gain) per channel. Everything is float32. An array's name ends with
+# its dims: `up_LDF` is [L, D, F]. A `PartitionSpec`, `P` in the code, names the mesh axis that shards each
+# dim.
 #
 # > **Predict.** The four layers have 4 x (64 + 64 x 256 + 256 x 64) x 4 = 525,312 bytes of weights. How
 # > many bytes does each device of `stage=2,fsdp=2,tensor=2` store, if the weights are sharded as in the

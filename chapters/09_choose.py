@@ -6,7 +6,7 @@
 # **Why it hurts not to know.** Two meshes on the same chips give the same losses, but one can take ten
 # times as long as the other. Nothing fails. You notice only when the bill arrives.
 #
-# *Before this:* chapters 00 (rooflines), 03 (FSDP), 04 (tensor), 05 (stages). *Mesh:* none; this page plans
+# *Prerequisites:* chapters 00 (rooflines), 03 (FSDP), 04 (tensor), 05 (stages). *Mesh:* none; this page plans
 # meshes of up to 16,384 devices. *Runs in* 15 s on 2 cores. Reading takes 30 minutes, and the exercises
 # another 30.
 
@@ -384,7 +384,7 @@ print(f"with half the collectives: tensor={lowest * 2**0.5:.0f}")
 # The minimum is at **n_t = (3 W/(11 N D) · tensor_speed/fsdp_speed)^½**, and it is flat: 12 instead of 7
 # costs a sixth more time. (PaLM computes attention and MLP in parallel, which halves the collectives of
 # `tensor`, and moves the minimum to 10.) What does the planner predict? It supports neither PaLM's single
-# key head nor 2,048 positions on 12 devices, so plan 12 or 48 key heads and 2,064 positions.
+# KV head nor 2,048 positions on 12 devices, so plan 12 or 48 KV heads and 2,064 positions.
 
 # %% tags=["hide-input"]
 PALM = {"model.d_model": 18432, "model.n_layers": 118, "model.n_heads": 48,
@@ -527,7 +527,7 @@ assert long.sched.microbatches == 1
 # times fewer*. `context` shards each sequence, so use it instead of `fsdp`.
 #
 # What does `context` cost? In a group of n_c, every device all-gathers the keys and values of the whole
-# sequence, forward and backward, and reduce-scatters their gradients. In a layer with G key heads of dim K
+# sequence, forward and backward, and reduce-scatters their gradients. In a layer with G KV heads of dim K
 # (here 8 of 128), that is 12 G K T bytes, during 6 W T/n_c FLOPs (plus those of attention, which only
 # help). The times are equal at **n_c = W/(2 G K) · bytes/s / FLOP/s**, for any T. For 405B over one network
 # card, this gives:
@@ -547,7 +547,7 @@ seen(llama("fsdp=128,context=16,tensor=8", T=131_072))
 # ## The rule, with its thresholds
 #
 # The choice depends on three ratios of FLOP/s to bandwidth. Here they are for a layer of a 70B model (W =
-# 856M, D = 8,192, 8 key heads of 128). The limit for `tensor` is n_t = 1 + (8/11) (W/2D) bytes/s / FLOP/s
+# 856M, D = 8,192, 8 KV heads of 128). The limit for `tensor` is n_t = 1 + (8/11) (W/2D) bytes/s / FLOP/s
 # (04). The limit for `context` uses the links that `tensor` does not use. (For an 8B model, W and the limit
 # of `context` are four times smaller.)
 

@@ -8,7 +8,7 @@
 # one device, every mesh agrees with it. The loss does not reveal the bug: of the three models trained
 # below, the one with the lowest loss is broken.
 #
-# *Before this:* chapters 00 to 02 (cost of a matmul, collectives, gradients), and 03 to 09, which shard
+# *Prerequisites:* chapters 00 to 02 (cost of a matmul, collectives, gradients), and 03 to 09, which shard
 # this model. If you do not know transformers, read this page first. *Mesh:* `data=8`, at the end
 # `data=2,fsdp=2,tensor=2`, simulated. *Runs in* 40 s on 2 cores; reading takes 35 minutes, the exercises an
 # hour.
@@ -707,7 +707,7 @@ assert counted_bytes == 61 * (512 + 64) * 2
 # %% [markdown]
 # It stores C + R numbers per token and layer, for any number of heads: about half as much as Llama 3 8B in
 # total. But all heads use the same latent, so `tensor` cannot shard it. Each of 8 devices stores all of it,
-# while Llama's eight key heads are sharded over eight devices.
+# while Llama's eight KV heads are sharded over eight devices.
 #
 # The two caches also differ in arithmetic intensity (FLOPs per byte read). Each new token reads the whole
 # cache once. In Llama, H/G = 4 query heads use each key. In DeepSeek, all 128 heads use each latent, first

@@ -7,7 +7,7 @@
 # **Why it hurts not to know.** A data loader that repeats or skips tokens raises no error, and the loss
 # falls. Below, it falls *faster* than in the correct run.
 #
-# *Before this:* chapter 00 (what a step costs, what a mesh is). *Mesh:* `data=8`, then `data=4`, simulated.
+# *Prerequisites:* chapter 00 (what a step costs, what a mesh is). *Mesh:* `data=8`, then `data=4`, simulated.
 # *Runs in* 15 s on 2 cores; reading takes 30 minutes, the exercises an hour.
 
 # %%
@@ -435,7 +435,7 @@ for name, targets_N in {"shifted": ids[1:], "not shifted": ids[:-1]}.items():
 # %% [markdown]
 # ## Each token once
 #
-# To audit a loader, give it a stream in which **every token is its own serial number**. Then each batch
+# To check a loader, give it a stream in which **every token is its own serial number**. Then each batch
 # shows what was read, and `np.bincount` counts each target.
 
 # %%
@@ -459,8 +459,8 @@ print(f"{N:,} tokens: each is a target", *np.unique(times_N), "times in 47 steps
 assert (times_N == 8).all()
 
 # %% [markdown]
-# N = 9,000 targets are 141 windows of 64; the last is shorter. So 47 steps of 24 windows are eight epochs.
-# All epochs but the last end in the middle of a batch, without losing a token.
+# N = 9,000 targets make 141 windows of 64; the last is shorter. So eight epochs take 47 steps of 24
+# windows. All epochs but the last end in the middle of a batch, without losing a token.
 #
 # Many trainers have no epochs, and start each sequence at a random position
 # ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py), `get_batch`). This takes one line
@@ -494,17 +494,18 @@ assert abs(never - np.exp(-1)) < 0.02
 # One random window misses a given token with probability `1 - T/N`. All N/T windows miss it with
 # probability `(1 - T/N)^(N/T)`, close to 1/e. So more than a third of the corpus is never read, and about a
 # quarter is read twice or more. Random positions are fine only if you read a small part of the corpus:
-# after 1% of the N/T windows, a token has been read twice with probability 0.01^2 / 2.
+# after 1% of the N/T windows, the probability that a given token was read twice is only 0.01^2 / 2.
 #
 # ## A function of the step
 #
-# `order(i)` is the window at index i of the endless order. You can compute it without a list of all
-# windows. A shuffle is a function that never maps two indices to the same window. To get one, split the
-# bits of i into two halves, XOR one half with a hash of the other, swap the halves, and repeat. The same
-# XOR undoes each round, so two indices never collide. If the result is not a valid window, apply the
-# function again.
+# `order(i)` is the i-th window of the endless order. You can compute it without a list of all windows. A
+# shuffle never maps two indices to the same window. To get one, use a *Feistel network*: split the bits
+# of i into two halves, XOR one half with a hash of the other, swap the halves, and repeat. The same XOR
+# undoes a round, so each round is invertible and two indices never collide. If the result is not below
+# the number of windows, feed it back in until it is.
 #
-# Here is the loader with its audit, ready to paste into an empty file:
+# Here is the loader, with a check that each token is read once per epoch, ready to paste into an empty
+# file:
 
 # %% tags=["by-hand"]
 import hashlib
@@ -553,8 +554,8 @@ print(f"place 7 of 10**12 windows: {shuffled(7, 10**12, key=0):,}")
 # %% [markdown]
 # [Grain](https://google-grain.readthedocs.io) does this with a cipher, which is invertible by design
 # ([index_shuffle](https://github.com/google/grain/tree/main/grain/_src/python/experimental/index_shuffle)),
-# and a different key in each epoch. To resume, call `dataset.batch` with the step of the checkpoint. Every
-# step costs the same:
+# and a different key in each epoch. To resume our loader, call `dataset.batch` with the step of the
+# checkpoint. Every step costs the same:
 
 # %%
 from time import process_time
@@ -617,7 +618,7 @@ assert 0.15 < never < 0.35
 # to its devices.
 
 # %% [markdown]
-# Now audit the tokens on the devices. Eight simulated devices get the first 23 steps, and four get the
+# Now check the tokens on the devices. Eight simulated devices get the first 23 steps, and four get the
 # other 24:
 
 
@@ -688,7 +689,7 @@ for one in both:
 #
 # A host creates only its own rows, so its work does not grow with the number of hosts. (JAX's guide to
 # [distributed data loading](https://docs.jax.dev/en/latest/distributed_data_loading.html) warns about this
-# method: rows on the wrong devices raise no error. Hence the audit.)
+# method: rows on the wrong devices raise no error. Hence this check.)
 #
 # Is one core per host enough? The next cell measures CPU time on this machine, for `moe1b`, the project's
 # main run, with 256 sequences of 1,024 tokens. The planner estimates the step time on 32 TPU v4 chips, four
@@ -865,9 +866,9 @@ assert "Nothing there" in check_place(place)
 # ## Exercise 3: design a loader for 32 hosts
 #
 # Return the windows that `host` of `hosts` has to read in a step. Concatenated over all hosts, the rows
-# must be identical to the batch of `dataset.batch`, with 1, 4 or 32 hosts. `order[i]` is the window at
-# index i of the endless order. Look up as few indices as possible. (The checker's messages give a step and
-# a number of hosts, and are about the rows of all hosts.)
+# must be identical to the batch of `dataset.batch`, with 1, 4 or 32 hosts. `order[i]` is the i-th window
+# of the endless order. Look up as few indices as possible. (The checker's messages give a step and a
+# number of hosts, and are about the rows of all hosts.)
 
 # %% tags=["hide-input"]
 B_all = 64
@@ -1145,7 +1146,7 @@ assert "Nothing there" in check_loader(None)
 # ## Three lines to keep
 #
 # 1. A batch must depend only on the settings and the step, not on a generator, a host or a file.
-# 2. Audit a loader with tokens that are serial numbers, because the loss rewards a loader that repeats
+# 2. Check a loader with tokens that are serial numbers, because the loss rewards a loader that repeats
 #    itself.
 # 3. The loss compares models with the same tokenizer; bits per byte compare all models.
 #

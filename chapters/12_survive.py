@@ -9,7 +9,7 @@
 # **Why it hurts not to know.** A run that resumes *almost* correctly prints a falling loss. Nobody checks,
 # and weeks later nobody knows which results to trust.
 #
-# *Before this:* chapter 03 (sharded parameters, gradients and optimizer state). *Mesh:* `fsdp=8`, `fsdp=4`,
+# *Prerequisites:* chapter 03 (sharded parameters, gradients and optimizer state). *Mesh:* `fsdp=8`, `fsdp=4`,
 # `data=8`, simulated. *Runs in* 35 s on 2 cores; reading and exercises take about an hour.
 
 # %%
@@ -370,9 +370,9 @@ print(f"data=2,fsdp=2: relative difference at most {moved_off:.0e}")
 # and Adam makes every weight NaN. A bad but finite batch does less damage, but the damage lasts, because it
 # is stored in the moments.
 #
-# The same rule handles both. Before you apply an update, check a number that is *summed over all devices*.
-# If it is bad, skip the update and keep the old state. Still count the step, or you would get the same
-# batch forever.
+# The same rule handles both. Before you apply an update, check a value that is *all-reduced* over all
+# devices, such as the loss. If it is bad, skip the update and keep the old state. Still count the step, or
+# you would get the same batch forever.
 
 # %%
 mesh = jax.make_mesh((8,), ("fsdp",), (AxisType.Auto,))
@@ -391,8 +391,9 @@ plain = jax.jit(jax.shard_map(train_step, **specs))
 
 
 # %% [markdown]
-# Here, a loss is bad if it is NaN or at least three times the median of the last 20 good losses. Row 5, on
-# device 2, is bad at step 60 (NaN), or at steps 60 to 62 (targets a hundred times too large).
+# Here, a loss is bad if it is NaN or at least three times the median of the last 20 good losses. In the
+# first of two experiments, row 5 (device 2) is NaN at step 60. In the second, its targets are 100 times
+# too large at steps 60 to 62.
 
 
 # %%
@@ -433,10 +434,10 @@ assert over == [60, 61, 62] and np.abs(calm / healthy - 1)[63:].max() < 0.05
 assert times[64] < 1.1 and times[late] > 1.3, "the text describes another spike"
 
 # %% [markdown]
-# Both runs print the three bad losses, but only one run learns from them. At step 64 its loss looks
-# healthy. Then it climbs, because Adam's first moment points in the wrong direction for about ten more
-# steps. The run recovers slowly, because the second moment is too large and decays by only 1% per step, so
-# each update is too small.
+# Both runs print the three bad losses, but only the unguarded run applies these updates. At step 64 its
+# loss looks healthy. Then it climbs, because Adam's first moment points in the wrong direction for about
+# ten more steps. The run recovers slowly, because the second moment is too large and decays by only 1% per
+# step, so each update is too small.
 #
 # The last 20 losses determine which steps are skipped. So they are *state* and belong in the checkpoint.
 # Otherwise a resumed run skips different batches.

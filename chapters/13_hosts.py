@@ -7,7 +7,7 @@
 # **Why it hurts not to know.** If nobody notices a failure, 32 machines are idle until someone looks in the
 # morning. A wrong setting on one of them ruins the run, but no metric shows it.
 #
-# *Before this:* chapters 01 (collectives) and 12 (what a restart loads). *Mesh:* `data=4`, one device for
+# *Prerequisites:* chapters 01 (collectives) and 12 (what a restart loads). *Mesh:* `data=4`, one device for
 # each of four processes. *Runs in* 60 s on 2 cores, most of it waiting; reading takes half an hour.
 
 # %%

@@ -8,7 +8,7 @@
 # More devices do not always mean less memory on each. And two wrong lines of sampling code can make a good
 # model write nonsense.
 #
-# *Before this:* chapters 00 (roofline), 04 (`tensor`), 06 (combining partial softmaxes).
+# *Prerequisites:* chapters 00 (roofline), 04 (`tensor`), 06 (combining partial softmaxes).
 # *Mesh:* `tensor=4,context=2`, simulated. *Runs in* 35 s on 2 cores; reading takes about 25 minutes.
 
 # %%

@@ -82,8 +82,8 @@ def header(found: list[Cell]) -> list[str]:
         "a title like `# 04 · From copies to slices`": r"\A# \d\d · \S.*\n",
         "**Question.**": r"\*\*Question\.\*\* ",
         "**Why it hurts not to know.**": r"\*\*Why it hurts not to know\.\*\* ",
-        "*Before this:* .. *Mesh:* .. *Runs in* N s on 2 cores.":
-            r"\*Before this:\* .*\*Mesh:\* .*\*Runs in\*\s+\d+\s+s\s+on\s+2\s+cores",
+        "*Prerequisites:* .. *Mesh:* .. *Runs in* N s on 2 cores.":
+            r"\*Prerequisites:\* .*\*Mesh:\* .*\*Runs in\*\s+\d+\s+s\s+on\s+2\s+cores",
     }  # fmt: skip
     faults = [
         f"the first cell lacks {what}" for what, sought in wanted.items() if not re.search(sought, first, re.DOTALL)
@@ -355,7 +355,7 @@ GOOD = f"""\
 #
 # **Why it hurts not to know.** It does.
 #
-# *Before this:* 03. *Mesh:* `fsdp=8`. *Runs in* 9 s on 2 cores.
+# *Prerequisites:* 03. *Mesh:* `fsdp=8`. *Runs in* 9 s on 2 cores.
 
 # %%
 from devices import simulate_devices
