@@ -14,7 +14,7 @@ this device's shard of it. Weights (w_up_DF) and inputs (tokens_BT) are named af
     S  positions of the keys that    G  key/value heads            A  assignments to experts, N * top_k
        attention reads               C  key/value latent           X  slots an expert has per sequence; or
     D  model width                   Q  query latent                  any feature dim, as in y_bsX
-    F  feed-forward hidden width     P, L, J  dense layers before the blocks, blocks, dense layers in a block
+    F  feed-forward hidden width     P  dense layers before blocks  L  blocks   J  dense layers in a block
 
 A device's shard of the residual stream is x_btD: some sequences, some positions, the full width. Attention
 and feed-forward layers gather the positions of the TENSOR group (t -> s) and work on a shard of the heads or

@@ -128,7 +128,8 @@ class WorkConfig:
     context_attention: Annotated[Literal["auto", "gather", "ring", "all_to_all"], Baseline("gather", "gather")] = AUTO
     # compute the loss in chunks, so that a device never stores more logits than this number of tokens has
     loss_chunk: Annotated[SizeOrAuto, Baseline(512)] = AUTO
-    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO  # of the pipeline; see `python -m pipeline`
+    # pipeline schedule; see `python -m pipeline`
+    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO
     chunks: SizeOrAuto = AUTO  # interleaved schedule: chunks of layers (virtual stages) on each stage
     microbatches: SizeOrAuto = AUTO  # pipeline microbatches per forward and backward pass
     # maximum sequences per device in one forward and backward pass; a larger batch uses gradient accumulation

@@ -256,7 +256,7 @@ def test_the_quick_cases_cover_every_pair():
     quick = helpers.covering_cases(cases)
     assert set().union(*(cases[case] for case in quick)) == set().union(*cases.values())
     text = " ".join((ROOT / "docs/tests.md").read_text().split())
-    assert f"it takes {len(quick)} of the {len(cases)} meshes and models" in text
+    assert f"it runs {len(quick)} of the {len(cases)} meshes and models" in text
 
 
 @pytest.mark.parametrize("case", lines(CASES) + lines(COMMAND_CASES))
@@ -322,7 +322,7 @@ def test_the_comparison_sees_and_names(mistake):
     assert said["metrics_equal"] is (kind not in ("metric", "count"))
     assert (said["worst_param"] == name) or kind != "gradient"
     (line,) = [line for line in parity.table(RIGHT, comparison).splitlines() if "<- differs" in line]
-    assert name in line and "DIFFERENT" in parity.table(RIGHT, comparison)
+    assert name in line and "DIFFERS" in parity.table(RIGHT, comparison)
 
 
 @pytest.mark.parametrize("wrong_until, tries, ok", [(0, 1, True), (1, 2, True), (9, 3, False)])
@@ -387,7 +387,7 @@ def test_a_difference_is_status_1():
     done = command("tiny", *words.split(), "--model.precision", "mixed")
     assert done.returncode == 1, done.stderr
     assert "mesh tensor=2 (2 devices) against one device, bfloat16" in done.stdout
-    assert "<- differs" in done.stdout and "DIFFERENT" in done.stdout
+    assert "<- differs" in done.stdout and "DIFFERS" in done.stdout
 
 
 def test_help_shows_the_flags():

@@ -45,7 +45,7 @@ def test_bubbles_match_the_papers(S, M, B):
 @pytest.mark.parametrize("S, M", [(2, 2), (2, 4), (4, 8), (8, 16)])
 def test_the_zero_bubble_formula_holds_for_any_times(S, M):
     """Catches a formula that holds only if W is the shortest operation, as in the paper."""
-    formula = re.search(r"idle = \(S - 1\)\((.*?\))\)", schedules.zero_bubble.__doc__)[1]
+    formula = re.search(r"I = \(S - 1\)\((.*?\))\)", schedules.zero_bubble.__doc__)[1]
     for F, B, W in itertools.product((0.5, 1, 3), (0.7, 1, 2), (0.6, 1, 1.5, 4)):
         idle = (S - 1) * eval(formula, {"F": F, "B": B, "W": W, "min": min})
         assert bubble("zb", S, M, F=F, B=B, W=W) == pytest.approx(idle / (M * (F + B + W) + idle)), (F, B, W)

@@ -214,7 +214,7 @@ def test_chapter_04_gathers_and_scatters(as_a_reader_runs_it):
 
 def test_chapter_05_sends_twice_per_tick():
     """Catches ticks that are not counted, and a missing backward pass within a tick."""
-    chapter = by_hand("05", "n", "Z", "N", "D", "RING", "pass_on", "varying", "layer", "share")
+    chapter = by_hand("05", "n", "Z", "N", "D", "RING", "pass_on", "varying", "layer", "partial_loss")
     n, Z, N, D = (chapter[name] for name in "nZND")
     step = jax.shard_map(chapter["one_f_one_b"], in_specs=(P("stage"), P(), P()), out_specs=(P(), P("stage")))
     one = traced.read(step, shape(n, D, D), *[shape(Z, N, D)] * 2, mesh=mesh_of(f"stage={n}"))
