@@ -162,7 +162,7 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
 def finish(cfg: Config, mesh, state, evaluation, metrics: runs.Metrics, directory, together: Processes) -> None:
     """Evaluate on the whole validation split, print a sample and plot the report."""
     step, manifest = int(state.step), dataset.open_corpus(cfg).manifest
-    log("evaluating on the whole validation split ..")
+    log("evaluating on the whole validation split ...")
     result = evaluate(cfg, mesh, evaluation, state.params, batches=0, moves=together.watchdog.record_progress)
     metrics.write("eval", step, **result)
     log(f"validation {format_result(result)}; entropy of the text: unigram {manifest['unigram_nats']:.3f}, "

@@ -197,7 +197,7 @@ def compare(args: Arguments) -> dict:
             found[name] = {side: [] for side in sides}
             for number in range(args.rounds):
                 for side in sides:
-                    say(f"{name}, round {number + 1} of {args.rounds}: {side} ..")
+                    say(f"{name}, round {number + 1} of {args.rounds}: {side} ...")
                     found[name][side].append(run(side, spec, args.torch_python))
                     say(f"  {found[name][side][-1]['tokens_per_s']:,.0f} tokens/s")
             params = [found[name][side][0]["params"] for side in sides]

@@ -88,7 +88,7 @@ def measure(cfg: Config, steps: int) -> dict:
     program = compiled.compile_step(cfg, mesh, say)
     if cfg.mesh.stage > 1 and "forward_slot" not in program.shares:
         say("warning: the program has no conditional in scope forward_slot, so a stage's idle ticks count as work")
-    say(f"running {steps + 1} steps ..")
+    say(f"running {steps + 1} steps ...")
     batch = sharding.put(random_batch(cfg), mesh)
     step_s = best_seconds(program.step, optimizer.init(cfg, mesh), batch, steps)
     seconds = dict(lower_s=program.lower_s, compile_s=program.compile_s, step_s=step_s)

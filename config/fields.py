@@ -139,7 +139,7 @@ def parse_mixture(text: str) -> tuple[Phase, ...]:
     for part in text.split("@") if text else ():
         begins, colon, words = part.rpartition(":")
         if bool(colon) != bool(phases) or (colon and not (begins.isdecimal() and int(begins) > phases[-1].first + 1)):
-            form = "STEP:NAME=WEIGHT,.. with a later step" if phases else "NAME=WEIGHT,.."
+            form = "STEP:NAME=WEIGHT,... with a later step" if phases else "NAME=WEIGHT,..."
             raise UserError(f"data.mixture={text!r}: {part!r} should be {form}")
         phases.append(Phase(int(begins) - 1 if colon else 0, _shares(text, words)))
     if len({frozenset(phase.shares) for phase in phases}) > 1:

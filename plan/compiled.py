@@ -196,7 +196,7 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
     begin = time.perf_counter()
     lowered = optimizer.train_step(cfg, mesh).lower(*shapes(cfg, mesh))
     lower_s, begin = time.perf_counter() - begin, time.perf_counter()
-    say(f"lowered in {lower_s:.1f} s; compiling for {mesh.size} x {mesh.devices.flat[0].device_kind} ..")
+    say(f"lowered in {lower_s:.1f} s; compiling for {mesh.size} x {mesh.devices.flat[0].device_kind} ...")
     step, warnings = compile_lowered(lowered, advice(cfg))
     compile_s = time.perf_counter() - begin
     say(f"compiled in {compile_s:.1f} s")

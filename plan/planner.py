@@ -325,7 +325,7 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
     candidates = [mesh for mesh in meshes(topology.devices) if mesh.expert == 1 or not dense]
     for number, mesh in enumerate(candidates):
         if number % 50 == 0:
-            say(f"{number} of {len(candidates)} meshes planned ..")
+            say(f"{number} of {len(candidates)} meshes planned ...")
         for schedule in [*schedules.SCHEDULES] if mesh.stage > 1 and "schedule" in autos else [cfg.work.schedule]:
             work = dataclasses.replace(cfg.work, **least, schedule=schedule).resolved
             try:

@@ -234,7 +234,7 @@ def chat_text(messages: list[tuple[str, str]]) -> str:
 def _message(message, name: str) -> tuple[str, str]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise bad_request(
-            "messages", f'{name}: should be {{"role": .., "content": ..}}, with a role of {", ".join(ROLES)}'
+            "messages", f'{name}: should be {{"role": ..., "content": ...}}, with a role of {", ".join(ROLES)}'
         )
     content = message.get("content")
     if isinstance(content, list):
@@ -244,7 +244,7 @@ def _message(message, name: str) -> tuple[str, str]:
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(content, str):
         raise bad_request(
-            "messages", f'{name}: content should be a string, or a list of {{"type": "text", "text": ..}}'
+            "messages", f'{name}: content should be a string, or a list of {{"type": "text", "text": ...}}'
         )
     return message["role"], content
 
@@ -255,7 +255,7 @@ def read_json(body: bytes) -> dict:
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the request body is not JSON: {type(error).__name__}: {error}") from error
     if not isinstance(values, dict):
-        raise RequestError(400, 'the request body should be a JSON object, e.g. {"model": .., "prompt": ..}')
+        raise RequestError(400, 'the request body should be a JSON object, e.g. {"model": ..., "prompt": ...}')
     return values
 
 

@@ -194,7 +194,7 @@ def resolve_step(run: str | Path, requested: str = "", report: Callable = checkp
             raise UserError(f"--step {requested}: {run} has exported weights but no checkpoints; omit --step")
         return None
     if is_remote(str(run)) and not str(run).startswith("gs://"):
-        raise UserError(f"{run} has no weights written by python -m weights slim; checkpoints can only be read from a "
+        raise UserError(f"{run} has no exported weights (python -m weights slim); checkpoints can only be read from a "
                         "local folder or gs://")  # fmt: skip
     directory = f"{run}/checkpoints"
     if not requested and (newest := checkpoint.latest_step(directory, report, "params")) is not None:

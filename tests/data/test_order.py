@@ -167,7 +167,7 @@ def test_a_mixture_is_evaluated_on_all_its_sources(path):
     ("code=0.3335,prose=0.6665", r"at most 3 decimals; use code=0\.334"),
     ("code", r"'code' should be NAME=WEIGHT, where NAME is a directory of tokens in data\.path"),
     ("code=0.5,code=0.5", "'code' is given twice"),
-    ("code=1@1:code=1", "'1:code=1' should be STEP:NAME=WEIGHT,.. with a later step"),
+    ("code=1@1:code=1", "'1:code=1' should be STEP:NAME=WEIGHT,... with a later step"),
     ("code=1@50:prose=1", r"all phases \(separated by @\) must have the same names; use 0 if unused"),
 ])  # fmt: skip
 def test_a_mixture_that_cannot_be_read_is_refused(path, text, message):
@@ -216,7 +216,7 @@ def test_a_resumed_run_may_change_only_later_steps(path, tmp_path, monkeypatch):
     again(skip="101:103", mixture=f"{TWO}@101:code=0,prose=0.5,maths=0.5")
     for name, value in (("skip", "100:103"), ("mixture", f"{TWO}@100:code=0,prose=0.5,maths=0.5"),
                         ("mixture", "code=0.6,prose=0.4,maths=0")):  # fmt: skip
-        with pytest.raises(UserError, match=rf"the 100 finished .* data\.{name}=.*only changes after step 100"):
+        with pytest.raises(UserError, match=rf"data\.{name} was .* the 100 finished.* start after step 100"):
             again(**{name: value})
 
 
