@@ -779,7 +779,7 @@ assert "a string" in check_better(lambda: 16) and said(...) == lesson.NOTHING
 #
 # A colleague adds gradient clipping to the program above: if the global norm of all gradients exceeds
 # LIMIT, all gradients are scaled down by the same factor. `clipped` runs on each device's shards. In the
-# first step, the loss and gradients match one device. After that, the loss falls faster on eight devices,
+# first step, the loss and gradients match one device's. After that, the loss falls faster on eight devices,
 # and the colleague is pleased. Fix `clipped`.
 
 # %%
@@ -882,7 +882,7 @@ print(check_clipped(clipped))
 # norm exceeds LIMIT. The check in `shard_map` cannot detect this: a scale factor that differs between
 # stages is valid for weights that differ between stages. Sum the squares over the axes that *shard* a
 # gradient, but not over axes along which it is replicated. If you divide by the number of copies, one sum
-# over all axes works for every gradient. Two runs find the axis: `losses((1, 2, 4))` matches one device,
+# over all axes works for every gradient. Two runs find the axis: `losses((1, 2, 4))` matches one device's,
 # `losses((2, 1, 1))` does not.
 #
 # torchtitan had this bug ([#596](https://github.com/pytorch/torchtitan/issues/596), October 2024):

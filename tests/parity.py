@@ -227,7 +227,7 @@ def table(cfg: Config, comparison: Comparison) -> str:
         lines += [row(d, "" if n else kind) for n, d in enumerate(worst[: 5 if kind == "gradient" else 1])]
     verdict = "matches" if comparison.worst().ok else "DIFFERS from"
     tries = f" (after {comparison.tries} attempts with other batches; see `compare`)" if comparison.tries > 1 else ""
-    return "\n".join([*lines, "", f"The mesh {verdict} one device{tries}."])
+    return "\n".join([*lines, "", f"The mesh {verdict} a single-device run{tries}."])
 
 
 # Command line ---------------------------------------------------------------------------------------------------------

@@ -348,7 +348,7 @@ def test_equal_results_are_equal():
     """Catches a comparison that always fails."""
     comparison = parity.differences(right_results(), right_results())
     assert comparison.worst().ok and comparison.worst().error == 0
-    assert "matches one device" in parity.table(RIGHT, comparison)
+    assert "matches a single-device run" in parity.table(RIGHT, comparison)
 
 
 def test_replicas_are_compared_device_by_device():
