@@ -77,7 +77,7 @@ def test_trainers_take_turns(measured, capsys):
     assert found["models"]["moe"]["ours"]["rounds"] == [7e6, 9e6, 11e6]
     assert found["models"]["moe"]["torch"]["tokens_per_s"] == {"min": 8e6, "median": 10e6, "max": 12e6}
     assert found["models"]["dense_124m"]["ratio"] == 3 / 4
-    assert "moe, round 3 of 3: torch ..\n  12,000,000 tokens/s\n" in err
+    assert "moe, round 3 of 3: torch ...\n  12,000,000 tokens/s\n" in err
 
 
 def test_the_table_says_what_was_measured(measured, capsys):
@@ -147,7 +147,7 @@ def test_a_failure_says_whose_it_is(measured, monkeypatch, capsys):
                                                     "sys.exit('error: out of memory')"])  # fmt: skip
     status, out, err = run(capsys, "--models", "moe")
     assert (status, out) == (2, "")
-    assert err == "moe, round 1 of 5: ours ..\nwhy\nerror: ours: out of memory (exit status 1)\n"
+    assert err == "moe, round 1 of 5: ours ...\nwhy\nerror: ours: out of memory (exit status 1)\n"
 
 
 def test_other_parameters_are_no_comparison(measured, monkeypatch, capsys):

@@ -288,7 +288,7 @@ def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, true):
 def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
     """Catches an endless search."""
     cfg = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8})
-    with pytest.raises(UserError, match="needs the memory of a device: pass --topology"):
+    with pytest.raises(UserError, match="needs to know each device's memory: pass --topology"):
         planner.largest_batch(cfg, None, None, print)
     in_passes = replace(cfg, **{"work.device_batch": 16})
     with pytest.raises(UserError, match=r"work\.device_batch=16 limits a device to 16 .*; leave it at auto"):

@@ -249,7 +249,7 @@ def test_config_json_is_written_last(words, run, bucket, monkeypatch):
 
 
 MISTAKES = {
-    "a far checkpoint": (["slim", "memory://bucket/run", "OUT"], "memory://bucket/run has no weights "),
+    "a far checkpoint": (["slim", "memory://bucket/run", "OUT"], "memory://bucket/run has no exported weights "),
     "no weights": (["slim", "EMPTY", "OUT"], "error: no checkpoint in "),
     "no folder": (["slim", "nowhere", "OUT"], "nowhere: no config.json; pass a run directory"),
     "theirs": (["slim", LLAMA, "OUT"], "is not the config of a run (convert a Hugging Face folder with from-hf)"),
