@@ -298,7 +298,7 @@ def with_repeats(cases, chosen=None) -> list:
 # The planner ----------------------------------------------------------------------------------------------------------
 
 
-def check_prediction(plan, found: dict, state=0.01, flops=0.01):
+def check_prediction(plan, found: dict, state=0.01, flops=0.01, sent=0.01):
     """Check a plan: state and FLOPs within 1%, peak memory 20%, bytes 1% in total and over each set of axes with at
     least 1% of them, exposed bytes within 10% of all bytes."""
     rows = {what.strip(): (predicted, counted) for what, _, predicted, counted in show.compare(plan, found)}
@@ -306,13 +306,13 @@ def check_prediction(plan, found: dict, state=0.01, flops=0.01):
     assert abs(off["parameters, optimizer, batch"]) <= state, off
     assert abs(off["peak memory"]) <= 0.20, off
     assert abs(off["FLOPs"]) <= flops, off
-    assert abs(off["bytes sent"]) <= 0.01, off
+    assert abs(off["bytes sent"]) <= sent, off
     assert abs(plan.exposed_bytes - found["exposed_bytes"]) <= 0.10 * found["wire_bytes"], rows
     wires = {what: value for what, value in off.items() if what.startswith("over ")}
     assert wires or plan.cfg.mesh.devices == 1
     for what, value in wires.items():
         if rows[what][1] >= 0.01 * found["wire_bytes"]:
-            assert abs(value) <= 0.01, off
+            assert abs(value) <= sent, off
 
 
 OLD_WORK_SETTINGS = {  # execution settings as an older version saved them, in other groups

@@ -316,7 +316,8 @@ def test_the_plan_matches_the_compiled_step(case):
     topology, name, settings = PREDICTED[case]
     plan = planner.plan(preset(name, **PINNED | settings), topology)
     found, _ = planner.compile_plan(plan, print)
-    check_prediction(plan, found, state=STATE if name == "moe1b" else 0.01)
+    experts = name == "moe1b"
+    check_prediction(plan, found, STATE if experts else 0.01, 0.05 if experts else 0.01, 0.05 if experts else 0.01)
     assert found["unexpected"] == []
 
 
