@@ -316,8 +316,8 @@ def test_the_plan_matches_the_compiled_step(case):
     topology, name, settings = PREDICTED[case]
     plan = planner.plan(preset(name, **PINNED | settings), topology)
     found, _ = planner.compile_plan(plan, print)
-    experts = name == "moe1b"
-    check_prediction(plan, found, STATE if experts else 0.01, 0.05 if experts else 0.01, 0.05 if experts else 0.01)
+    with_experts = {"state": STATE, "flops": 0.05, "sent": 0.05}
+    check_prediction(plan, found, **with_experts if name == "moe1b" else {})
     assert found["unexpected"] == []
 
 
