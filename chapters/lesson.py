@@ -41,14 +41,16 @@ else:
 
 
 def predicted(what: str, prediction: float | None, counted: float, unit: str = "", within: float = 0.005) -> None:
-    """Print a counted value, and compare the reader's prediction with it.
+    """Print a counted value, and compare the reader's prediction with it, if there is one.
+
+    On the site the output is folded until the reader types a number or opens it (docs/_static/site.js).
 
     within  largest relative error at which a prediction counts as right
     """
     number = lambda x: f"{x:,}" if isinstance(x, int) or x == int(x) else f"{x:,.4g}"
     text = f"{what}: {number(counted)} {unit}".rstrip()
     if prediction is None or prediction is ...:
-        print(f"{text}. (No prediction yet: replace None with a number.)")
+        print(f"{text}.")
     elif not isinstance(prediction, int | float):
         print(f"{text}. (A prediction must be a number; yours is {prediction!r}.)")
     elif abs(prediction - counted) <= within * abs(counted):
@@ -132,11 +134,38 @@ def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str
         if all(same(x, y, share) for x, y in zip(found, made, strict=True)):
             return hint
     first, where = wrong[0], at(function, cases[wrong[0]])
-    got, want = np.shape(found[first]), np.shape(wanted[first])
+    got, want = shape(found[first]), shape(wanted[first])
     if got != want:
         return f"Not yet{where}: your result has shape {got}, and should have {want}."
     often = "as in every case" if len(wrong) == len(cases) > 1 else "though not in every case" if len(cases) > 1 else ""
-    return f"Not yet: it is wrong{where}{often and ', '}{often}. Your answer there is {brief(found[first])}."
+    error = off_by(found[first], wanted[first])
+    return f"Not yet: it is wrong{where}{often and ', '}{often}. Your answer there is {brief(found[first])}{error}."
+
+
+def shape(x) -> str:
+    """Describe the shape of an array, or the shapes in a tuple, list or dict of arrays."""
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{key!r}: {shape(one)}" for key, one in x.items()) + "}"
+    if isinstance(x, tuple | list):
+        return f"({', '.join(map(shape, x))})"
+    return str(getattr(x, "shape", ()))
+
+
+def off_by(got, want) -> str:
+    """Say by how much an answer differs, e.g. ", 1.5 times the right value"; "" if it is not made of numbers."""
+    got, want = ([np.asarray(x) for x in jax.tree.leaves(t)] for t in (got, want))
+    if not want or any(x.dtype.kind not in "iuf" for x in (*got, *want)) or len(got) != len(want):
+        return ""
+    got, want = (np.concatenate([np.ravel(np.float64(x)) for x in t]) for t in (got, want))
+    if got.shape != want.shape or not want.any() or not np.isfinite(got).all():
+        return ""
+    if want.size == 1:
+        return f", {got[0] / want[0]:.3g} times the right value"
+    times = got @ want / (want @ want)
+    if np.abs(got - times * want).max() <= 1e-3 * np.abs(want).max():
+        return f", and every entry is {times:.3g} times the right one"
+    share = np.abs(got - want).max() / np.abs(want).max()
+    return f", and an entry is off by as much as {share:.1%} of the largest right entry"
 
 
 def at(function, case: tuple) -> str:
@@ -162,6 +191,28 @@ def brief(x) -> str:
     if callable(x) or dataclasses.is_dataclass(x):
         return getattr(x, "__name__", type(x).__name__)
     return f"an array {np.shape(x)}" if hasattr(x, "shape") and np.ndim(x) else str(x)[:60]
+
+
+def odd_answers() -> list:
+    """Return twenty answers that no exercise expects, as a tired reader might give them."""
+
+    def fails(*_, **__):
+        raise KeyError("expert")
+
+    same_back = lambda *args, **_: args[0] if len(args) == 1 else args
+    constant = lambda value: lambda *_, **__: value
+    return [0, -1, 2.5, float("nan"), True, "8", "", [], {}, (1, 2), {"mesh": 3}, np.ones((2, 3)), object(), int,
+            fails, same_back, constant(None), constant("eight"), constant([1, "a"]), constant(np.zeros((3, 2)))]  # fmt: skip
+
+
+def check_all(names: dict) -> None:
+    """Give every checker in a chapter's namespace all odd answers: each must return one line, and raise nothing."""
+    checkers = [one for name, one in names.items() if name.startswith("check_") and callable(one)]
+    assert checkers, "the chapter has no checker"
+    for check in checkers:
+        for answer in odd_answers():
+            line = check(answer)
+            assert isinstance(line, str) and line and "\n" not in line, f"{check.__name__}({brief(answer)}): {line!r}"
 
 
 def ratio(got, want) -> str:

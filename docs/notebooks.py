@@ -25,6 +25,8 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LONGEST_S = 600  # time limit of a cell
 HIDDEN = "remove-cell"  # tag of cells that test the answers of the exercises; readers don't see them
 
+TEST_CHECKERS = "from chapters import lesson\n\nlesson.check_all(dict(globals()))"
+
 FIND_PROJECT = """\
 # This notebook uses the project's modules, so it searches for the checkout that contains it.
 import os
@@ -92,6 +94,7 @@ def state(path: Path) -> str:
     files = [
         path,
         ROOT / "chapters" / "lesson.py",
+        ROOT / "chapters" / "opening.py",
         ROOT / "requirements.txt",
         *sorted(ROOT.glob("*.py")),
         *sorted(ROOT.glob("*.sh")),
@@ -106,12 +109,15 @@ def executed(path: Path, kept: Path, say=print, longest_s: float = math.inf):
     Raises: UserError if it takes, or took, more CPU time than `longest_s`, and the errors of `execute`.
     """
     import nbformat
+    from nbformat.v4 import new_code_cell
 
     file, wanted = kept / f"{path.stem}.ipynb", state(path)
     found = nbformat.read(file, as_version=4) if file.exists() else None
     if not found or found.metadata.get("state") != wanted:
         start, before = time.monotonic(), os.times()
-        found = execute(read(path, for_readers=False), ROOT)
+        notebook = read(path, for_readers=False)
+        notebook.cells.append(new_code_cell(TEST_CHECKERS, metadata={"tags": [HIDDEN]}))
+        found = execute(notebook, ROOT)
         seconds, after = time.monotonic() - start, os.times()
         used = after.children_user + after.children_system - before.children_user - before.children_system
         found.metadata |= {"state": wanted, "processor_s": used}

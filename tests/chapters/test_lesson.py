@@ -26,8 +26,9 @@ def fails(x, n):
     (lambda x, n: 2 * x + n, "doubled"),  # right at x=2
     (lambda x, n: x * x, "the rest is lost"),
     (lambda x, n: 7 if x == 2 else 0,
-     "Not yet: it is wrong at x=4, n=5, though not in every case. Your answer there is 0."),
-    (lambda x, n: 1 / 3, "Not yet: it is wrong at x=2, n=3, as in every case. Your answer there is 0.333333."),
+     "Not yet: it is wrong at x=4, n=5, though not in every case. Your answer there is 0, 0 times the right value."),
+    (lambda x, n: 1 / 3, "Not yet: it is wrong at x=2, n=3, as in every case. Your answer there is 0.333333, "
+                         "0.0476 times the right value."),
     (lambda x, n: jnp.ones((2, 3)), "Not yet at x=2, n=3: your result has shape (2, 3), and should have ()."),
     (lambda *_: [][1], "It stops at 2, 3: IndexError: list index out of range"),
     (fails, "It stops at x=2, n=3: StopIteration"),
@@ -46,8 +47,31 @@ def test_a_listed_mistake_must_be_wrong():
 
 def test_messages_without_arguments_name_no_case():
     """Catches an empty " at "."""
-    assert lesson.diagnose(lambda: 3, [()], lambda: 4, [], "") == "Not yet: it is wrong. Your answer there is 3."
+    assert lesson.diagnose(lambda: 3, [()], lambda: 4, [], "") == (
+        "Not yet: it is wrong. Your answer there is 3, 0.75 times the right value."
+    )
     assert lesson.diagnose(fails, [()], lambda: 4, [], "").startswith("It stops: TypeError: ")
+
+
+@pytest.mark.parametrize("got, want, words", [
+    ((np.ones(3), 2.0), (np.ones(3), 4.0), "an entry is off by as much as 50.0% of the largest right entry"),
+    (3 * np.arange(4), np.arange(4), "every entry is 3 times the right one"),
+    ((np.ones(3), np.ones((2, 5)), 4), (np.ones(3), 4), "shape ((3,), (2, 5), ()), and should have ((3,), ())"),
+])  # fmt: skip
+def test_an_answer_of_several_arrays_gets_a_line(got, want, words):
+    """Catches a traceback about a tuple of an array and a number, and a line that says only that it is wrong."""
+    assert words in lesson.diagnose(lambda n: got, [(1,)], lambda n: want, [], "right")
+
+
+def test_odd_answers_reach_every_checker():
+    """Catches a checker that raises an exception or prints two lines, and a chapter whose checkers are not found."""
+    lesson.check_all({"check_squares": check})
+    for bad in (lambda answer: float(answer), lambda answer: "two\nlines", lambda answer: None):
+        with pytest.raises((AssertionError, TypeError, ValueError)):
+            lesson.check_all({"check_bad": bad})
+    with pytest.raises(AssertionError, match="no checker"):
+        lesson.check_all({"squares": check})
+    assert len(lesson.odd_answers()) == 20
 
 
 @pytest.mark.parametrize("value, words", [
@@ -61,7 +85,7 @@ def test_values_are_formatted_briefly(value, words):
 
 
 @pytest.mark.parametrize("prediction, message", [
-    (None, "bytes: 1,344 B. (No prediction yet: replace None with a number.)"),
+    (None, "bytes: 1,344 B."),
     ("12", "bytes: 1,344 B. (A prediction must be a number; yours is '12'.)"),
     (1344, "bytes: 1,344 B, as you predicted."), (1345, "bytes: 1,344 B, as you predicted."),
     (672, "bytes: 1,344 B. You predicted 672, 0.5 times as much."),
