@@ -17,8 +17,10 @@ from tests.test_house import ROOT, modules
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]_*.py"))
 CODE_COLUMNS, PROSE_COLUMNS, CODE_LINES = 88, 110, 20
 WORDS = (1500, 2500)
-VISIBLE = 250  # most lines of unfolded code on a page, without their output
+VISIBLE = 300  # most lines of unfolded code on a page, without their output
 BY_HAND = (20, 45)  # lines of the by-hand program in plain JAX
+BY_HAND_WITHIN = 1 / 3  # of the page's visible lines, the by-hand program begins
+BUG_LINES = 40  # least lines of the program with the bug
 FORBIDDEN = ("as you can see", "simply", "obviously", "let's", "just")
 
 
@@ -77,21 +79,31 @@ def without_code(text: str) -> str:
 
 
 def header(found: list[Cell]) -> list[str]:
+    """Check the first screen: what the technique is, folded imports, a before/after figure, and a prediction."""
     first, second = found[0].text, found[1].text
     wanted = {
-        "a title like `# 04 · From copies to slices`": r"\A# \d\d · \S.*\n",
-        "**Question.**": r"\*\*Question\.\*\* ",
-        "**Why it hurts not to know.**": r"\*\*Why it hurts not to know\.\*\* ",
+        "a title like `# 04 · Tensor parallelism`": r"\A# \d\d · \S.*\n",
         "*Prerequisites:* .. *Mesh:* .. *Runs in* N s on 2 cores.":
             r"\*Prerequisites:\* .*\*Mesh:\* .*\*Runs in\*\s+\d+\s+s\s+on\s+2\s+cores",
     }  # fmt: skip
     faults = [
         f"the first cell lacks {what}" for what, sought in wanted.items() if not re.search(sought, first, re.DOTALL)
     ]
+    introduction = first.partition("*Prerequisites:*")[0].partition("\n")[2]
+    if not 40 <= (count := len(introduction.split())) <= 150:
+        faults.append(f"{count} words between the title and the prerequisites, not 40 to 150")
     if not re.match(r"from devices import simulate_devices\n+simulate_devices\(8\)\n", second):
         faults.append("the second cell does not begin with importing and calling `simulate_devices(8)`")
+    if "hide-input" not in found[1].marker:
+        faults.append('the imports are not folded (tags=["hide-input"])')
     imports = re.findall(r"(?m)^(?:import|from) ", second)
-    return faults + ([f"{len(imports)} lines of imports, more than 10"] if len(imports) > 10 else [])
+    faults += [f"{len(imports)} lines of imports, more than 14"] if len(imports) > 14 else []
+    start = [cell for cell in found if not cell.is_hidden][:7]
+    if not any("opening.before_after(" in cell.text and cell.alt for cell in start):
+        faults.append("no opening.before_after(..) with alternative text among the first seven cells")
+    if not any("> **Predict" in cell.text for cell in start):
+        faults.append("no prediction among the first seven cells")
+    return faults
 
 
 def sizes(found: list[Cell]) -> list[str]:
@@ -117,6 +129,21 @@ def length(found: list[Cell]) -> list[str]:
 
 def program_by_hand(found: list[Cell]) -> str:
     return "\n\n".join(cell.text for cell in found if "by-hand" in cell.marker)
+
+
+def place_by_hand(found: list[Cell]) -> list[str]:
+    """Check that the by-hand program begins in the first third of what a reader sees."""
+    lines = [len(cell.lines) if cell.is_prose or cell.is_visible else 0 for cell in found]
+    first = next((n for n, cell in enumerate(found) if "by-hand" in cell.marker), 0)
+    share = sum(lines[:first]) / sum(lines)
+    return [f"the by-hand program begins after {share:.0%} of the page"] if share > BY_HAND_WITHIN else []
+
+
+def bug_program(found: list[Cell]) -> list[str]:
+    """Check that the bug is hidden in a program that needs reading."""
+    section = sections(found).get("A bug to find", ())
+    count = sum(len(cell.lines) for cell in section if cell.is_visible)
+    return [f"the bug is in {count} visible lines, fewer than {BUG_LINES}"] if count < BUG_LINES else []
 
 
 def by_hand(found: list[Cell]) -> list[str]:
@@ -162,7 +189,7 @@ def figures(found: list[Cell]) -> list[str]:
         if re.search(r"plt\.(subplots|figure)\(|lesson\.slices\(", cell.text) and not cell.is_prose
     ]
     good = [cell for cell in found if len(cell.alt.split()) >= 5]
-    faults = [] if len(good) >= 2 else [f"{len(good)} figures with alternative text of 5 words, fewer than 2"]
+    faults = [] if len(good) >= 3 else [f"{len(good)} figures with alternative text of 5 words, fewer than 3"]
     faults += [f"line {cell.line}: a figure without alternative text" for cell in drawn if draws(cell) and not cell.alt]
     return faults + [f"line {cell.line}: plt.show()" for cell in found if "plt.show(" in cell.text]
 
@@ -267,7 +294,21 @@ def exists(name: str) -> bool:
     return False
 
 
-FORM = (header, sizes, length, by_hand, predictions, figures, exercises, in_one_table, end, words, names)
+FORM = (
+    header,
+    sizes,
+    length,
+    by_hand,
+    place_by_hand,
+    bug_program,
+    predictions,
+    figures,
+    exercises,
+    in_one_table,
+    end,
+    words,
+    names,
+)
 
 # The tests ------------------------------------------------------------------------------------------------------------
 
@@ -347,22 +388,31 @@ print(check_answer(answer))
 assert "Right" in check_answer(lambda n: n)
 
 """
+BUG = EXERCISE.format(title="A bug to find").replace("    return ...", "\n\n# %%\n".join(["x = 1\n" * 19] * 2))
 GOOD = f"""\
 # %% [markdown]
 # # 04 · A title
 #
-# **Question.** What?
-#
-# **Why it hurts not to know.** It does.
+# {("A title is a thing." + chr(10) + "# ") * 10}
 #
 # *Prerequisites:* 03. *Mesh:* `fsdp=8`. *Runs in* 9 s on 2 cores.
 
-# %%
+# %% tags=["hide-input"]
 from devices import simulate_devices
 
 simulate_devices(8)
 
 import sharding
+
+# %% tags=["hide-input"] mystnb={{"image": {{"alt": "Memory and time of one layer, before and after"}}}}
+opening.before_after(before, after, "Less", "fsdp")
+
+# %% [markdown]
+# > **Predict.** How many?
+
+# %%
+mine = None
+lesson.predicted("it", mine, 3)
 
 # %% tags=["by-hand"]
 import os
@@ -382,12 +432,6 @@ figure, axes = plt.subplots()
 
 # %% [markdown]
 # {"Words of `sharding.psum` and [more](https://a.b). " * 400}
-#
-# > **Predict.** How many?
-
-# %%
-mine = None
-lesson.predicted("it", mine, 3)
 
 # %% [markdown]
 # > **Predict.** And now?
@@ -395,7 +439,7 @@ lesson.predicted("it", mine, 3)
 # %%
 lesson.predicted("it", None, 3)
 
-{"".join(EXERCISE.format(title=f"Exercise {n}: one") for n in (1, 2, 3))}{EXERCISE.format(title="A bug to find")}\
+{"".join(EXERCISE.format(title=f"Exercise {n}: one") for n in (1, 2, 3))}{BUG}\
 # %% [markdown]
 # ## In one table
 #
@@ -418,15 +462,20 @@ lesson.predicted("it", None, 3)
     "check, old, new",
     [
         (header, "# # 04 · A title", "# # A title"),
-        (header, "**Question.**", "Question."),
+        (header, "A title is a thing.\n# " * 10, "It is a thing.\n"),
+        (header, ' tags=["hide-input"]\nfrom', "\nfrom"),
+        (header, "opening.before_after(", "draw("),
+        (header, "> **Predict.** How many?", "How many?"),
         (header, "*Runs in* 9 s", "*Runs in* a moment"),
         (header, "simulate_devices(8)\n", ""),
-        (header, "import sharding\n", "import sharding\n" * 10),
+        (header, "import sharding\n", "import sharding\n" * 14),
         (sizes, "mine = None", "mine = None  # " + "-" * 80),
         (sizes, "mine = None", "mine = None\n" * 21),
         (sizes, "# Do it.", "# Do it" + " again" * 20),
         (length, "# Do it.", "# Do it. " + "Again. " * 900),
-        (length, "mine = None", "mine = None\n" * 250),
+        (length, "mine = None", "mine = None\n" * 300),
+        (place_by_hand, "import sharding\n\n", "import sharding\n\n# %% [markdown]\n" + "# Words.\n" * 400),
+        (bug_program, "x = 1\n" * 10, "x = 1\n" * 5),
         (by_hand, ' tags=["by-hand"]', ""),
         (by_hand, "a += 1\n" * 15, ""),
         (by_hand, "a += 1\n" * 15, "a += 1\n" * 60),

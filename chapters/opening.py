@@ -1,0 +1,78 @@
+"""The figure at the top of a chapter: one layer of Llama 3 8B on eight devices, before and after a technique.
+
+Each chapter computes the bytes and times itself, from the sizes below. Times are at peak speed; nothing is measured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib.pyplot as plt
+
+from chapters.lesson import COLORS, NEUTRAL
+from plan import hardware
+
+DEVICES, TOKENS = 8, 65_536  # one node of eight H100, and the tokens of a step: 16 sequences of 4,096
+D, F, N, K, H = 4096, 14_336, 32, 8, 128  # width, hidden width, query heads, KV heads, head dim
+PARAMETERS = 2 * D * N * H + 2 * D * K * H + 3 * D * F  # of one layer, without its two norms: 218,103,808
+CHIP = hardware.CHIPS["h100"]
+PARTS = {"weights": "#4a4a4a", "gradients": "#8b8b8b", "optimizer state": "#b3b3b3", "activations": "#dddddd"}
+
+
+def compute_ms(flops: float) -> float:
+    """Milliseconds that one H100 needs for these FLOPs at its bf16 peak of 989 TFLOP/s."""
+    return 1e3 * flops / CHIP.peak_flops_per_s
+
+
+def network_ms(sent_bytes: float) -> float:
+    """Milliseconds that one H100 needs to send these bytes over NVLink, at 450 GB/s in one direction."""
+    return 1e3 * sent_bytes / CHIP.link_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One half of the figure.
+
+    memory  GiB per device for each name in PARTS: one number if all devices hold the same, or a number per device
+    compute, network  what the busiest device does: (label, start in ms, length in ms, ..)
+    """
+
+    title: str
+    memory: dict[str, float | Sequence[float]]
+    compute: Sequence[tuple[str, float, float]]
+    network: Sequence[tuple[str, float, float]]
+
+
+def before_after(before: Scene, after: Scene, title: str, axis: str, rows=("compute", "network")) -> None:
+    """Draw memory bars per device above, and a timeline with a compute and a communication row below.
+
+    axis  mesh axis whose color the communication gets
+    """
+    figure, panels = plt.subplots(2, 2, figsize=(6.6, 4.3), sharey="row", sharex="row", height_ratios=(3, 2))
+    for column, scene in zip(panels.T, (before, after), strict=True):
+        _draw_memory(column[0], scene)
+        _draw_timeline(column[1], scene, COLORS[axis], rows)
+    panels[0, 0].set_ylabel("GiB")
+    names = [name for name in PARTS if name in before.memory or name in after.memory]
+    boxes = [plt.Rectangle((0, 0), 1, 1, facecolor=PARTS[name], edgecolor="black", lw=0.6) for name in names]
+    figure.legend(boxes, names, loc="outside lower center", ncols=len(names), fontsize=9)
+    figure.suptitle(title, x=0.02, ha="left")
+
+
+def _draw_memory(axes, scene: Scene) -> None:
+    below = [0.0] * DEVICES
+    for name, colour in PARTS.items():
+        sizes = scene.memory.get(name, 0.0)
+        sizes = [float(x) for x in sizes] if isinstance(sizes, Sequence) else [float(sizes)] * DEVICES
+        axes.bar(range(DEVICES), sizes, 0.8, below, color=colour, edgecolor="black", lw=0.6)
+        below = [a + b for a, b in zip(below, sizes, strict=True)]
+    axes.set(title=scene.title, xticks=range(DEVICES), xlabel="device")
+
+
+def _draw_timeline(axes, scene: Scene, colour: str, rows) -> None:
+    for row, (bars, fill) in enumerate(((scene.compute, NEUTRAL), (scene.network, colour))):
+        for label, start, length in bars:
+            axes.broken_barh(
+                [(start, length)], (row - 0.38, 0.76), facecolor=fill, alpha=0.6, edgecolor="black", lw=0.6
+            )
+            axes.text(start + length / 2, row, label, ha="center", va="center", fontsize=8)
+    axes.set(yticks=(0, 1), yticklabels=rows, ylim=(1.6, -0.6), xlabel="ms")
