@@ -50,7 +50,7 @@ def test_a_command_that_fails_is_started_again(fleet, tmp_path):
     assert now.returncode == 0
     assert column("state", now.stdout) == ["running", "running, restarted 1 of 3", "running"]
     lines = log(one).splitlines()
-    assert lines[0].startswith("supervisor: SIGKILL ended the command, and the kernel's OOM killer did not send it")
+    assert lines[0].startswith("supervisor: SIGKILL ended the command, but the kernel's OOM killer did not send it")
     assert lines[1] == said
     assert lines[2] == "supervisor: restarted, 1 of 3"
     assert lines[3].startswith("1 of 3 at ")
