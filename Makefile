@@ -49,6 +49,7 @@ help: ## list every command
 # python -m bench.gpu #: measure this trainer and a torch trainer alternately, on one GPU
 # python -m bench.overlap #: print how much communication the TPU compiler overlaps with compute; needs extra-tpu
 # python -m bench.options #: print which compiler option overlaps which collective on which TPU; needs extra-tpu
+# python -m bench.partition #: compare hand-written collectives with those that the compiler chooses
 # python -m bench.plan #: compare planned step times with simulated compiled schedules; needs extra-tpu
 # python -m bench.schedules #: measure each pipeline schedule, and compare it with its prediction
 # python -m bench.serve #: measure the serving engine and transformers' generate alternately; needs extra-parity and torch

@@ -422,6 +422,7 @@ HELP = {  # command -> its examples, in the order of its help
     "-m bench.overlap": ["llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64",
                          "llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --seconds --plot a.png"],
     "-m bench.options": ["--topology v5p:2x2x4 v6e:4x4"],
+    "-m bench.partition": ["", "--topology v5e:4x4"],
     "-m bench.plan": ["--drawn 4", "llama3_8b --topology v4:4x4x4 --data.batch_size 64 --data.seq_len 4096 --first 10"],
     "-m weights": ["from-hf DIR --out runs/x", "to-hf runs/x --out DIR", "slim runs/x DIR --dtype bfloat16"],
     "-m evaluate": ["runs/laptop --perplexity tokens/stdlib-bytes",
@@ -450,7 +451,9 @@ def test_help_begins_with_an_example(command):
     assert (done.returncode, done.stderr) == (0, "")
     usage, blank, *lines = done.stdout.splitlines()
     assert usage.startswith(f"usage: python {command} ") and not blank
-    assert [line[5:] for line in lines[: len(HELP[command])]] == [f"python {command} {more}" for more in HELP[command]]
+    assert [line[5:] for line in lines[: len(HELP[command])]] == [
+        f"python {command} {more}".rstrip() for more in HELP[command]
+    ]
     assert lines[0].startswith("e.g. ") and not lines[len(HELP[command])], "a sentence follows on its own"
     assert max(map(len, lines)) <= 120
 

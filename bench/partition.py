@@ -1,0 +1,286 @@
+"""Partition one stack of layers in four ways, each written in three ways, and compare the compiled programs.
+
+The four partitionings are those of section 2.2 of the T5X paper (arXiv:2203.17189). Parameters are sharded over
+`model` (1D) or over `data` and `model` (2D). Between layers, activations are sharded over `data` (1D) or over both
+(2D). Each is written with explicit sharding in types, with sharding constraints, and with `shard_map`.
+
+Bytes and seconds are for one device and one step. GB = 1e9 bytes, GiB = 2^30.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.console
+import rich.table
+import tyro
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from devices import use_devices
+from errors import UserError, exit_status
+from plan import compiled, hardware, replayed
+from xla import ledger, replay
+
+HELP = """e.g. python -m bench.partition
+     python -m bench.partition --topology v5e:4x4
+
+Partition one stack of dense layers in four ways, each written in three ways, and compare the compiled programs.
+
+Without --topology, eight simulated devices run small programs, and the results are compared with one device.
+
+With --topology, larger programs are compiled for a TPU slice and simulated: 7 minutes on 2 cores, needs no TPU."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the stack, which computes x + tanh(x @ w_in) @ w_out in each layer."""
+
+    layers: int
+    batch: int
+    seq_len: int
+    width: int
+    hidden: int
+    dtype: str
+
+    @property
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        return {"in": (self.layers, self.width, self.hidden), "out": (self.layers, self.hidden, self.width)}
+
+    @property
+    def input(self) -> tuple[int, ...]:
+        return self.batch, self.seq_len, self.width
+
+
+SMALL = Sizes(layers=4, batch=8, seq_len=12, width=64, hidden=192, dtype="float32")
+LARGE = Sizes(layers=8, batch=64, seq_len=2048, width=4096, hidden=16384, dtype="bfloat16")
+
+
+# Logical axis names ---------------------------------------------------------------------------------------------------
+
+WEIGHTS = {"in": ("layers", "w_width", "w_hidden"), "out": ("layers", "w_hidden", "w_width")}
+ACTIVATIONS, HIDDEN = ("batch", "position", "width"), ("batch", "position", "hidden")
+
+
+def rules(params: int, activations: int) -> dict[str, str | None]:
+    """Map logical axis names to mesh axes; names that are missing are not sharded.
+
+    params       1: weights are sharded over `model`; 2: also over `data`, as in FSDP
+    activations  1: between layers, activations are sharded over `data`; 2: also over `model`
+    """
+    return {"batch": "data", "hidden": "model", "w_hidden": "model", "w_width": "data" if params == 2 else None,
+            "width": "model" if activations == 2 else None}  # fmt: skip
+
+
+def spec(table: dict, names: tuple[str, ...]) -> P:
+    """Translate the logical names of an array's dims into a PartitionSpec."""
+    return P(*(table.get(name) for name in names))
+
+
+# The same loss, written in three ways ---------------------------------------------------------------------------------
+
+
+def plain_loss(w, x_BTD, y_BTD):
+    """The program for one device. All other versions compute the same."""
+
+    def layer(x_BTD, w):
+        return x_BTD + jnp.tanh(x_BTD @ w["in"]) @ w["out"], None
+
+    out_BTD, _ = jax.lax.scan(jax.checkpoint(layer), x_BTD, w)
+    return jnp.mean(jnp.float32(out_BTD - y_BTD) ** 2)
+
+
+def constrained_loss(table: dict, mesh: Mesh):
+    """Auto axes: the compiler chooses every sharding, and constraints pin some of them."""
+    pin = lambda x, names: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(table, names)))
+
+    def layer(x_BTD, w):
+        hidden_BTF = pin(jnp.tanh(x_BTD @ w["in"]), HIDDEN)
+        return pin(x_BTD + hidden_BTF @ w["out"], ACTIVATIONS), None
+
+    def loss(w, x_BTD, y_BTD):
+        out_BTD, _ = jax.lax.scan(jax.checkpoint(layer), x_BTD, w)
+        return jnp.mean(jnp.float32(out_BTD - y_BTD) ** 2)
+
+    return loss
+
+
+def explicit_loss(table: dict, mesh: Mesh):
+    """Explicit axes: shardings are part of the types. An operation whose result is ambiguous needs `out_sharding`."""
+    gathered = {"in": P(None, "model"), "out": P("model", None)}
+
+    def layer(x_BTD, w):
+        w = {name: jax.sharding.reshard(one, gathered[name]) for name, one in w.items()}
+        whole_BTD = jax.sharding.reshard(x_BTD, P("data", None, None))
+        hidden_BTF = jnp.tanh(jnp.einsum("btd,df->btf", whole_BTD, w["in"], out_sharding=spec(table, HIDDEN)))
+        return x_BTD + jnp.einsum("btf,fd->btd", hidden_BTF, w["out"], out_sharding=spec(table, ACTIVATIONS)), None
+
+    def loss(w, x_BTD, y_BTD):
+        out_BTD, _ = jax.lax.scan(jax.checkpoint(layer), x_BTD, w)
+        return jnp.mean(jnp.float32(out_BTD - y_BTD) ** 2)
+
+    return loss
+
+
+def hand_written_loss(table: dict, mesh: Mesh):
+    """shard_map: the program of one device, with every collective written out."""
+    two_params, two_acts = table["w_width"] == "data", table["width"] == "model"
+    w_specs, x_spec = {name: spec(table, names) for name, names in WEIGHTS.items()}, spec(table, ACTIVATIONS)
+
+    def layer(x_bTd, w):
+        w_in, w_out = w["in"], w["out"]
+        if two_params:
+            w_in = jax.lax.all_gather(w_in, "data", axis=0, tiled=True)
+            w_out = jax.lax.all_gather(w_out, "data", axis=1, tiled=True)
+        x_bTD = jax.lax.all_gather(x_bTd, "model", axis=2, tiled=True) if two_acts else x_bTd
+        partial_bTD = jnp.tanh(x_bTD @ w_in) @ w_out
+        if two_acts:
+            return x_bTd + jax.lax.psum_scatter(partial_bTD, "model", scatter_dimension=2, tiled=True), None
+        return x_bTd + jax.lax.psum(partial_bTD, "model"), None
+
+    def loss(w, x_bTd, y_bTd):
+        out_bTd, _ = jax.lax.scan(jax.checkpoint(layer), x_bTd, w)
+        entries = mesh.size // (1 if two_acts else mesh.shape["model"]) * out_bTd.size
+        partial = jnp.sum(jnp.float32(out_bTd - y_bTd) ** 2) / entries
+        return jax.lax.psum(partial, ("data", "model") if two_acts else "data")
+
+    return jax.shard_map(loss, mesh=mesh, in_specs=(w_specs, x_spec, x_spec), out_specs=P())
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to write the program."""
+
+    loss: Callable[[dict, Mesh], Callable]  # rules and mesh -> the loss function
+    axis_type: AxisType
+
+
+WAYS = {
+    "explicit": Way(explicit_loss, AxisType.Explicit),
+    "constraints": Way(constrained_loss, AxisType.Auto),
+    "shard_map": Way(hand_written_loss, AxisType.Auto),
+}
+PARTITIONINGS = [(params, activations) for params in (1, 2) for activations in (1, 2)]
+
+
+# Compiling and comparing ----------------------------------------------------------------------------------------------
+
+
+def gradient(way: Way, table: dict, mesh: Mesh):
+    """Return the jitted loss and gradient. The gradients are sharded like the weights."""
+    places = {name: NamedSharding(mesh, spec(table, names)) for name, names in WEIGHTS.items()}
+    given = None if way.axis_type == AxisType.Explicit else (NamedSharding(mesh, P()), places)
+    return jax.jit(jax.value_and_grad(way.loss(table, mesh)), out_shardings=given)
+
+
+def shapes(sizes: Sizes, table: dict, mesh: Mesh):
+    """Return the weights, input and targets as sharded ShapeDtypeStructs."""
+    place = lambda names: NamedSharding(mesh, spec(table, names))
+    describe = lambda shape, names: jax.ShapeDtypeStruct(shape, sizes.dtype, sharding=place(names))
+    weights = {name: describe(shape, WEIGHTS[name]) for name, shape in sizes.weights.items()}
+    return weights, *(describe(sizes.input, ACTIVATIONS),) * 2
+
+
+def arrays(sizes: Sizes):
+    """Draw weights, input and targets."""
+    rng = np.random.default_rng(0)
+    draw = lambda shape, scale: np.float32(rng.normal(size=shape) * scale)
+    weights = {name: draw(shape, shape[1] ** -0.5) for name, shape in sizes.weights.items()}
+    return weights, draw(sizes.input, 1), draw(sizes.input, 1)
+
+
+def worst_error(found, wanted) -> tuple[float, str]:
+    """Return the largest error of the loss or a gradient, relative to its largest entry, and its name."""
+    named = lambda result: {"loss": result[0]} | {f"gradient of w_{name}": one for name, one in result[1].items()}
+    error = lambda a, b: float(np.abs(np.float32(a) - np.float32(b)).max() / np.abs(np.float32(b)).max())
+    return max((error(named(found)[name], one), name) for name, one in named(wanted).items())
+
+
+def make_mesh(devices, data: int, model: int, axis_type: AxisType) -> Mesh:
+    arranged = mesh_utils.create_device_mesh((data, model), devices)
+    return Mesh(arranged, ("data", "model"), axis_types=(axis_type, axis_type))
+
+
+def measure(way: Way, params: int, activations: int, sizes: Sizes, devices, topology: hardware.Topology | None,
+            data: int = 2, model: int = 4) -> dict:  # fmt: skip
+    """Compile one program and return its numbers. On simulated devices, also run it and compare it with one device."""
+    table, mesh = rules(params, activations), make_mesh(devices, data, model, way.axis_type)
+    described = shapes(sizes, table, mesh)
+    with jax.set_mesh(mesh):
+        function, begin = gradient(way, table, mesh), time.perf_counter()
+        program, _ = compiled.compile_lowered(function.lower(*described))
+        compile_s = time.perf_counter() - begin
+    text, memory = program.as_text(), program.memory_analysis()
+    found = ledger.read(text, mesh)
+    row = {
+        "params": params, "activations": activations, "compile_s": compile_s, "wire_bytes": found.total.wire_bytes,
+        "exposed_bytes": found.total.exposed_bytes,
+        "collectives": {kind: int(total.count) for kind, total in found.totals_by("kind").items()},
+        "peak_bytes": memory.peak_memory_in_bytes if topology else memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes,
+    }  # fmt: skip
+    if topology:
+        played = replay.replay(text, mesh, replayed.machine(topology, mesh))
+        return row | {"step_s": played.seconds, "seconds": dict(played.causes)}
+    placed = [jax.device_put(x, s.sharding) for x, s in
+              zip(jax.tree.leaves(arrays(sizes)), jax.tree.leaves(described), strict=True)]  # fmt: skip
+    result = program(*jax.tree.unflatten(jax.tree.structure(described), placed))
+    error, name = worst_error(result, jax.jit(jax.value_and_grad(plain_loss))(*arrays(sizes)))
+    return row | {"worst_error": error, "worst": name}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    topology: str = ""  # a TPU slice of 16 chips to compile for, such as v5e:4x4 or v4:4x2x2; "": simulated devices
+    json: bool = False  # print one line of JSON per program instead of a table
+
+
+def show(rows: list[dict], topology: hardware.Topology | None) -> None:
+    """Print the programs as a table: one row each."""
+    heads = ["parameters", "activations", "written with", "collectives", "sent", "exposed", "peak", "compile"]
+    heads += ["simulated step"] if topology else ["worst error"]
+    table = rich.table.Table(*heads, box=None, pad_edge=False)
+    size = (lambda n: f"{n / 1e9:.2f} GB") if topology else (lambda n: f"{n:,} B")
+    for row in rows:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in row["collectives"].items())
+        last = f"{1e3 * row['step_s']:.0f} ms" if topology else f"{row['worst_error']:.1e} {row['worst']}"
+        sizes = [size(row[name]) for name in ("wire_bytes", "exposed_bytes", "peak_bytes")]
+        dims = f"{row['params']}D", f"{row['activations']}D"
+        table.add_row(*dims, row["way"], kinds, *sizes, f"{row['compile_s']:.1f} s", last)
+    rich.console.Console(width=170).print(table)
+
+
+@exit_status
+def main(argv: list[str] | None = None) -> None:
+    args = tyro.cli(Arguments, args=argv, prog="python -m bench.partition", description=HELP, use_underscores=True)
+    topology = hardware.Topology.parse(args.topology) if args.topology else None
+    if topology and topology.devices != 16:
+        raise UserError(f"topology {args.topology}: the mesh is data=4,model=4, and needs 16 chips; "
+                        f"this slice has {topology.devices}; use v5e:4x4, v6e:4x4 or v5p:4x2x2")  # fmt: skip
+    if topology:
+        devices, sizes, data = compiled.topology_devices(topology), LARGE, 4
+    else:
+        use_devices(8)
+        devices, sizes, data = jax.devices()[:8], SMALL, 2
+    rows = []
+    for params, activations in PARTITIONINGS:
+        for name, way in WAYS.items():
+            row = {"way": name} | measure(way, params, activations, sizes, devices, topology, data)
+            rows.append(row)
+            if args.json:
+                print(json.dumps(row), flush=True)
+            else:
+                print(f"compiled {params}D parameters, {activations}D activations, {name}", file=sys.stderr, flush=True)
+    if not args.json:
+        show(rows, topology)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Claims about twelve ways to write one partitioned program, and about what the compiler makes of them."""
+
+import jax
+import pytest
+
+from bench import partition
+from bench.partition import PARTITIONINGS, SMALL, WAYS
+
+DATA, MODEL = 2, 4
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple, dict]:
+    """The numbers of all programs on eight simulated devices, by (parameters, activations, way)."""
+    devices = jax.devices()[:8]
+    return {(*dims, name): partition.measure(way, *dims, SMALL, devices, None, DATA, MODEL)
+            for dims in PARTITIONINGS for name, way in WAYS.items()}  # fmt: skip
+
+
+def test_all_twelve_programs_equal_one_device(measured):
+    """Catches a partitioning that changes the loss or a gradient, in whichever way it is written."""
+    assert len(measured) == 12
+    worst = max((row["worst_error"], row["worst"], key) for key, row in measured.items())
+    assert worst[0] < 1e-5, worst
+
+
+def hand_written_bytes(params: int, activations: int) -> int:
+    """Compute what a device sends, from section 2.2's collectives: in float32, on rings."""
+    layers, tokens = SMALL.layers, SMALL.batch * SMALL.seq_len // DATA
+    activation = 4 * tokens * SMALL.width  # of one data group
+    weights = 4 * 2 * SMALL.width * SMALL.hidden // MODEL  # of a layer, gathered over `data`
+    share = lambda n: (n - 1) / n
+    # Each layer runs forward twice (recomputation), and sums partial activations there and, backward, their gradients.
+    # With 1D activations the recomputed sum is not needed, because only the next layer would read it.
+    sums = 2 * 2 * activation * share(MODEL)  # two all-reduces
+    gathers = 3 * activation * share(MODEL) + 2 * activation * share(
+        MODEL
+    )  # 2D: three all-gathers, two reduce-scatters
+    over_model = layers * (sums if activations == 1 else gathers)
+    over_data = layers * weights * share(DATA) * (2 if params == 1 else 3)  # all-reduce, or two gathers and a scatter
+    return round(over_model + over_data)
+
+
+@pytest.mark.parametrize("params, activations", PARTITIONINGS)
+def test_the_hand_written_program_sends_what_the_formula_says(measured, params, activations):
+    """Catches a collective too many in the hand-written program; the loss itself takes a few bytes more."""
+    sent = measured[params, activations, "shard_map"]["wire_bytes"]
+    assert 0 <= sent - hand_written_bytes(params, activations) <= 8
+
+
+@pytest.mark.parametrize("params, activations", PARTITIONINGS)
+def test_the_compiler_never_sends_less_on_simulated_devices(measured, params, activations):
+    """Catches a page that says the CPU compiler equals hand-written collectives where it sends more, or the reverse."""
+    hand = measured[params, activations, "shard_map"]["wire_bytes"]
+    for way in ("explicit", "constraints"):
+        sent = measured[params, activations, way]["wire_bytes"]
+        assert sent == hand if (params, activations) == (1, 1) else 1.1 * hand < sent < 1.5 * hand, (way, sent, hand)
+
+
+def test_a_slice_of_another_size_is_refused(capsys):
+    """Catches a traceback from the mesh for a slice whose chips are not 16."""
+    assert partition.main(["--topology", "v5e:4x8"]) == 2
+    assert "the mesh is data=4,model=4, and needs 16 chips; this slice has 32" in capsys.readouterr().err
