@@ -265,7 +265,7 @@ def source(*functions) -> None:
         print("\n".join(lines).strip("\n") + "\n")
 
 
-PACKAGES = ("pipeline", "kernels", "plan", "train", "weights", "data", "xla", "chapters")
+PACKAGES = ("bench", "pipeline", "kernels", "plan", "train", "weights", "data", "xla", "chapters")
 
 
 # Figures --------------------------------------------------------------------------------------------------------------

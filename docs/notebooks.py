@@ -95,6 +95,7 @@ def state(path: Path) -> str:
         path,
         ROOT / "chapters" / "lesson.py",
         ROOT / "chapters" / "opening.py",
+        ROOT / "bench" / "partition.py",
         ROOT / "requirements.txt",
         *sorted(ROOT.glob("*.py")),
         *sorted(ROOT.glob("*.sh")),

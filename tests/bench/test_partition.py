@@ -1,10 +1,14 @@
 """Claims about twelve ways to write one partitioned program, and about what the compiler makes of them."""
 
+import re
+from pathlib import Path
+
 import jax
 import pytest
 
 from bench import partition
 from bench.partition import PARTITIONINGS, SMALL, WAYS
+from plan import compiled, hardware
 
 DATA, MODEL = 2, 4
 
@@ -61,3 +65,30 @@ def test_a_slice_of_another_size_is_refused(capsys):
     """Catches a traceback from the mesh for a slice whose chips are not 16."""
     assert partition.main(["--topology", "v5e:4x8"]) == 2
     assert "the mesh is data=4,model=4, and needs 16 chips; this slice has 32" in capsys.readouterr().err
+
+
+# The table of chapter 15 ----------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "chapters/15_left_to_the_compiler.py"
+ROW = re.compile(r"# \| (\d)D \| (\d)D \| (\w+) \| ([\d.]+) GB \| ([\d.]+) GB \| ([\d.]+) GiB \| (\d+) ms \|")
+ROWS = [(int(p), int(a), way, *map(float, numbers)) for p, a, way, *numbers in ROW.findall(PAGE.read_text("utf-8"))]
+QUICK = (1, 2, "explicit")
+
+
+def test_the_page_has_twelve_rows():
+    """Catches a row that the pattern no longer finds, so that the next test checks fewer."""
+    assert [row[:3] for row in ROWS] == [(*dims, way) for dims in PARTITIONINGS for way in WAYS]
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=" ".join(map(str, row[:3])), marks=() if row[:3] == QUICK else pytest.mark.repeat)
+            for row in ROWS])  # fmt: skip
+def test_the_tpu_compiler_makes_what_the_page_shows(row):
+    """Catches bytes, memory or simulated seconds that another version of the compiler, or of our programs, changes."""
+    params, activations, way, *shown = row
+    topology = hardware.Topology.parse("v5e:4x4")
+    devices = compiled.topology_devices(topology)
+    found = partition.measure(WAYS[way], params, activations, partition.LARGE, devices, topology, 4, 4)
+    sent, exposed = found["wire_bytes"] / 1e9, found["exposed_bytes"] / 1e9
+    assert [sent, exposed, found["peak_bytes"] / 2**30, 1e3 * found["step_s"]] == pytest.approx(shown, rel=0.01)
