@@ -1,37 +1,61 @@
 # %% [markdown]
 # # 01 · Sharded matrices and collectives
 #
-# **Question.** Two matrices are sharded over eight devices, and you want to multiply them. What does each
-# device have to send to which other devices?
+# A *sharded* matrix is split into equal blocks, and each device stores one of them. A *collective* is an
+# operation in which all devices of a mesh axis exchange data, such as an all-gather or an all-reduce.
 #
-# **Why it hurts not to know.** A mistake here raises no error. Below, eight devices return an array of the
-# right shape with wrong numbers. Later, a training run looks healthy, but saves weights that only its own
-# mesh can use.
+# Sharding lets eight devices store a model that one cannot store, and compute it in an eighth of the time.
+# But each device then lacks what the others have. This page shows which collective a sharded matmul needs,
+# how many bytes it sends, and when that takes longer than the matmul itself. It also matters for correctness:
+# a missing collective raises no error, and returns an array of the right shape with wrong numbers.
 #
 # *Prerequisites:* chapter 00 (devices, meshes, specs, all-reduce). *Mesh:* `fsdp=8`, simulated; in the bug
-# `data=2,fsdp=4`. *Runs in* 30 s on 2 cores. *Reading takes* 25 minutes, 90 with the exercises.
+# `tensor=8`. *Runs in* 30 s on 2 cores. *Reading takes* 25 minutes, 90 with the exercises.
 
-# %%
+# %% tags=["hide-input"]
 from devices import simulate_devices
 
 simulate_devices(8)
+import functools
+
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
 import sharding
-from chapters import lesson
+from chapters import lesson, opening
 from config import MeshConfig
 from plan import hardware
 
 COLOUR = lesson.COLORS["fsdp"]  # of the `fsdp` axis
 
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Memory and time of one Llama 3 8B layer on eight devices. Before: each stores all weights, 0.4 GiB, and computes for 3.6 ms. After: each stores an eighth, and first gathers the rest in 0.8 ms."}}
+stored = 2 * opening.PARAMETERS  # bytes of a layer's weights in bfloat16
+forward = opening.compute_ms(2 * opening.PARAMETERS * opening.TOKENS / 8)
+gather_ms = opening.network_ms(7 / 8 * stored)
+full, eighth = {"weights": stored / 2**30}, {"weights": stored / 8 / 2**30}
+at_once, later = [("matmuls", 0, forward)], [("matmuls", gather_ms, forward)]
+before = opening.Scene("Each device has all weights", full, at_once, [])
+gather_first = [("gather", 0, gather_ms)]
+after = opening.Scene("Each device has 1/8 of them", eighth, later, gather_first)
+title = "Shards need less memory, but have to be sent"
+opening.before_after(before, after, title, "fsdp")
+
 # %% [markdown]
+# The figure shows the forward pass of one layer of Llama 3 8B on eight H100s, with 65,536 tokens. On the
+# right, each device stores an eighth of the layer's weights, and receives the rest before its matmuls. Times
+# are arithmetic at peak speed, without overlap.
+#
 # ## Eight devices run one function
 #
+# `jax.shard_map` runs a function on every device, on that device's shard of the input. Below, an axis with
+# n = 8 devices shards the numbers 1 to 16, so each device gets two of them. Each of the sixteen numbers
+# should be divided by the sum of all, so the results should add up to 1. The function is `x_b / x_b.sum()`.
+#
+# > **Predict.** What do the sixteen results add up to?
+#
 # Three cells of this page form one program that you can paste into an empty file: this one, and the two in
-# "The four cases". They need only JAX and NumPy. The first cell creates eight simulated devices, arranges
-# them along one mesh axis, and runs a function on each. The axis is called `fsdp`, one of the six names that
-# this guide uses (chapter 00), but any name works. The axis has `n` devices.
+# "The four cases". They need only JAX and NumPy. The axis is called `fsdp`, one of the six names that this
+# guide uses (chapter 00), but any name works.
 
 # %% tags=["by-hand"]
 import os
@@ -53,20 +77,19 @@ def on_mesh(function, in_specs, out_specs, mesh=mesh):
 
 fractions = lambda x_b: x_b / x_b.sum()  # x_b: this device's 2 of 16 numbers
 y_B = on_mesh(fractions, P("fsdp"), P("fsdp"))(np.arange(1.0, 17.0))
-print(y_B.shape, "the sum of all fractions:", y_B.sum())
+
+# %%
+my_prediction = None
+lesson.predicted("the sum of all fractions", my_prediction, round(float(y_B.sum()), 4))
 
 # %% [markdown]
-# Each of the sixteen numbers should be divided by their sum, so the results should add up to 1. They add up
-# to 8, and there is no error.
-#
-# `jax.shard_map` runs the function on every device, on that device's shard of the input. `in_specs` says how
-# the input is sharded: `P("fsdp")` splits the first dim along the axis, so each device gets b = B/n = 2 of
-# the B = 16 numbers. (A capital letter is a whole dim; the lower-case letter is one device's shard of it.)
-# `x_b.sum()` adds only the two numbers on that device. The result is a *partial sum*, and the program never
-# adds the eight partial sums.
+# There is no error. `in_specs` says how the input is sharded: `P("fsdp")` splits the first dim along the
+# axis, so each device gets b = B/n = 2 of the B = 16 numbers. (A capital letter is a whole dim; the
+# lower-case letter is one device's shard of it.) `x_b.sum()` adds only the two numbers on that device. The
+# result is a *partial sum*, and the program never adds the eight partial sums.
 #
 # **Inside `shard_map`, devices communicate only where you call a collective.** All devices along the axis
-# take part in it. `jax.lax.psum` is the collective that adds:
+# take part in it. `jax.lax.psum` is the collective that adds, an *all-reduce*:
 
 # %%
 fractions = lambda x_b: x_b / jax.lax.psum(x_b.sum(), "fsdp")
@@ -131,12 +154,13 @@ for case, (*in_specs, out_spec) in CASES.items():
     print(case.__name__, "matches a single-device run")
 
 # %% [markdown]
-# (`tiled=True` concatenates the shards along an existing dim. Without it JAX stacks them along a new one.) In
-# the figures below, **dark** is stored by device 2, **light** is what it receives, **hatched** a partial sum.
+# (`tiled=True` concatenates the shards along an existing dim. Without it JAX stacks them along a new one.)
+# The figures below follow device 2 from left to right. **Dark** is what it stores, **light** is what it
+# receives from other devices, and **hatched** is a partial sum.
 
 
 # %% tags=["hide-input"]
-LONG = {"B": 1.5, "D": 3.0, "F": 2.1}  # lengths of the dims in the figure
+LONG = {"B": 1.7, "D": 3.2, "F": 2.2}  # lengths of the dims in the figure
 OWN, SENT = dict(facecolor=COLOUR, alpha=0.85), dict(facecolor=COLOUR, alpha=0.3)
 PARTIAL = dict(facecolor=COLOUR, alpha=0.3, hatch="///")
 
@@ -151,40 +175,48 @@ def place(spec, dims, device=2):
 
 
 # %% tags=["hide-input"]
-def array(axes, left, dims, title, spec, parts):
+def array(axes, left, dims, title, parts):
     """An array and its shards; `parts` are (spec, style) of what device 2 has."""
     high, wide, bottom = LONG[dims[0]], LONG[dims[1]], -LONG[dims[0]] / 2
     for part, style in parts:
         (x, y), w, h, _ = place(part, dims)
         axes.add_patch(plt.Rectangle((left + x, bottom + y), w, h, lw=0, **style))
-    for k in place(spec, dims)[-1]:
+    for k in place(parts[-1][0], dims)[-1]:
         for i in range(1, n):
             at = bottom + high * i / n if k == 0 else left + wide * i / n
             ends = (left, left + wide), (at, at)
             ends = ends if k == 0 else ((at, at), (bottom, bottom + high))
             axes.plot(*ends, color="black", lw=0.4)
     axes.add_patch(plt.Rectangle((left, bottom), wide, high, fill=False, lw=1))
-    axes.text(left + wide / 2, 1.75, title, ha="center", size=10)
+    axes.text(left + wide / 2, 1.85, title, ha="center", size=10)
     return left + wide
 
 
 # %% tags=["hide-input"]
-def picture(title, stored, used, computed, result):
-    """One case: what device 2 stores, multiplies, computes and keeps."""
-    _, axes = plt.subplots(figsize=(6.5, 2.0))
-    own_x, own_w = ((spec, OWN) for spec in stored)
-    x = array(axes, 0, "BD", "x", stored[0], [own_x])
-    x = array(axes, x + 0.5, "DF", "w", stored[1], [own_w])
-    axes.annotate("", (x + 1.1, 0), (x + 0.2, 0), arrowprops={"arrowstyle": "->"})
-    x = array(axes, x + 1.3, "BD", "uses x", stored[0], [(used[0], SENT), own_x])
-    x = array(axes, x + 0.5, "DF", "uses w", stored[1], [(used[1], SENT), own_w])
-    axes.annotate("", (x + 1.1, 0), (x + 0.2, 0), arrowprops={"arrowstyle": "->"})
-    x = array(axes, x + 1.3, "BF", "computes", computed[0], [computed])
-    if result:
-        axes.annotate("", (x + 1.1, 0), (x + 0.2, 0), arrowprops={"arrowstyle": "->"})
-        x = array(axes, x + 1.3, "BF", "keeps", result[0], [result])
-    axes.set(xlim=(-0.1, x + 0.1), ylim=(-1.6, 2.2), aspect="equal", title=title)
+def arrow(axes, x, name, sent):
+    axes.annotate("", (x + 2.45, 0), (x + 0.15, 0), arrowprops={"arrowstyle": "->"})
+    axes.text(x + 1.3, 0.15, name, ha="center", va="bottom", size=9)
+    axes.text(x + 1.3, -0.2, sent, ha="center", va="top", size=9)
+    return x + 2.6
+
+
+def picture(title, x_spec, w_spec, *steps):
+    """What device 2 stores, and then what each step gives it."""
+    _, axes = plt.subplots(figsize=(6.6, 2.7))
+    x = array(axes, 0, "BD", "stores x", [(x_spec, OWN)])
+    x = array(axes, x + 0.4, "DF", "stores w", [(w_spec, OWN)])
+    for (name, sent), dims, has, parts in steps:
+        x = array(axes, arrow(axes, x, name, sent), dims, has, parts)
+    axes.set(xlim=(-0.1, max(x, 15) + 0.1), ylim=(-1.7, 2.4), aspect="equal")
+    axes.set_title(title)
     axes.set_axis_off()
+
+
+# %% tags=["hide-input"]
+GATHER = "all-gather", "receives\n7 shards of w"
+SCATTER = "reduce-scatter", "receives and\nadds 7 blocks"
+MATMUL = ("matmul", ""), "BF", "its rows of y", [(rows, OWN)]
+PARTIALS = ("matmul", ""), "BF", "partial sum", [(whole, PARTIAL)]
 
 
 def counted(case):
@@ -195,9 +227,9 @@ def counted(case):
 # %% [markdown]
 # ### Case 1: no communication
 
-# %% mystnb={"image": {"alt": "Device 2 holds its rows of x and all of w, uses them, and computes its rows of the result."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Device 2 holds its rows of x and all of w, uses them, and computes its rows of the result."}}
 title = "Rows of x are rows of the result"
-picture(title, (rows, whole), (rows, whole), (rows, OWN), None)
+picture(title, rows, whole, MATMUL)
 
 # %%
 lesson.listed(counted(case_1))
@@ -210,9 +242,10 @@ lesson.listed(counted(case_1))
 #
 # Each of the eight devices stores 8 of the 64 rows of `w`. It needs the other 56 for its matmul.
 
-# %% mystnb={"image": {"alt": "Device 2 holds one eighth of the rows of w; it receives the others, and computes its rows of the result."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Device 2 holds one eighth of the rows of w; it receives the others, and computes its rows of the result."}}
 title = "Device 2 receives the rows of w that it lacks"
-picture(title, (rows, rows), (rows, whole), (rows, OWN), None)
+gathered = GATHER, "DF", "uses w", [(whole, SENT), (rows, OWN)]
+picture(title, rows, rows, gathered, MATMUL)
 
 # %% [markdown]
 # > **Predict.** `w` is 64 x 24 in float32, 4 bytes per number. The devices gather it in a ring: each device
@@ -238,9 +271,10 @@ assert gather_of_w.kind == "all-gather" and gather_of_w.payload_bytes == 6144
 # Device 2 stores 8 of the 64 columns of `x` and the matching 8 rows of `w`. It can multiply them, but the
 # result is a partial sum for every entry of the result.
 
-# %% mystnb={"image": {"alt": "Device 2 holds a shard of the columns of x and of the rows of w, computes a partial sum of the whole result, and keeps its rows of the sum."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Device 2 holds a shard of the columns of x and of the rows of w, computes a partial sum of the whole result, and keeps its rows of the sum."}}
 title = "Each device has a partial sum; add them, and keep a shard"
-picture(title, (columns, rows), (columns, rows), (whole, PARTIAL), (rows, OWN))
+added = SCATTER, "BF", "its rows of y", [(rows, OWN)]
+picture(title, columns, rows, PARTIALS, added)
 
 # %%
 for case in case_3_all, case_3_own:
@@ -288,9 +322,10 @@ axes.set(ylabel="B, rows of x", title="No device computes seven of eight blocks"
 # rows, or gather `x` (the smaller matrix here) and compute columns. Or shard F over *another* mesh axis of
 # size m. Then n x m devices compute n x m blocks, and you are back in case 1.
 
-# %% mystnb={"image": {"alt": "Device 2 holds rows of x and columns of w; it receives the other columns, and computes its rows of the result."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Device 2 holds rows of x and columns of w; it receives the other columns, and computes its rows of the result."}}
 title = "w is gathered: device 2 receives all columns"
-picture(title, (rows, columns), (rows, whole), (rows, OWN), None)
+gathered = GATHER, "DF", "uses w", [(whole, SENT), (columns, OWN)]
+picture(title, rows, columns, gathered, MATMUL)
 
 # %%
 lesson.listed(counted(case_4))
@@ -356,8 +391,9 @@ for name, latency in LATENCY.items():
 
 # %% [markdown]
 # The rule: **gather weights if each device has about two thousand rows or more; otherwise send rows or
-# partial sums.** (The ratios of TPU v5e and v5p are similar.) And send one large array instead of a thousand
-# small ones. For small messages, NCCL's LL protocol takes 0.6 us per step, at a lower bandwidth.
+# partial sums.** It assumes peak speeds, bfloat16, and a gather that overlaps with another matmul of the same
+# size. Chapter 09 has this threshold on one sheet with those of all axes. And send one large array instead of
+# a thousand small ones.
 #
 # ## Output specs concatenate
 #
@@ -388,7 +424,9 @@ figure.suptitle(title, x=0.02, ha="left")
 # %% [markdown]
 # `out_specs` sends nothing between devices. To get the *same* array sharded along its columns, devices must
 # communicate (exercise 1). A spec may also shard one dim over two axes: `P(("data", "fsdp"))` splits it along
-# `data` first, and then splits each chunk along `fsdp`.
+# `data` first, and then splits each chunk along `fsdp`. To gather it, concatenate over `fsdp` first. In the
+# other order you get all rows, but permuted, as PyTorch's `full_tensor()` once did
+# ([129206](https://github.com/pytorch/pytorch/issues/129206)).
 #
 # ## Six collectives
 #
@@ -496,8 +534,9 @@ def ring_gather(x_bD):
 
     def step(held_bD, _):
         arrived_bD = shift(held_bD)
-        return arrived_bD, arrived_bD  # pass the newest shard on, and keep it
+        return arrived_bD, arrived_bD  # pass it on in the next step, and keep it
 
+    # A loop of n - 1 steps, which stacks the second values that they return.
     _, others = jax.lax.scan(step, x_bD, length=n - 1)
     held = jnp.concatenate([x_bD[None], others])  # [k]: from k devices back
     return held[(i - jnp.arange(n)) % n].reshape(-1, x_bD.shape[1])
@@ -513,10 +552,11 @@ lesson.listed(found)
 assert sum(int(one.count) * one.payload_bytes for one in found.collectives) == 1792
 
 # %% [markdown]
-# Each device sends seven shards of 256 bytes, (n - 1)/n of the whole array. No algorithm can send less,
-# because every device lacks seven shards. A reduce-scatter uses the same ring and adds at each step (exercise
-# 2), and an all-reduce is a reduce-scatter followed by an all-gather. (If the network *switch* can add, as
-# NVLink's can, an all-reduce may send less.) In multiples of what each device holds at the start:
+# Each device sends seven shards of 256 bytes, (n - 1)/n of the whole array. Between devices, no algorithm
+# sends less on average, because every device lacks seven shards. A reduce-scatter uses the same ring and adds
+# at each step (exercise 2), and an all-reduce is a reduce-scatter followed by an all-gather. (If the network
+# *switch* can add, as NVLink's can, an all-reduce may send less.) In multiples of what each device holds at
+# the start:
 #
 # | | each device ends with | each device sends |
 # |---|---|---|
@@ -868,137 +908,225 @@ assert check_product(product) == lesson.NOTHING
 # %% [markdown]
 # ## A bug to find
 #
-# The program trains one weight matrix on a 2 x 4 mesh. The loss that it prints is the mean over all rows,
-# and it falls. The checkpoint is the whole matrix. A colleague loads it on one device, and gets a much
-# larger loss for the same rows and targets. Why?
+# This program trains a gated MLP, `(silu(x @ gate) * (x @ up)) @ out`, on a `tensor` axis. It can resume on
+# another number of devices.
+
+
+# %%
+D, F, SPECS = 16, 32, {"in": P(None, "tensor"), "out": P("tensor")}
+
+
+def init(seed=0):
+    """The weights. `gate` and `up` are one matrix, so that one matmul reads x once."""
+    random = np.random.default_rng(seed)
+    weight = lambda *shape: random.normal(size=shape) / shape[0] ** 0.5
+    gate_DF, up_DF, out_FD = weight(D, F), weight(D, F), weight(F, D)
+    return {"in": np.concatenate([gate_DF, up_DF], axis=1), "out": out_FD}
+
+
+def gated_mlp(weights, x_BD):
+    """Runs on each device, with its shards of the weights and all of x.
+
+    The matmul with `out` sums over f, so its result is a partial sum.
+    """
+    hidden = x_BD @ weights["in"]
+    gate_Bf, up_Bf = jnp.split(hidden, 2, axis=1)
+    partial_BD = (jax.nn.silu(gate_Bf) * up_Bf) @ weights["out"]
+    return jax.lax.psum(partial_BD, "tensor")
+
+
+# %%
+def make_step(devices, rate=0.3):
+    """A training step of SGD with momentum, on the first `devices` devices."""
+    auto, used = (AxisType.Auto,), jax.devices()[:devices]
+    mesh = jax.make_mesh((devices,), ("tensor",), axis_types=auto, devices=used)
+    forward = on_mesh(gated_mlp, (SPECS, P()), P(), mesh)
+    error = lambda weights, x_BD, y_BD: jnp.mean((forward(weights, x_BD) - y_BD) ** 2)
+
+    @jax.jit
+    def step(weights, momentum, x_BD, y_BD):
+        loss, d_weights = jax.value_and_grad(error)(weights, x_BD, y_BD)
+        momentum = jax.tree.map(lambda m, d: 0.9 * m + d, momentum, d_weights)
+        weights = jax.tree.map(lambda w, m: w - rate * m, weights, momentum)
+        return loss, weights, momentum
+
+    return step
+
+
+# %%
+def train(devices, steps, checkpoint=None):
+    """The loss of each step, and a checkpoint to resume from."""
+    fresh = init(), jax.tree.map(np.zeros_like, init()), 0
+    weights, momentum, done = checkpoint or fresh
+    step, losses = make_step(devices), []
+    for number in range(done, done + steps):
+        loss, weights, momentum = step(weights, momentum, *batch(number))
+        losses.append(float(loss))
+    return losses, jax.device_get((weights, momentum, done + steps))
+
 
 # %% tags=["hide-input"]
-x_BD, y_BF = normal(64, 16), normal(64, 6)
-y_BF = x_BD @ normal(16, 6) + 0.1 * y_BF
-error_of = lambda w_DF: float(np.mean((x_BD @ w_DF - y_BF) ** 2))
-
-# %%
-BOTH = ("data", "fsdp")
+def mlp(gate_DF, up_DF, out_FD, x_BD):
+    return (jax.nn.silu(x_BD @ gate_DF) * (x_BD @ up_DF)) @ out_FD
 
 
-def train(shape, steps=40, rate=0.6):
-    """Return the weights and the loss before the last step."""
-    mesh = jax.make_mesh(shape, BOTH, axis_types=(AxisType.Auto,) * 2)
+def drawn(seed):  # gate, up and out, as init draws them
+    random = np.random.default_rng(seed)
+    return [random.normal(size=s) / s[0] ** 0.5 for s in ((D, F), (D, F), (F, D))]
 
-    def error(w_dF, x_bD, y_bF):
-        half_DF = jax.lax.all_gather(w_dF, "data", axis=0, tiled=True)
-        w_DF = jax.lax.all_gather(half_DF, "fsdp", axis=0, tiled=True)
-        squares = jnp.sum((x_bD @ w_DF - y_bF) ** 2)
-        return jax.lax.psum(squares, BOTH) / y_BF.size
 
-    on_all = on_mesh(error, (P(BOTH), P(BOTH), P(BOTH)), P(), mesh)
-    step = jax.jit(jax.value_and_grad(lambda w_DF: on_all(w_DF, x_BD, y_BF)))
-    w_DF = jnp.zeros((16, 6))
-    for _ in range(steps):
-        printed, d_w_DF = step(w_DF)
-        w_DF -= rate * d_w_DF
-    return np.asarray(w_DF), float(printed)
+def batch(number):  # x, and what another MLP makes of it
+    x_BD = np.random.default_rng([1, number]).normal(size=(64, D)).astype(np.float32)
+    return x_BD, np.asarray(mlp(*drawn(7), x_BD))
 
 
 # %%
-for steps in (1, 5, 10, 40):
-    w_DF, (_, printed) = train((2, 4), steps)[0], train((2, 4), steps + 1)
-    print(f"after {steps:2} steps: training prints {printed:6.3f}", end="")
-    print(f"; on one device {error_of(w_DF):6.3f}")
+losses, checkpoint = train(8, 100)
+print("on 8 devices:", *(f"{loss:.2f}" for loss in losses[::11]))
+losses, _ = train(4, 60, checkpoint)
+print("then on 4:   ", *(f"{loss:.2f}" for loss in losses[:4] + losses[4::11]))
 
 # %% [markdown]
-# `jax.grad` is correct (chapter 02 covers it). Fix `train`, so that its weights are correct on any mesh.
+# The loss falls on eight devices. When the run resumes on four, it jumps, and takes some time to recover.
+# Data, step number and momentum continue where they were. Resuming on eight shows no jump. Fix the program.
 
 
 # %% tags=["hide-input"]
-def on_one(rate=0.6, steps=40):
-    """The weights of the same training on one device."""
-    error = lambda w_DF: jnp.mean((x_BD @ w_DF - y_BF) ** 2)
-    step, w_DF = jax.jit(jax.grad(error)), jnp.zeros((16, 6))
-    for _ in range(steps):
-        w_DF -= rate * step(w_DF)
-    return np.asarray(w_DF)
+def simulated(function):
+    """Losses of three steps on 8 devices and three on fewer, all computed on one."""
+
+    @functools.cache
+    def run(devices):
+        w, m, losses = drawn(0), [0.0] * 3, []
+        for number in range(6):
+            on = 8 if number < 3 else devices
+            error = lambda w, x, y, on=on: jnp.mean((function(on, *w, x) - y) ** 2)
+            loss, d = jax.value_and_grad(error)(w, *batch(number))
+            m = [0.9 * a + b for a, b in zip(m, d, strict=True)]
+            w = [a - 0.3 * b for a, b in zip(w, m, strict=True)]
+            losses.append(float(loss))
+        return losses
+
+    return run
 
 
-def mixed(w_DF, shape):
-    """Rows in the order in which the function above returns them."""
-    return w_DF.reshape(shape[1], shape[0], -1, 6).swapaxes(0, 1).reshape(16, 6)
+def paired(devices, gate_DF, up_DF, out_FD, x_BD):
+    """The MLP that the program above computes."""
+    both = jnp.concatenate([gate_DF, up_DF], axis=1).reshape(D, devices, 2, -1)
+    return mlp(both[:, :, 0].reshape(D, F), both[:, :, 1].reshape(D, F), out_FD, x_BD)
 
 
 # %% tags=["hide-input"]
-MEND_HINTS = [
-    (lambda shape: mixed(on_one(), shape), "The same weights as before."),
-    (lambda shape: on_one(0.6 / 8), "You divided the loss by the devices twice."),
-    (lambda shape: mixed(on_one(0.6 / 8), shape), "Only the steps are shorter."),
+def for_eight(devices, gate_DF, up_DF, out_FD, x_BD):
+    """Columns of gate and up in the order that is right on eight devices."""
+    both = jnp.stack([gate_DF.reshape(D, 8, -1), up_DF.reshape(D, 8, -1)], axis=2)
+    return paired(devices, *jnp.split(both.reshape(D, -1), 2, axis=1), out_FD, x_BD)
+
+
+TRAIN_HINTS = [
+    (paired, "The same losses as before."),
+    (for_eight, "Right on 8 devices only: should the order depend on n?"),
+    (lambda n, gate, up, out, x: mlp(up, gate, out, x), "Which half has the silu?"),
+    (lambda n, *args: mlp(*args) / n, "The sum over devices is now their mean."),
+    (lambda n, *args: paired(n, *args) / n, "A mean now, and the jump remains."),
 ]
+TRAIN_HINTS = [(simulated(one), hint) for one, hint in TRAIN_HINTS]
+RIGHT = simulated(lambda n, *args: mlp(*args))
 
 
-def check_mend(train):
-    def weights(shape):
-        found = lesson.answered(train)(shape)
-        return found[0] if isinstance(found, tuple) else found
+def check_train(train):
+    def losses(devices):
+        first, checkpoint = lesson.answered(train)(8, 3)
+        return [*first, *train(devices, 3, checkpoint)[0]]
 
-    done = "Fixed: on 2x4, 4x2 and 1x8 devices the weights match a single-device run."
-    shapes = [((2, 4),), ((4, 2),), ((1, 8),)]
-    return lesson.diagnose(weights, shapes, lambda shape: on_one(), MEND_HINTS, done)
+    done = "Fixed: from 8 to 2, 4 or 8 devices, the losses match a single-device run."
+    cases = [(2,), (4,), (8,)]
+    return lesson.diagnose(losses, cases, RIGHT, TRAIN_HINTS, done, share=1e-3)
 
 
 # %% tags=["hide-output"]
-print(check_mend(train))
+print(check_train(train))
 
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `P(("data", "fsdp"))` makes `data` the outer axis. Devices along `fsdp` therefore hold consecutive rows,
-# which have to be concatenated first: gather over `fsdp`, then over `data`, or over both at once:
+# `P(None, "tensor")` gives device 0 of eight the first 8 of 64 columns. They are all columns of `gate`. The
+# device splits its own columns in half, and uses the second half as `up`. So each device multiplies columns
+# of `gate` with other columns of `gate`, or of `up` with `up`. Shapes fit, and on eight devices it is
+# consistently the same function, which learns about as well. On four devices other columns are paired. Give
+# the two matrices their own dim, so that each is sharded by itself:
 #
 # ```python
-# w_DF = jax.lax.all_gather(w_dF, ("data", "fsdp"), axis=0, tiled=True)
+# return {"in": np.stack([gate_DF, up_DF], axis=1), "out": out_FD}  # [D, 2, F]
+# SPECS = {"in": P(None, None, "tensor"), "out": P("tensor")}
+# gate_Bf, up_Bf = jnp.einsum("BD,DkF->kBF", x_BD, weights["in"])
 # ```
 #
-# In the other order, each device gets all rows of `w`, but permuted. The gradients return in the same wrong
-# order, so the loss still falls: training learns a matrix with permuted rows, and the permutation depends
-# on the mesh. On 1 x 8 devices the two orders are the same, so a test there passes.
-#
-# PyTorch had this bug. A weight was sharded for tensor parallelism and then again by FSDP2, and
-# `full_tensor()` concatenated the shards as if they had been split in the other order
-# ([129206](https://github.com/pytorch/pytorch/issues/129206)). The fix was a placement that remembers the
-# order, `_StridedShard` ([126697](https://github.com/pytorch/pytorch/pull/126697)).
+# **Where it happened.** NeMo Automodel sharded `[gate | up]` and `[q | k | v]` evenly along the fused dim, so
+# tensor-parallel ranks got wrong mixtures, without an error. The fix interleaves the rows, and was accepted
+# with loss curves that match the unfused model's ([pull
+# request](https://github.com/NVIDIA-NeMo/Automodel/pull/1324)). In nnsight, an all-gather of such a fused
+# output returned `[q0 k0 v0 | q1 k1 v1]`. Reads and writes were consistent, and its test compared the values
+# of a row in any order, so it passed ([pull request](https://github.com/ndif-team/nnsight/pull/719)).
 # </details>
 
 
 # %% tags=["remove-cell"]
-def other(join, divide=1, specs=BOTH):
-    def train(shape, steps=40, rate=0.6):
-        mesh = jax.make_mesh(shape, BOTH, axis_types=(AxisType.Auto,) * 2)
+def with_mlp(new_init=init, new_mlp=gated_mlp, specs=SPECS):
+    def run(*args):
+        names = globals()
+        before = names["init"], names["gated_mlp"], names["SPECS"]
+        names["init"], names["gated_mlp"], names["SPECS"] = new_init, new_mlp, specs
+        try:
+            return train(*args)
+        finally:
+            names["init"], names["gated_mlp"], names["SPECS"] = before
 
-        def error(w_dF, x_bD, y_bF):
-            squares = jnp.sum((x_bD @ join(w_dF) - y_bF) ** 2)
-            return jax.lax.psum(squares, BOTH) / y_BF.size / divide
-
-        on_all = on_mesh(error, (P(specs),) * 3, P(), mesh)
-        step = jax.jit(jax.grad(lambda w_DF: on_all(w_DF, x_BD, y_BF)))
-        w_DF = jnp.zeros((16, 6))
-        for _ in range(steps):
-            w_DF -= rate * step(w_DF)
-        return np.asarray(w_DF), 0.0
-
-    return train
+    return run
 
 
-join = lambda *axes: lambda w_dF: sharding.all_gather(w_dF, axes, dim=0)
-inner_first = lambda w_dF: join("data")(join("fsdp")(w_dF))
-for right_one in (other(join(*BOTH)), other(inner_first)):
-    assert check_mend(right_one).startswith("Fixed")
-swapped = ("fsdp", "data")
-assert check_mend(other(join(*swapped), specs=swapped)).startswith("Fixed")
-unchanged, divided, shorter = (hint for _, hint in MEND_HINTS)
-assert check_mend(train) == check_mend(other(join("fsdp", "data"))) == unchanged
-assert check_mend(other(inner_first, divide=8)) == divided
-assert check_mend(other(join("fsdp", "data"), divide=8)) == shorter
-assert check_mend(other(join("data"))).startswith("It stops")
-for nothing in (lambda shape: ..., lambda shape: None, None):
-    assert check_mend(nothing) == lesson.NOTHING
+def halves(split, add=jax.lax.psum):
+    def gated_mlp(weights, x_BD):
+        gate_Bf, up_Bf = split(weights["in"], x_BD)
+        return add((jax.nn.silu(gate_Bf) * up_Bf) @ weights["out"], "tensor")
+
+    return gated_mlp
+
+
+def stacked():
+    gate_DF, up_DF, out_FD = drawn(0)
+    return {"in": np.stack([gate_DF, up_DF], axis=1), "out": out_FD}
+
+
+def interleaved(devices):
+    """gate and up of each of `devices` shards, side by side."""
+
+    def init():
+        gate_DF, up_DF, out_FD = drawn(0)
+        both = [one.reshape(D, devices, -1) for one in (gate_DF, up_DF)]
+        return {"in": np.stack(both, axis=2).reshape(D, -1), "out": out_FD}
+
+    return init
+
+
+# %% tags=["remove-cell"]
+own_dim = {"in": P(None, None, "tensor"), "out": P("tensor")}
+by_dim = lambda w, x: jnp.einsum("BD,DkF->kBF", x, w)
+by_half = lambda w, x: jnp.split(x @ w, 2, axis=1)
+by_pair = lambda w, x: jnp.moveaxis((x @ w).reshape(len(x), -1, 2), 2, 0)
+assert check_train(with_mlp(stacked, halves(by_dim), own_dim)).startswith("Fixed")
+assert check_train(with_mlp(interleaved(F), halves(by_pair))).startswith("Fixed")
+swapped = lambda w, x: by_dim(w, x)[::-1]
+wrong = [train, with_mlp(interleaved(8)), with_mlp(stacked, halves(swapped), own_dim)]
+wrong += [with_mlp(stacked, halves(by_dim, jax.lax.pmean), own_dim)]
+wrong += [with_mlp(init, halves(by_half, jax.lax.pmean))]
+for one, (_, hint) in zip(wrong, TRAIN_HINTS, strict=True):
+    assert check_train(one) == hint, (check_train(one), hint)
+for nothing in (lambda *_: ..., lambda *_: None, None):
+    assert check_train(nothing) == lesson.NOTHING
+first, checkpoint = train(8, 100)
+after, again = train(4, 4, checkpoint)[0], train(8, 4, checkpoint)[0]
+assert first[-1] < 0.2 and min(after) > 2 * max(again), "no jump"
 
 # %% [markdown]
 # ## In one table
@@ -1014,8 +1142,9 @@ for nothing in (lambda shape: ..., lambda shape: None, None):
 # | 3: `x_Bd @ w_dF -> y_bF` | reduce-scatter of y | all-gather of dy | 2 B F | `RowwiseParallel`, `output_layouts=Shard(0)` |
 # | 4: `x_bD @ w_Df -> y_bF` | all-gather of w | reduce-scatter of dw | 2 D F | `fully_shard`, dim 1 |
 #
-# The matmul takes as long as gathering a weight with 2,037 rows per device on a TPU v4 (2x2x2), 2,198 on a
-# node of 8 H100s, and 2,472 on two nodes. Latency dominates below 0.4, 11 and 25 MB.
+# The collectives are `jax.lax.all_gather`, `psum_scatter` and `psum` in JAX, `all_gather_into_tensor`,
+# `reduce_scatter_tensor` and `all_reduce` in `torch.distributed`. In Megatron-LM, case 1 is data parallelism,
+# case 2 its FSDP, and case 3 a `RowParallelLinear`: with a reduce-scatter if `--sequence-parallel` is set.
 #
 # ## Three lines to keep
 #
