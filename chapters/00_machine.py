@@ -330,11 +330,10 @@ lesson.predicted("8 rows over 1 row", my_prediction, measured, "times", within=0
 # %% [markdown]
 # ## Two limits: memory and compute
 #
-# The slow part does not grow with the rows: the matmul must read all of `w`, `4 D F` bytes in float32,
-# however few rows there are. So there are two times to know: FLOPs divided by FLOP/s, and bytes divided by
-# the memory bandwidth in bytes/s. A core can multiply while it waits for more data. With perfect overlap, the
-# matmul takes the longer of the two times. With no overlap, it takes their sum, which is at most twice as
-# long.
+# The matmul must read all of `w`, `4 D F` bytes in float32, however few rows there are. So there are two
+# times to know: FLOPs divided by FLOP/s, and bytes divided by the memory bandwidth in bytes/s. A core can
+# multiply while it waits for more data. With perfect overlap, the matmul takes the longer of the two times.
+# With no overlap, it takes their sum, which is at most twice as long.
 #
 # Which time is longer depends on the FLOPs per byte, the *arithmetic intensity*. Here it is `2 B D F / 4 D F
 # = B / 2`: only the number of rows matters. The intensity at which both times are equal depends only on the
@@ -393,8 +392,8 @@ axes.set(xlabel="FLOPs per byte", ylabel="GFLOP/s at most")
 # %% [markdown]
 # ## Eight devices, six axes
 #
-# Large models train on thousands of these chips. To divide the work, we arrange the devices in a grid, the
-# *mesh*, whose axes have names. In this guide every mesh has the same six axes, and most of them have size 1.
+# Large models train on thousands of chips. In this guide every mesh has the same six axes, and most of them
+# have size 1:
 #
 # | axis | what differs between devices along this axis |
 # |---|---|
@@ -430,7 +429,7 @@ axes.set_title("A device has one neighbor along each axis")
 axes.set_axis_off()
 
 # %% [markdown]
-# Shards lie in the order of the device numbers. Here both dims of a matrix are sharded, over two axes:
+# Here both dims of a matrix are sharded, over two axes:
 
 # %%
 mesh = make_mesh("fsdp=4,tensor=2")
@@ -475,8 +474,8 @@ del copies_FD
 #
 # ## A whole step
 #
-# The project's planner adds this up for every matmul and every collective of a model. It uses no device. Here
-# is a step of Llama 3 8B on 64 TPU v4, as `fsdp=16,tensor=4`, with 64 sequences of 512 tokens:
+# The project's planner adds up FLOPs and bytes for all matmuls and collectives of a model. It uses no device.
+# Here is a step of Llama 3 8B on 64 TPU v4, as `fsdp=16,tensor=4`, with 64 sequences of 512 tokens:
 
 
 # %%
@@ -528,8 +527,8 @@ fsdp_of = lambda plan: plan.seconds(alone=True)[FSDP]
 assert fsdp_of(one) <= fsdp_of(four) < 1.05 * fsdp_of(one)  # and tokens
 
 # %% [markdown]
-# Weights are sent once per step and layer, whether for one token or a thousand. So with enough tokens compute
-# takes longer than `fsdp`. Activations are sent for each token, so the time of `tensor` grows in proportion
+# The bytes of the weights do not depend on the number of tokens. So with enough tokens compute takes longer
+# than `fsdp`. Activations are sent for each token, so the time of `tensor` grows in proportion
 # to compute.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds against tokens per chip: compute and tensor rise in parallel; fsdp is flat, and compute crosses it."}}
@@ -550,8 +549,8 @@ axes.set(xlabel="tokens per chip and step", ylabel="seconds per step")
 #
 # **The rule.** For each link, divide the FLOPs that a device computes in a step by the bytes that it sends
 # over the link. If this is below the link's ridge point (FLOP/s divided by bandwidth), the communication
-# takes longer than the matmuls, and cannot be hidden behind them. Chapter 09 has the thresholds of all axes
-# on one sheet, with their assumptions.
+# takes longer than the matmuls, so it cannot overlap completely with them. Chapter 09 has the thresholds of
+# all axes on one sheet, with their assumptions.
 #
 # More chips have the opposite effect of more tokens. Each of n devices does 1/n of the FLOPs. But its
 # all-reduce sends `2 (n - 1)/n` of the weights' size: nearly the same for any n. Here the layer from the top
@@ -969,18 +968,17 @@ print(check_meter(train))
 # is right, and so is the peak. With `data` and `fsdp` alone, the two counts are equal, so a test on such a
 # mesh passes.
 #
-# **Where it happened.** TRL added up the tokens of all processes, also if they were tensor-parallel copies
-# of one batch; with 32 of them, the logged tokens/s were 32 times too high
+# **Where it happened.** TRL added up the tokens of all processes, also if they were tensor-parallel copies of
+# one batch; with 32 of them, the logged tokens/s were 32 times too high
 # ([issue](https://github.com/huggingface/trl/issues/7100)). Losses and gradients were right. Other trainers
 # divided by a wrong peak. A guide to fine-tuning on 16 A100 reported 45.51%, from the tokens of all GPUs and
 # the peak of one ([issue](https://github.com/huggingface/blog/issues/1649)). After a reader asked, a profile
 # showed that the run mostly waited for communication, and the paragraph was removed. nanoGPT divided an
-# H100's speed by an A100's peak, until somebody saw 104%
-# ([pull request](https://github.com/karpathy/nanoGPT/pull/464)). torchtitan used the peak of TF32 instead of
-# bfloat16 ([issue](https://github.com/pytorch/torchtitan/issues/668)), and OLMo-core halved an A100's peak
-# that was already dense ([pull request](https://github.com/allenai/OLMo-core/pull/614)): both reported twice
-# the MFU. An MFU above 100% gives itself away; 45% does not. Compare it with the share of time that a
-# profile shows in matmuls.
+# H100's speed by an A100's peak, until somebody saw 104% ([pull
+# request](https://github.com/karpathy/nanoGPT/pull/464)). OLMo-core halved an A100's peak that was already
+# dense, and logged twice the MFU ([pull request](https://github.com/allenai/OLMo-core/pull/614)). An MFU
+# above 100% gives itself away; 45% does not. Compare it with the share of time that a profile shows in
+# matmuls.
 # </details>
 
 
