@@ -619,9 +619,9 @@ assert gathers(written_out) == 2 and gathers(looped) == 4, "the loop matters"
 # A device can receive the next layer's weights while it computes the current layer. Communication that
 # overlaps with compute costs no time. The rest is **exposed**: the matmuls wait for it. FSDP therefore
 # *prefetches*: it starts the gather of the next layer when the current one starts. Likewise, DDP sends
-# gradients in **buckets** of several layers while the backward pass of earlier layers runs. Here are three
-# layers of Llama 3 8B on eight H100s (arithmetic at peak speed, in bf16; F1 is the forward pass of layer 1,
-# B1 its backward pass):
+# gradients in **buckets** while the backward pass of earlier layers runs. Here are three layers of Llama 3
+# 8B on eight H100s (arithmetic at peak speed, in bf16; F1 is the forward pass of layer 1, B1 its backward
+# pass):
 
 
 # %% tags=["hide-input"]
@@ -795,8 +795,8 @@ for axes, moves in found.totals_by("axes").items():
 #
 # ## Exercise 2: which axis first?
 #
-# On a mesh `data=2,fsdp=4`, every device has a partial sum of a matrix's gradient, `partial_DD`. Return this
-# device's shard of the whole sum: 1/4 of the rows, the same on both devices along `DATA`. `DATA` is the slow
+# On a mesh `data=2,fsdp=4`, every device has a partial sum of a matrix's gradient, `partial_DD`. Return
+# this device's shard of the sum: 1/4 of the rows, the same on both devices along `DATA`. `DATA` is the slow
 # axis, say between two buildings, so send as few bytes as possible over it.
 
 # %% tags=["hide-input"]
@@ -903,7 +903,7 @@ for nothing in (slice_of_sum, lambda x: None, ...):
 # %% [markdown]
 # ## Left to the compiler
 #
-# `jax.jit` can do all this from one device's code and the shardings of its inputs and outputs. The compiler
+# `jax.jit` can do this from one device's code and the shardings of its inputs and outputs. The compiler
 # then has to find the collectives. These are the bytes sent in a step with one microbatch:
 
 
