@@ -1,16 +1,18 @@
 # %% [markdown]
-# # 02 · Gradients under sharding
+# # 02 · Gradient synchronization: who adds the gradients?
 #
-# **Question.** Every device computes the gradient of its part of the loss. Where do you add these partial
-# gradients, and where has JAX added them already?
+# In **data parallelism**, every device has the whole model and a part of the rows (of the batch), so it
+# computes only a part of each gradient. An all-reduce adds these partial gradients up, and then all devices
+# take the same step.
 #
-# **Why it hurts not to know.** If you write one all-reduce too many, there is no error. The gradient has the
-# right shape and the loss falls, but settings that work on four devices fail on eight.
+# Why would you want to know where the sum happens? JAX often adds the gradients for you. If you add them
+# again, or if nothing adds them, there is no error: the gradient has the right shape and the loss falls, but
+# settings that work on four devices fail on eight. This page shows which line adds what, and how to check it.
 #
 # *Prerequisites:* chapter 01 (`shard_map`, the collectives). *Mesh:* `fsdp=8`, simulated. *Runs in* 40 s on 2
 # cores. *Reading takes* 25 minutes, 90 with the exercises.
 
-# %%
+# %% tags=["hide-input"]
 from devices import simulate_devices
 
 simulate_devices(8)
@@ -18,19 +20,43 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 
 import sharding
-from chapters import lesson
+from chapters import lesson, opening
 from config import MeshConfig
 from plan import hardware
 
-COLOR = lesson.COLORS["fsdp"]  # of the `fsdp` axis
+COLOR, GiB = lesson.COLORS["fsdp"], 2**30  # the color of the `fsdp` axis
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "One layer of Llama 3 8B. On one H100, it stores 10.1 GiB and computes for 87 ms. On eight, each stores 2.7 GiB, computes for 11 ms, and an all-reduce of 1.7 ms follows."}}
+W, TOKENS = opening.PARAMETERS, opening.TOKENS
+per_token = 6 * opening.D + 2 * opening.K * opening.H + 3 * opening.F  # chapter 03
+
+
+def scene(title, devices):
+    f = opening.compute_ms(2 * W * TOKENS / devices)
+    all_of = lambda x: [x] * devices + [0.0] * (8 - devices)
+    memory = {"weights": all_of(4 * W / GiB), "gradients": all_of(4 * W / GiB)}
+    memory["activations"] = all_of(2 * per_token * TOKENS / devices / GiB)
+    compute = [("F", 0, f), ("B", f, 2 * f)]
+    all_reduce_ms = opening.network_ms(2 * (devices - 1) / devices * 2 * W)  # bf16
+    network = [("", 3 * f, all_reduce_ms)] if devices > 1 else []
+    return opening.Scene(title, memory, compute, network)
+
+
+alone, eight = scene("One device has all rows", 1), scene("Eight have 1/8 each", 8)
+title = "Eight devices compute partial gradients, and an all-reduce adds them"
+opening.before_after(alone, eight, title, "fsdp")
 
 # %% [markdown]
+# One layer of Llama 3 8B with 65,536 tokens, on one H100 and on eight. Times are arithmetic at peak speed. F
+# and B are the forward and the backward pass. The blue bar is the all-reduce, which takes 1.7 ms; it is the
+# only communication.
+#
 # ## One sum too many
 #
 # Take the smallest model that learns: input rows `x_BD`, targets `y_BF`, one weight matrix `w_DF`, and the
-# mean squared error over all B rows. Each of n = 8 devices stores all of `w` and b = B/n of the rows. This is
-# data parallelism. (A capital letter is a whole dim, a lower-case letter a device's shard. The next cell and
-# two below are *the program by hand*. You can paste them into an empty file: they need only JAX and NumPy.)
+# mean squared error over all B rows. Each of n = 8 devices stores all of `w` and b = B/n of the rows. (A
+# capital letter is a whole dim, a lower-case letter a device's shard. The next cell and two below are *the
+# program by hand*. You can paste them into an empty file: they need only JAX and NumPy.)
 
 # %% tags=["by-hand"]
 import os
@@ -77,8 +103,11 @@ lesson.predicted("times the right gradient", my_prediction, round(times, 3))
 assert abs(times - n) < 1e-3
 
 # %% [markdown]
-# JAX had added the gradients already, and the `psum` added eight equal sums again. Would you notice? Here the
-# colleague's function trains on one, two, four and eight devices, and everything else is equal:
+# JAX had added the gradients already, and the `psum` added eight equal sums again.
+#
+# ### Would you notice?
+#
+# Here the colleague's function trains on one, two, four and eight devices, and everything else is equal:
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Loss against step. One device and two devices fall, four fall faster, and on eight devices the loss grows."}}
 RATE_SHOWN = 0.3
@@ -173,10 +202,10 @@ for name, (gradient, spec) in GRADIENTS.items():
 #
 # ## Varying and invariant values
 #
-# JAX records for every value inside `shard_map` the mesh axes along which it is **varying**: each device has
-# its own value. Along the other axes it is **invariant**: all devices have the same value. This record is
-# part of the value's type, like its shape. JAX does this if `check_vma` ("varying manual axes") is True, the
-# default.
+# JAX records for every value inside `shard_map` the mesh axes along which it is **varying**: each device
+# has its own value. Along the other axes it is **invariant**: all devices have the same value. This record
+# is part of the value's type, like its shape. JAX does this if `check_vma` ("varying manual axes") is True,
+# the default. (What follows is JAX 0.10; earlier versions print other names.)
 
 
 # %%
@@ -305,7 +334,9 @@ assert SENDS["psum"][1] == 0 and SENDS["pcast"][1] == 336
 # checks this table. All six are linear, so the backward pass g of a collective f must be its transpose: f(x)
 # · y = x · g(y). The dot product sums over all devices, and counts an invariant value once.
 #
-# The type affects the bytes. With `to="invarying"`, `all_gather` returns an invariant result:
+# ### The type affects the bytes
+#
+# With `to="invarying"`, `all_gather` returns an invariant result:
 
 # %%
 for to in ("varying", "invarying"):
@@ -382,9 +413,12 @@ for name, times in {"grad(partial)": "equal", "grad(total)": "8 times too big"}.
 # The loss does not tell you. So compare a gradient with the single-device gradient for the same rows and
 # weights at the first step, and look at how they differ:
 #
-# - **n times too big**, where n is the size of a mesh axis: the gradients are added twice along that axis, or
-#   each device divides by its own rows. Look for a `psum` after `jax.grad`, for a mean over local rows
-#   instead of a partial loss, or for a loss term that is the same on all devices (the bug below).
+# - **n times too big**, where n is the size of a mesh axis: the gradients are added twice along that axis,
+#   or each device divides by its own rows. Look for a `psum` after `jax.grad`, or for a mean over local
+#   rows instead of a partial loss. If only one loss term is n times too big, it is a number that all
+#   devices have, such as a penalty on weights: the sum counts it n times. In a widely used trainer, the
+#   load-balancing loss of Qwen3-MoE grew with every GPU in this way ([transformers
+#   48690](https://github.com/huggingface/transformers/issues/48690)). Add such a term after the `psum`.
 # - **n times too small**: partial losses were added and also divided by n. That is DDP's average, applied to
 #   partial losses.
 # - **Another direction, different on each device**: the gradients are never added. With the check on, JAX
@@ -398,27 +432,30 @@ for name, times in {"grad(partial)": "equal", "grad(total)": "8 times too big"}.
 #
 # ## What it costs
 #
-# Take the gradients of 8 billion weights, summed once per step in bfloat16 (2 bytes). `plan/hardware.py` has
-# the bytes/s that a device can send. The backward pass needs 4 FLOPs per weight and token:
+# Take the gradients of 8 billion weights, summed once per step in bfloat16 (2 bytes). `plan/hardware.py`
+# has the *bandwidth*: the bytes/s that a device can send. The backward pass needs 4 FLOPs per weight and
+# token:
 
 # %%
 print("                all-reduce  reduce-scatter  tokens per device")
 for name in ("v4:2x2x2", "h100:8", "h100:16"):
     topology = hardware.Topology.parse(name)
     devices, peak = topology.devices, topology.chip.peak_flops_per_s
-    wires = hardware.layout(MeshConfig(fsdp=devices), topology)["fsdp"].bytes_per_s
-    scattered = (devices - 1) / devices * 2 * 8e9 / wires
+    bandwidth = hardware.layout(MeshConfig(fsdp=devices), topology)["fsdp"].bytes_per_s
+    scattered = (devices - 1) / devices * 2 * 8e9 / bandwidth
     tokens = 2 * scattered * peak / (4 * 8e9)
     print(f"{topology.chip.name:11} x {devices:2} {2e3 * scattered:6.0f} ms", end="")
     print(f" {1e3 * scattered:12.0f} ms {tokens:15,.0f}")
 
 # %% [markdown]
 # The last column is the number of tokens per device at which the backward pass takes as long as the
-# all-reduce. With fewer tokens the communication is exposed, even if each layer's gradient is sent while the
-# next gradient is computed. If you have few tokens per device, accumulate gradients over several microbatches
-# and send them once (exercise 3). Latency dominates if each array is below 0.4 MB (TPU v4), 11 MB (a node of
-# H100s) or 25 MB (two nodes), as in chapter 01. That is why compilers and DDP send small gradients in
-# buckets.
+# all-reduce. The rule: an all-reduce sends 2 · 2W bytes (times (n - 1)/n), and the backward pass of N
+# tokens takes 4WN FLOPs, so **N > peak FLOP/s / bandwidth**. (All thresholds, with their assumptions, are
+# on the sheet in chapter [09](09_choose.py).) With fewer tokens the communication is *exposed*, which means
+# that the next step waits for it, even if each layer's gradient is sent while the next gradient is
+# computed. If you have few tokens per device, accumulate gradients over several microbatches and send them
+# once (exercise 3). Latency dominates if each array is below 0.4 MB (TPU v4), 11 MB (a node of H100s) or 25
+# MB (two nodes), as in chapter 01. That is why compilers and DDP send small gradients in buckets.
 #
 # ## In `model.py`
 #
@@ -439,12 +476,17 @@ MASKS = {devices: np.float32(mask) for devices, mask in MASKS.items()}
 squares_of = lambda w, x, y: (x @ w - y) ** 2
 masked = lambda w, x, y, m: (squares_of(w, x, y) * m[:, None]).sum() / F
 one_loss = lambda w, mask: masked(w, x_BD, y_BF, mask) / mask.sum()
+
+
+# %% tags=["hide-input"]
 MASK_HINTS = [
     (lambda *a: masked(*a) / a[3].sum(),
      "Each device divides by its own count; then eight means are added."),
     (lambda *a: jax.lax.pmean(masked(*a) / a[3].sum(), "fsdp"),
      "A mean of means: a row counts more on a device with few valid rows."),
     (lambda *a: masked(*a) / B, "Padding is not in the sum, but it is in the divisor."),
+    (lambda *a: masked(*a) / a[3].size,
+     "You divide by one device's rows, padding included. Over which rows is the mean?"),
     (lambda w, x, y, m: partial_loss(w, x, y), "You count padding like valid rows."),
     (lambda w, x, y, m: squares_of(w, x, y).sum() / F / psum(m.sum()),
      "Padding is not in the divisor, but it is in the sum."),
@@ -722,79 +764,142 @@ for nothing in (accumulate_once, None, ...):
 # %% [markdown]
 # ## A bug to find
 #
-# This program solves a least-squares problem with a penalty on large weights. It runs on any number of
-# devices, the check is on, and the loss falls on every mesh. Two colleagues compare results.
+# This program trains a two-layer network. Each device stores half of the rows of both matrices (a quarter on
+# four devices, and so on), and gathers them once per step. It can process its rows of the batch in several
+# microbatches. The gradient is clipped.
 
 # %%
-RATE, PENALTY = 1.0, 0.02
+RATE, LARGEST, STEPS, ROWS, M = 0.2, 1.0, 20, 64, 24
+draw = np.random.default_rng(5).normal
+START = {"up": draw(size=(D, M)) / 4, "down": draw(size=(M, F)) / 5}
+X_SBD = draw(size=(STEPS, ROWS, D))  # the batches of all steps
+Y_SBF = 0.3 * X_SBD @ draw(size=(D, F)) + 0.1 * draw(size=(STEPS, ROWS, F))
+each = jax.tree.map
 
 
-def train(devices, steps=40):
-    """Minimize the mean squared error of all rows, plus PENALTY * |w|^2."""
-
-    def objective(w_DF, x_bD, y_bF):
-        return partial_loss(w_DF, x_bD, y_bF) + PENALTY * jnp.sum(w_DF**2)
-
-    def step(w_DF, x_bD, y_bF):
-        return w_DF - RATE * jax.grad(objective)(w_DF, x_bD, y_bF)
-
-    program = on_mesh(step, SPECS, P(), sharding.make_mesh(f"fsdp={devices}"))
-    w_DF = np.zeros((D, F), np.float32)
-    for _ in range(steps):
-        w_DF = program(w_DF, x_BD, y_BF)
-    return w_DF
+def part_of_loss(w, x_bD, y_bF):
+    """This device's part of the mean over all rows of a batch."""
+    out_bF = jnp.tanh(x_bD @ w["up"]) @ w["down"]
+    return ((out_bF - y_bF) ** 2).sum() / (ROWS * F)
 
 
 # %%
-for devices in (1, 2, 4, 8):
-    weights = [train(devices, steps) for steps in (1, 5, 40)]
-    text = ", ".join(f"{partial_loss(w, x_BD, y_BF):.4f}" for w in weights)
-    print(f"{devices} devices: error {text} after 1, 5, 40 steps")
+def empty(w):
+    """No gradients yet: an unsharded sum of partial gradients, and a summed shard."""
+    size = jax.lax.axis_size("fsdp")
+    shard = each(lambda w: jnp.zeros_like(w[: len(w) // size]), w)
+    return each(jnp.zeros_like, w), shard
+
+
+def collect(gradients, d, is_last=True):
+    """Accumulate a microbatch's gradient. At the end, add over devices, and clear."""
+    partial, shard = gradients
+    partial = each(jnp.add, partial, d)
+    if is_last:  # send as late as possible: once per step
+        shard = each(scatter, partial)
+        partial = each(jnp.zeros_like, partial)
+    return partial, shard
+
+
+def clipped(d):
+    norm = jnp.sqrt(psum(sum((one**2).sum() for one in jax.tree.leaves(d))))
+    return each(lambda one: one * jnp.minimum(1.0, LARGEST / norm), d), norm
+
+
+# %%
+def train_step(w, x_bD, y_bF, microbatches):
+    """Return the new weights, and this step's loss and gradient norm."""
+    whole_w = each(gather, w)
+    gradients, loss = empty(whole_w), 0.0
+    of_rows = jax.value_and_grad(part_of_loss)
+    for micro in range(microbatches):
+        share = len(x_bD) // microbatches
+        mine = slice(micro * share, (micro + 1) * share)
+        one_loss, d = of_rows(whole_w, x_bD[mine], y_bF[mine])
+        gradients = collect(gradients, d)
+        loss += one_loss
+    d, norm = clipped(gradients[1])
+    return each(lambda w, d: w - RATE * d, w, d), psum(loss), norm
+
+
+# %%
+def train(microbatches, devices=4):
+    """Return the weights after STEPS steps, and the loss and norm of each step."""
+    step = lambda *args: train_step(*args, microbatches)
+    out_specs, small = (rows, whole, whole), sharding.make_mesh(f"fsdp={devices}")
+    program, w, log = on_mesh(step, (rows, rows, rows), out_specs, small), START, []
+    for x_BD, y_BF in zip(X_SBD, Y_SBF, strict=True):
+        w, loss, norm = program(w, x_BD, y_BF)
+        log.append((float(loss), float(norm)))
+    return w, log
+
+
+# %% mystnb={"image": {"alt": "Training loss over 20 steps with one, two and four microbatches. All three start at the same loss and fall."}}
+figure, axes = plt.subplots(figsize=(5.6, 3))
+for microbatches, style in {1: "-", 2: "--", 4: ":"}.items():
+    _, log = train(microbatches)
+    axes.plot(np.transpose(log)[0], style, color="black", label=f"{microbatches}")
+    (loss, norm), (last, _) = log[0], log[-1]
+    text = f"first loss {loss:.5f}, norm {norm:.3f}; last loss {last:.3f}"
+    print(f"microbatches={microbatches}: {text}")
+axes.set(xlabel="step", ylabel="mean squared error", ylim=0)
+axes.set_title("All three start at the same loss and learn")
+axes.legend(title="microbatches")
 
 # %% [markdown]
-# The data and the initial weights are the same, and nothing is random. "Float32 adds in a different order",
-# says one colleague. "That changes only the seventh digit", says the other. Fix `train`, so that the number
-# of devices does not matter.
+# A colleague can no longer fit the rows of a device into memory, so she uses four microbatches. The loss of
+# the first step is right to the last digit, and then it falls, on any number of devices. "Small microbatches
+# are noisy", she says, "so I expect slower learning." Fix the program, so that the weights do not depend on
+# the number of microbatches.
 
 
 # %% tags=["hide-input"]
-def on_one(penalty=PENALTY, rate=RATE, steps=40, rows=B):
-    """The same training without a mesh."""
-    error = lambda w: partial_loss(w, x_BD[:rows], y_BF[:rows])
-    objective = lambda w: error(w) + penalty * jnp.sum(w**2)
-    step, w_DF = jax.jit(lambda w: w - rate * grad(objective)(w)), jnp.zeros((D, F))
-    for _ in range(steps):
-        w_DF = step(w_DF)
-    return w_DF
+@lesson.functools.cache
+def one_device(weigh, microbatches):
+    """The same training without a mesh; `weigh` combines the gradients."""
+
+    @jax.jit
+    def step(w, x_BD, y_BF):
+        of_all = np.arange(ROWS).reshape(4, -1)  # a device's rows
+        parts = []
+        for micro in np.split(of_all, microbatches, axis=1):
+            rows = micro.ravel()
+            parts.append(grad(part_of_loss)(w, x_BD[rows], y_BF[rows]))
+        d = each(weigh, *parts)
+        norm = jnp.sqrt(sum((one**2).sum() for one in jax.tree.leaves(d)))
+        scale = jnp.minimum(1.0, LARGEST / jnp.maximum(norm, 1e-9))
+        return each(lambda w, d: w - RATE * scale * d, w, d)
+
+    w = each(jnp.asarray, START)
+    for x_BD, y_BF in zip(X_SBD, Y_SBF, strict=True):
+        w = step(w, x_BD, y_BF)
+    return jax.device_get(w)
 
 
 # %% tags=["hide-input"]
-MEND_HINTS = [
-    (
-        lambda n: on_one(n * PENALTY),
-        "The weights are the same as before your change.",
-    ),
-    (lambda n: on_one(0.0), "Now there is no penalty."),
-    (lambda n: on_one(PENALTY / 2), "Half the penalty: what is the gradient of w**2?"),
-    (lambda n: on_one(n * PENALTY, RATE / n), "Shorter steps, same wrong optimum."),
-    (
-        lambda n: on_one(n * PENALTY, n * RATE),
-        "Steps n times as long, to the same wrong optimum: you summed twice.",
-    ),
-    (
-        lambda n: on_one(PENALTY, n * RATE),
-        "The ratio of error and penalty is right; the steps are n times too long.",
-    ),
-    (lambda n: on_one(PENALTY / n), "Now the penalty is n times too small."),
-    (lambda n: on_one(rows=B // n), "Only one device's rows: where is the sum?"),
-]
+all_of = lambda *d: sum(d)
+ACCUMULATION_HINTS = [
+    (lambda *d: d[-1],
+     "The weights are the same as before your change. Compare the norms of the first "
+     "step. The loss has every row; how many rows does the gradient have?"),
+    (lambda *d: len(d) * d[-1],
+     "The size is about right now, but only one microbatch decides the direction."),
+    (lambda *d: d[0], "Now only the first microbatch's gradient reaches the weights."),
+    (lambda *d: 0 * d[0], "Now no gradient reaches the weights."),
+    (lambda *d: sum(d) / len(d),
+     "Z times too small: `part_of_loss` already divides by all rows of the batch."),
+    (lambda *d: sum((len(d) - i) * one for i, one in enumerate(d)),
+     "Now the first microbatch counts Z times, and only the last one once."),
+]  # fmt: skip
 
 
 # %% tags=["hide-input"]
 def check_mend(train):
-    meshes = [(2,), (4,), (8,)]
-    done = "Fixed: on 2, 4 and 8 devices the weights match a single-device run."
-    return lesson.diagnose(train, meshes, lambda n: on_one(), MEND_HINTS, done)
+    hints = [(lambda z, f=f: one_device(f, z), hint) for f, hint in ACCUMULATION_HINTS]
+    yours = lambda microbatches: jax.device_get(lesson.answered(train)(microbatches)[0])
+    done = "Fixed: with 2 and 4 microbatches the weights match a single-device run."
+    right = lambda microbatches: one_device(all_of, 1)
+    return lesson.diagnose(yours, [(2,), (4,)], right, hints, done)
 
 
 # %% tags=["hide-output"]
@@ -803,67 +908,84 @@ print(check_mend(train))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The penalty is an invariant number, added to a varying number. So it becomes part of *every* device's
-# objective. The sum over devices is right for the partial losses, but counts the penalty n times. Add the
-# penalty after the sum:
+# `collect` believes that every microbatch is the last one, because `train_step` never sets `is_last`. So it
+# sends and clears the sum after each microbatch, and the shard of the last one replaces the others:
 #
 # ```python
-# return psum(partial_loss(w_DF, x_bD, y_bF)) + PENALTY * jnp.sum(w_DF**2)
+# gradients = collect(gradients, d, is_last=micro == microbatches - 1)
 # ```
 #
-# (Or divide it by n, the size of the mesh axis.) The check raised no error, because every type was right.
+# (Or let `collect` add: `shard = each(lambda s, p: s + scatter(p), shard, partial)`. This is right, too,
+# and sends Z times as much.) The loss is right, because it is summed elsewhere. The clue is the norm of the
+# first step: with Z microbatches it should not change, and it was about Z times too small. (The gradient of
+# fewer rows is noisier indeed, but its mean has a larger norm, not a smaller one.)
 #
-# The load-balancing loss of Qwen3-MoE's router had this bug in a widely used trainer. To undo an average over
-# processes, the trainer multiplied the whole loss by the number of processes. That was right for the token
-# loss, but not for the load-balancing loss, whose weight grew with every GPU ([transformers
-# 48690](https://github.com/huggingface/transformers/issues/48690)). Elsewhere a user saw the load-balancing
-# loss rise with the number of pipeline stages, 0.1005, 0.1007 and 0.1013 on 1, 2 and 4 stages, and suspected
-# precision ([megablocks 85](https://github.com/databricks/megablocks/issues/85)). `model.loss` adds its
-# load-balancing loss after the sums.
+# Megatron-FSDP lost all but the last microbatch's gradient in 2026 in the same way: a `no_sync` that did
+# nothing left `is_last_microbatch` true in every backward pass, and finalizing the buffer cleared it ([pull
+# request 7186](https://github.com/NVIDIA/Megatron-LM/pull/7186)). The repair added the test that was
+# missing: several microbatches, compared with one. The same symptom was found in NeMo Automodel ([pull
+# request 3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530)) and in Fast-LLM, with shared gradient
+# buffers ([issue 550](https://github.com/ServiceNow/Fast-LLM/issues/550)).
 # </details>
 
 
 # %% tags=["remove-cell"]
-def mended(gradient_on, check=True):
-    def train(devices, steps=40):
-        step = lambda w, *xy: w - RATE * gradient_on(devices)(w, *xy)
-        small = sharding.make_mesh(f"fsdp={devices}")
-        program = on_mesh(step, SPECS, P(), small, check)
-        w_DF = np.zeros((D, F), np.float32)
-        for _ in range(steps):
-            w_DF = program(w_DF, x_BD, y_BF)
-        return w_DF
+def collecting(collect_one, last=lambda micro, microbatches: True, scale=1.0):
+    """`train` with another `collect`, and another rule for the last microbatch."""
 
-    return train
+    def changed(microbatches):
+        global collect
+        before, count = collect, iter(range(10**6))
+
+        def new(gradients, d, is_last=True):
+            is_last = last(next(count) % microbatches, microbatches)
+            d = each(lambda one: scale * one if scale != "Z" else microbatches * one, d)
+            return collect_one(gradients, d, is_last)
+
+        collect = new
+        try:
+            return train(microbatches)
+        finally:
+            collect = before
+
+    return changed
 
 
-size = lambda w: PENALTY * jnp.sum(w**2)
-before = lambda w, *xy: partial_loss(w, *xy) + size(w)
-own_mean = lambda w, *xy: mean(w, *xy) + size(w)
+def adding(gradients, d, is_last, clear=True):
+    partial = each(jnp.add, gradients[0], d)
+    shard = each(lambda s, p: s + scatter(p), gradients[1], partial)
+    return (each(jnp.zeros_like, partial) if clear else partial), shard
+
+
+def divided(gradients, d, is_last):
+    partial, shard = broken_collect(gradients, d, is_last)
+    return partial, each(lambda s: s / DIVISOR[0], shard) if is_last else shard
+
 
 # %% tags=["remove-cell"]
-for right_one in (
-    lambda n: grad(lambda w, *xy: total(w, *xy) + size(w)),
-    lambda n: grad(lambda w, *xy: partial_loss(w, *xy) + size(w) / n),
-    lambda n: lambda w, *xy: grad(partial_loss)(w, *xy) + 2 * PENALTY * w,
-):
-    assert check_mend(mended(right_one)).startswith("Fixed")
-same, none, half, shorter, longer, long, small, one_device = (h for _, h in MEND_HINTS)
-for wrong, hint in (
-    (lambda n: grad(before), same),
-    (lambda n: grad(lambda *args: psum(before(*args))), same),
-    (lambda n: grad(partial_loss), none),
-    (lambda n: lambda w, *xy: grad(partial_loss)(w, *xy) + PENALTY * w, half),
-    (lambda n: lambda *args: grad(before)(*args) / n, shorter),
-    (lambda n: grad(lambda w, *xy: total(w, *xy) / n + size(w)), shorter),
-    (lambda n: lambda *args: psum(grad(before)(*args)), longer),
-    (lambda n: grad(own_mean), long),
-    (lambda n: grad(lambda w, *xy: total(w, *xy) + size(w) / n), small),
-):
-    assert check_mend(mended(wrong)) == hint, hint
-assert check_mend(train) == same
-assert check_mend(mended(lambda n: grad(before), check=False)) == one_device
-for nothing in (lambda devices: ..., lambda devices: None, None):
+broken_collect, DIVISOR = collect, [1]
+really_last = lambda micro, microbatches: micro == microbatches - 1
+growing = lambda *args: (each(jnp.add, args[0][0], args[1]),) + (
+    each(scatter, each(jnp.add, args[0][0], args[1])),)  # fmt: skip
+RIGHT = collecting(broken_collect, really_last), collecting(adding), collecting(growing)
+for right_one in RIGHT:
+    assert check_mend(right_one).startswith("Fixed")
+
+
+def averaged(microbatches):
+    DIVISOR[0] = microbatches
+    return collecting(divided, really_last)(microbatches)
+
+
+WRONG = [
+    train, collecting(broken_collect, scale="Z"),
+    collecting(broken_collect, lambda micro, _: micro == 0),
+    collecting(broken_collect, lambda *_: False), averaged,
+    collecting(lambda *args: adding(*args, clear=False)),
+]  # fmt: skip
+for wrong, (_, hint) in zip(WRONG, ACCUMULATION_HINTS, strict=True):
+    assert check_mend(wrong) == hint, hint
+for nothing in (lambda microbatches: ..., lambda microbatches: None, None):
     assert check_mend(nothing) == lesson.NOTHING
 
 # %% [markdown]
@@ -872,25 +994,23 @@ for nothing in (lambda devices: ..., lambda devices: None, None):
 # The table counts the numbers that a device sends, with (n - 1)/n taken as 1. W is the number of weights,
 # which is also the size of their gradient. A float32 number has 4 bytes. Letters show what a device stores.
 #
-# | layout | forward | backward | numbers | PyTorch |
-# |---|---|---|---|---|
-# | `x_bD @ w_DF`, all of w everywhere | nothing | all-reduce of dw | 2 W | DDP |
-# | `x_bD @ w_dF`, d rows each | all-gather of w | reduce-scatter of dw | W + W | `fully_shard` |
-# | `x_BD @ w_Df`, f columns each | nothing | all-reduce of dx | 2 of x | `ColwiseParallel` |
-# | `x_Bd @ w_dF`, then `psum` | all-reduce of y | nothing | 2 of y | `RowwiseParallel` |
+# | layout | JAX spec of w | forward | backward | numbers | PyTorch | Megatron |
+# |---|---|---|---|---|---|---|
+# | `x_bD @ w_DF`, all of w everywhere | `P()` | nothing | all-reduce of dw | 2 W | DDP | DDP |
+# | `x_bD @ w_dF`, d rows each | `P("fsdp")` | all-gather of w | reduce-scatter of dw | W + W | `fully_shard` | Megatron-FSDP |
+# | `x_BD @ w_Df`, f columns each | `P(None, "tensor")` | nothing | all-reduce of dx | 2 of x | `ColwiseParallel` | `ColumnParallelLinear` |
+# | `x_Bd @ w_dF`, then `psum` | `P("tensor")` | all-reduce of y | nothing | 2 of y | `RowwiseParallel` | `RowParallelLinear` |
 #
-# The all-reduce of dw is needed once per step and can overlap with the backward pass of earlier layers. The
-# all-reduce of dx is on the critical path. The backward pass is long enough to overlap the whole all-reduce
-# of dw from about 1,800 tokens per device and step on a TPU v4 (2x2x2), 1,900 on a node of 8 H100s, and 2,300
-# on two nodes. With fewer tokens, accumulate gradients.
+# The all-reduce of dw is needed once per step, and it can overlap with the backward pass of earlier layers.
+# The all-reduce of dx is on the critical path: the layer before waits for it.
 #
 # ## Three lines to keep
 #
 # 1. If all devices use the same value, its gradients must be added in the backward pass: `pcast` and `psum`
 #    are each other's backward pass, as are `all_gather` and `psum_scatter`, with the same bytes.
 # 2. Before you sum a gradient, check its type: an invariant gradient has been summed.
-# 3. DDP averages local means; here we add partial losses. Add a loss term that is the same on all devices
-#    after the sum.
+# 3. DDP averages local means; here we add partial losses. Whatever you use, compare one gradient and its
+#    norm with a single-device run.
 #
 # **Sources.** JAX: [Manual parallelism with
 # shard_map](https://docs.jax.dev/en/latest/notebooks/shard_map.html); [Efficient transposition of
