@@ -15,7 +15,9 @@ DEVICES, TOKENS = 8, 65_536  # one node of eight H100, and the tokens of a step:
 D, F, N, K, H = 4096, 14_336, 32, 8, 128  # width, hidden width, query heads, KV heads, head dim
 PARAMETERS = 2 * D * N * H + 2 * D * K * H + 3 * D * F  # of one layer, without its two norms: 218,103,808
 CHIP = hardware.CHIPS["h100"]
-PARTS = {"weights": "#4a4a4a", "gradients": "#8b8b8b", "optimizer state": "#b3b3b3", "activations": "#dddddd"}
+PARTS = {"weights": "#4a4a4a", "gradients": "#8b8b8b", "optimizer state": "#b3b3b3", "activations": "#dddddd",
+         "KV cache": "#b3b3b3", "snapshot": "#dddddd", "text read": "#8b8b8b",
+         "computes": "#8b8b8b", "waits": "#dddddd"}  # fmt: skip
 
 
 def compute_ms(flops: float) -> float:
@@ -32,7 +34,8 @@ def network_ms(sent_bytes: float) -> float:
 class Scene:
     """One half of the figure.
 
-    memory  GiB per device for each name in PARTS: one number if all devices hold the same, or a number per device
+    memory  GiB per device (or another unit) for each name in PARTS: one number if all devices hold the same, or a
+            number per device
     compute, network  what the busiest device does: (label, start in ms, length in ms, ..)
     """
 
@@ -42,16 +45,24 @@ class Scene:
     network: Sequence[tuple[str, float, float]]
 
 
-def before_after(before: Scene, after: Scene, title: str, axis: str, rows=("compute", "network")) -> None:
+def before_after(
+    before: Scene, after: Scene, title: str, axis: str = "", rows=("compute", "network"), units=("GiB", "ms"),
+    places: str = "device",
+) -> None:  # fmt: skip
     """Draw memory bars per device above, and a timeline with a compute and a communication row below.
 
-    axis  mesh axis whose color the communication gets
+    axis    mesh axis whose color the second row gets; gray without one
+    rows    labels of the two rows, if they are not compute and communication
+    units   labels of the axis of the bars, and of the time axis
+    places  what each bar belongs to, such as "host"
     """
     figure, panels = plt.subplots(2, 2, figsize=(6.6, 4.3), sharey="row", sharex="row", height_ratios=(3, 2))
     for column, scene in zip(panels.T, (before, after), strict=True):
         _draw_memory(column[0], scene)
-        _draw_timeline(column[1], scene, COLORS[axis], rows)
-    panels[0, 0].set_ylabel("GiB")
+        _draw_timeline(column[1], scene, COLORS.get(axis, NEUTRAL), rows)
+        column[0].set_xlabel(places)
+        column[1].set_xlabel(units[1])
+    panels[0, 0].set_ylabel(units[0])
     names = [name for name in PARTS if name in before.memory or name in after.memory]
     boxes = [plt.Rectangle((0, 0), 1, 1, facecolor=PARTS[name], edgecolor="black", lw=0.6) for name in names]
     figure.legend(boxes, names, loc="outside lower center", ncols=len(names), fontsize=9)
@@ -65,7 +76,7 @@ def _draw_memory(axes, scene: Scene) -> None:
         sizes = [float(x) for x in sizes] if isinstance(sizes, Sequence) else [float(sizes)] * DEVICES
         axes.bar(range(DEVICES), sizes, 0.8, below, color=colour, edgecolor="black", lw=0.6)
         below = [a + b for a, b in zip(below, sizes, strict=True)]
-    axes.set(title=scene.title, xticks=range(DEVICES), xlabel="device")
+    axes.set(title=scene.title, xticks=range(DEVICES))
 
 
 def _draw_timeline(axes, scene: Scene, colour: str, rows) -> None:
@@ -75,4 +86,4 @@ def _draw_timeline(axes, scene: Scene, colour: str, rows) -> None:
                 [(start, length)], (row - 0.38, 0.76), facecolor=fill, alpha=0.6, edgecolor="black", lw=0.6
             )
             axes.text(start + length / 2, row, label, ha="center", va="center", fontsize=8)
-    axes.set(yticks=(0, 1), yticklabels=rows, ylim=(1.6, -0.6), xlabel="ms")
+    axes.set(yticks=(0, 1), yticklabels=rows, ylim=(1.6, -0.6))
