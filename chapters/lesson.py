@@ -189,7 +189,7 @@ def brief(x) -> str:
     if isinstance(x, jax.sharding.Mesh):
         return ",".join(f"{axis}={n}" for axis, n in x.shape.items() if n > 1) or "one device"
     if callable(x) or dataclasses.is_dataclass(x):
-        return getattr(x, "__name__", type(x).__name__)
+        return getattr(x, "__name__", getattr(x, "name", type(x).__name__))
     return f"an array {np.shape(x)}" if hasattr(x, "shape") and np.ndim(x) else str(x)[:60]
 
 
