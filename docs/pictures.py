@@ -68,7 +68,7 @@ def axis_picture(axis: str) -> str:
     body = [label(8, "tokens"), label(112, "weights"), *tokens(cut_tokens, colour), *weights(cut_weights, colour)]
     alt = f"{axis}: its devices hold {SAYS[axis]}; communication: {moves}"
     return (f'<figure class="axis"><svg viewBox="0 0 204 116" role="img" aria-label="{alt}">{"".join(body)}</svg>'
-            f'<figcaption><code style="color:{colour}">{axis}</code>: its devices hold {SAYS[axis]}. '
+            f'<figcaption><code style="--axis:{colour}">{axis}</code>: its devices hold {SAYS[axis]}. '
             f"<span>Communication: {moves}.</span></figcaption></figure>")  # fmt: skip
 
 
@@ -79,7 +79,6 @@ def axes() -> str:
 
 # A ring, step by step -------------------------------------------------------------------------------------------------
 
-PARTS = [COLOURS[axis] for axis in ("fsdp", "stage", "context", "tensor")]  # of an array in N parts
 CELL, ROW = 44, 34  # of the picture of a ring: a part's width, a device's height
 
 
@@ -97,9 +96,9 @@ def cell(device: int, part: int, words: str, style: str, opacity: float = 1.0) -
     """Draw one chunk on one device. It arrives from the device above; on the first device, from the last."""
     x, y, away = 62 + part * CELL, 24 + device * ROW, -ROW if device else (N - 1) * ROW
     ground = f'<rect x="{x}" y="{y}" width="{CELL - 6}" height="{ROW - 10}" class="ground"/>'  # covers the chunk below
-    box = (f'<rect x="{x}" y="{y}" width="{CELL - 6}" height="{ROW - 10}" rx="3" fill="{PARTS[part]}" '
-           f'fill-opacity="{opacity:.2f}" stroke="{PARTS[part]}"/>')  # fmt: skip
-    ink = "currentColor" if opacity < 0.7 else "#111" if part in (1, 2) else "#fff"
+    box = (f'<rect x="{x}" y="{y}" width="{CELL - 6}" height="{ROW - 10}" rx="3" fill="{COLOURS["fsdp"]}" '
+           f'fill-opacity="{opacity:.2f}" stroke="{COLOURS["fsdp"]}"/>')  # fmt: skip
+    ink = "currentColor" if opacity < 0.7 else "#fff"
     text = (f'<text x="{x + CELL / 2 - 3}" y="{y + 16.5}" font-size="12" font-weight="600" text-anchor="middle" '
             f'fill="{ink}">{words}</text>')  # fmt: skip
     return f'<g class="{style}" style="--from:{away}px">{ground}{box}{text}</g>'
@@ -173,21 +172,21 @@ def falling_loss() -> str:
     x = lambda step: 44 + step * 3.1
     y = lambda loss: 20 + (high - math.log10(loss)) / (high - low) * 140
     line = lambda values, style: (
-        f'<polyline fill="none" stroke-width="2.2" stroke-linejoin="round" {style} points="'
+        f'<polyline fill="none" stroke-linejoin="round" {style} points="'
         + " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(values)) + '"/>')  # fmt: skip
-    text = lambda px, py, words, colour="currentColor", anchor="start": (
-        f'<text x="{px:.0f}" y="{py:.0f}" font-size="12.5" fill="{colour}" text-anchor="{anchor}">{words}</text>'
+    text = lambda px, py, words, anchor="start": (
+        f'<text x="{px:.0f}" y="{py:.0f}" font-size="12.5" fill="currentColor" text-anchor="{anchor}">{words}</text>'
     )
     ticks = [10.0**k for k in range(math.ceil(low), math.floor(high) + 1)]
     body = [
         *(f'<line x1="44" x2="354" y1="{y(t):.1f}" y2="{y(t):.1f}" stroke="currentColor" stroke-opacity="0.15"/>'
           + text(38, y(t) + 4, f"{t:g}", anchor="end") for t in ticks),
-        line(found["correct"], 'stroke="#3f74b5"'),
-        line(found["reported"], 'stroke="#cf4446"'),
-        line(found["true"], 'stroke="#cf4446" stroke-dasharray="5 4"'),
-        text(354, y(found["correct"][-1]) - 8, "correct run", "#3f74b5", "end"),
-        text(354, y(found["reported"][-1]) + 16, "no all-reduce: the loss it prints", "#cf4446", "end"),
-        text(354, y(found["true"][-1]) - 8, "no all-reduce: its loss on all rows", "#cf4446", "end"),
+        line(found["correct"], 'stroke="currentColor" stroke-width="2"'),
+        line(found["reported"], 'stroke="currentColor" stroke-opacity="0.45" stroke-width="4"'),
+        line(found["true"], 'stroke="currentColor" stroke-opacity="0.45" stroke-width="4" stroke-dasharray="7 4"'),
+        text(354, y(found["correct"][-1]) - 8, "correct run", anchor="end"),
+        text(354, y(found["reported"][-1]) + 16, "no all-reduce: the loss it prints", anchor="end"),
+        text(354, y(found["true"][-1]) - 8, "no all-reduce: its loss on all rows", anchor="end"),
         text(44, 12, "mean squared error"), text(354, 194, "100 steps", anchor="end"),
     ]  # fmt: skip
     numbers = (f"After 100 steps the loss of the correct run is {found['correct'][-1]:.2f}. The broken run prints "

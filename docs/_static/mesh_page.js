@@ -11,8 +11,8 @@
 
   const number = (x, digits = 3) => x.toLocaleString("en", { maximumSignificantDigits: digits });
   const bytes = (x) => x >= 2 ** 30 ? `${number(x / 2 ** 30)} GiB` : x >= 2 ** 20 ? `${number(x / 2 ** 20)} MiB` : x >= 1024 ? `${number(x / 1024)} KiB` : `${number(x)} bytes`;
-  const paintOf = (axes) => axes.length !== 1 ? ["var(--accent)", "var(--pst-color-background)"]
-    : [COLOURS[axes[0]], ["stage", "context"].includes(axes[0]) ? "#111" : "#fff"];  // ink that can be read on it
+  const paintOf = (axes) => axes.length !== 1 ? ["var(--ink-soft)", "var(--pst-color-background)"]
+    : [COLOURS[axes[0]], ["stage", "context"].includes(axes[0]) ? "#111" : "#fff"];  // text color with enough contrast
   const model = () => data.models[form.elements.model.value];
   const read = () => Object.fromEntries(AXES.map((axis) => [axis, 2 ** Number(form.elements[axis].value)]));
   const range = (n) => [...Array(n).keys()];

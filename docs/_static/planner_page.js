@@ -6,8 +6,7 @@
   if (!form) return;
   const { plan, AXES } = globalThis.AxisPlanner, data = globalThis.PLANNER_DATA, output = form.querySelector("output");
   const AXIS_COLOURS = Object.fromEntries(AXES.map((axis) => [axis, form.querySelector(`[name=${axis}]`).parentElement.style.getPropertyValue("--axis")]));
-  const PARTS = { parameters: "#3f74b5", optimizer: "#6f97cc", gradients: "#9a5fb0", weights: "#8c6d4f", saved: "#3f9a4d",
-                  pipeline: "#e08a1e", "at work": "#cf4446", batch: "#7d7d7d" };
+  const GRAYS = ["#4a5361", "#6b7280", "#8b93a0", "#a3abb8", "#b9c0ca", "#cdd3da", "#dfe3e8", "#eceff2"];  // a color means a mesh axis
   const MEANS = { parameters: "this device's shards", optimizer: "two moments of each parameter", gradients: "of the shards, or unsharded if gathered once a step",
                   weights: "gathered for use", saved: "activations for the backward pass", pipeline: "activations between stages",
                   "at work": "one layer, or logits, while it is computed", batch: "tokens" };
@@ -30,7 +29,7 @@
     for (const axis of AXES) form.elements[axis].value = String(Math.log2(cfg.mesh[axis]));
   }
 
-  function choose(control, value) {  // a preset's batch of 480 is no power of two: it becomes a choice too
+  function choose(control, value) {  // a preset's batch of 480 is not in the list, so it is added
     if (control.tagName === "SELECT" && ![...control.options].some((one) => one.value === value)) {
       control.add(new Option(Number(value).toLocaleString("en"), value));
     }
@@ -66,11 +65,11 @@
     const preset = data.presets[cfg.preset], chip = data.chips[cfg.chip];
     const mesh = AXES.filter((axis) => cfg.mesh[axis] > 1).map((axis) => `${axis}=${cfg.mesh[axis]}`).join(",") || "data=1";
     if (one.error) return `<p class="verdict refused"><code>${mesh}</code></p><p>${escape(one.error)}</p>`;
-    const memory = Object.entries(one.memory_bytes).sort((a, b) => b[1] - a[1]).map(([part, size]) => [part, size, PARTS[part], bytes(size)]);
+    const memory = Object.entries(one.memory_bytes).sort((a, b) => b[1] - a[1]).map(([part, size], i) => [part, size, GRAYS[i], bytes(size)]);
     const wires = Object.entries(one.wire_by_axes).sort((a, b) => b[1] - a[1]).map(([axes, size]) => [axes, size, colourOf(axes), bytes(size)]);
     const names = { compute: "matmuls", products: "matmuls", bubble: "pipeline bubble", optimizer: "optimizer: HBM traffic",
                     "other ops": "other ops: HBM traffic" };
-    const paint = { compute: "#7d7d7d", products: "#7d7d7d", bubble: "#d9c9a3", optimizer: "#b0b0b0", "other ops": "#b0b0b0" };
+    const paint = { compute: "#6b7280", products: "#6b7280", bubble: "#eceff2", optimizer: "#b9c0ca", "other ops": "#b9c0ca" };
     const timed = (seconds, step_s) => {
       const spent = Object.entries(seconds).filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1])
         .map(([what, s]) => [names[what] ?? `exposed communication over ${what}`, s, paint[what] ?? colourOf(what), `${time(s)}, ${percent(s / step_s)}`]);
@@ -80,7 +79,7 @@
     const expected = one.expected
       ? `<h3>Expected time of a step: ${time(one.likely_s)}, MFU ${percent(one.likely_mfu)}</h3>${timed(one.expected, one.likely_s)}`
       : `<p>How long a compiled step takes on a GPU is not modeled here, so only the roofline is shown.</p>`;
-    // What the page computes with: on the command line each of them is auto.
+    // The page's settings as flags, because each of them defaults to auto on the command line.
     const pinned = ["remat", "gather", ...(cfg.mesh.tensor > 1 ? ["tensor_exchange"] : []),
                     ...(cfg.mesh.context > 1 ? ["context_attention"] : [])];
     const flags = pinned.map((name) => ` --work.${name} ${cfg[name]}`).join("")

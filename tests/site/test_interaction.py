@@ -1,7 +1,10 @@
 """Tests of what the site's pages do when a reader uses them, in a headless Chromium."""
 
+import re
+
 import pytest
 
+from config import AXES
 from tests.site.browser import evaluate
 
 pytestmark = pytest.mark.site
@@ -60,3 +63,52 @@ def test_printing_opens_every_fold():
       return { before, printed, after: open(), all: all.length };"""
     [seen] = evaluate({"page": CHAPTER, "script": script})
     assert seen["printed"] == seen["all"] > seen["before"] == seen["after"]
+
+
+# Explorers ------------------------------------------------------------------------------------------------------------
+
+CONTRAST = """
+const level = (text) => {
+  const linear = (x) => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+  const [r, g, b] = text.match(/[\\d.]+/g).map((x) => linear(x / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const ground = level(getComputedStyle(document.body).backgroundColor);
+const contrast = (one) => {
+  const own = level(getComputedStyle(one).color);
+  return (Math.max(own, ground) + 0.05) / (Math.min(own, ground) + 0.05);
+};
+const labels = [...document.querySelectorAll(".axis-control span, figure.axis figcaption code")];
+return Object.fromEntries(labels.map((one) => [one.textContent, contrast(one)]));
+"""
+
+
+@pytest.mark.parametrize("page", ["mesh_explorer.html", "planner_widget.html", "how_to_read.html"])
+def test_names_of_axes_are_readable(page):
+    """Catches the name of an axis in a color that is too light on the page, or too dark in dark mode."""
+    for labels in evaluate(*({"page": page, "dark": dark, "script": CONTRAST} for dark in (False, True))):
+        assert {*AXES} <= {*labels}
+        assert not {name: contrast for name, contrast in labels.items() if contrast < 4.5}
+
+
+@pytest.mark.parametrize("phone", [False, True])
+def test_the_pinned_mesh_stays_below_the_header(phone):
+    """Catches a mesh whose first row of devices slides under the bar at the top."""
+    script = """const last = document.querySelector("#mesh-explorer .array:last-child");
+      last.scrollIntoView({ block: "center", behavior: "instant" });
+      await new Promise((done) => setTimeout(done, 300));
+      const box = (name) => document.querySelector(name).getBoundingClientRect();
+      return { header: box(".bd-header-article").bottom, mesh: box("#mesh-explorer .devices button").top };"""
+    [seen] = evaluate({"page": "mesh_explorer.html?mesh=fsdp=8,tensor=4", "phone": phone, "script": script})
+    assert seen["header"] <= seen["mesh"] <= seen["header"] + 30
+
+
+def test_colors_mean_axes():
+    """Catches a bar of memory or time in the color of a mesh axis that it has nothing to do with."""
+    script = """const bars = [...document.querySelectorAll("#planner .bar")].at(-2);
+      return [...bars.querySelectorAll("i")].map((one) => one.style.background);"""
+    [seen] = evaluate({"page": "planner_widget.html", "script": script})
+    assert len(seen) > 3
+    for color in seen:
+        red, _, blue = map(int, re.findall(r"\d+", color))
+        assert abs(red - blue) < 30, color  # a gray
