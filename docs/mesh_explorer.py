@@ -210,11 +210,15 @@ def mesh_explorer() -> str:
 
     sliders = "".join(planner_widget.slider(axis, COLOURS[axis], MOST) for axis in AXES)
     return f"""<form id="mesh-explorer" class="explorer" autocomplete="off">
-<div class="selects">{planner_widget.select("layer", "model", list(MODELS.items()))}</div>
-<fieldset><legend>mesh</legend>{sliders}</fieldset>
+<div class="side">
 <div class="pinned">
 <div class="devices" role="group" aria-label="devices of the mesh; use the arrow keys to move between them"></div>
 <p class="said" role="status"></p>
+</div>
+<fieldset><legend>mesh</legend>{sliders}</fieldset>
+<div class="selects">{planner_widget.select("layer", "model", list(MODELS.items()))}</div>
+<p class="note">On each device: its tokens (sequences down, positions across), its layers, and its shard of one matrix,
+<code class="matrix"></code> (with experts, a strip above shows which). The dark part is on the device.</p>
 </div>
 <div class="device"></div>
 </form>

@@ -1,4 +1,4 @@
-// The controls and pictures of the mesh explorer; mesh.js computes.
+// The controls and figures of the mesh explorer; mesh.js does the arithmetic.
 "use strict";
 
 (function () {
@@ -7,7 +7,7 @@
   const M = globalThis.AxisMesh, { AXES } = M, data = globalThis.MESH_DATA;
   const grid = form.querySelector(".devices"), panel = form.querySelector(".device"), said = form.querySelector(".said");
   const COLOURS = Object.fromEntries(AXES.map((axis) => [axis, form.querySelector(`[name=${axis}]`).parentElement.style.getPropertyValue("--axis")]));
-  let device = 0, chosen = null;  // chosen: what is shown on the grid, a line or an array
+  let device = 0, chosen = null;  // chosen: the collective or array that is marked on the mesh
 
   const number = (x, digits = 3) => x.toLocaleString("en", { maximumSignificantDigits: digits });
   const bytes = (x) => x >= 2 ** 30 ? `${number(x / 2 ** 30)} GiB` : x >= 2 ** 20 ? `${number(x / 2 ** 20)} MiB` : x >= 1024 ? `${number(x / 1024)} KiB` : `${number(x)} bytes`;
@@ -20,7 +20,7 @@
 
   // The mesh ----------------------------------------------------------------------------------------------------------
 
-  function fit(moved) {  // brings axes back to a mesh that is drawn, the moved one first; says why
+  function fit(moved) {  // reduce axes until the mesh can be drawn, the moved axis first; return the reason
     const { most } = model(), why = [];
     for (const axis of [moved, ...AXES].filter(Boolean)) {
       const control = form.elements[axis];
@@ -37,7 +37,7 @@
     return why.join(" ");
   }
 
-  function columns(mesh) {  // lines of inner axes are rows, where that is not too tall
+  function columns(mesh) {  // groups along inner axes are rows, unless that needs too many rows
     let inner = 1;
     for (const axis of [...AXES].reverse()) {
       inner *= mesh[axis];
@@ -51,13 +51,37 @@
     return AXES.filter((axis) => mesh[axis] > 1).map((axis) => `${axis} ${at[axis]}`).join(", ");
   }
 
+  // A small figure of what a device holds: its tokens, its layers, and its shard of one matrix (experts as a strip above).
+  function tile(mesh, one) {
+    const { weights, activations } = model().arrays, matrix = shownMatrix(), out = [];
+    const draw = (d, rows, columns, x, y, wide, high) => {
+      const held = M.slices(d, mesh, one);
+      const spans = (letter, length) => {
+        const dim = d.dims.indexOf(letter);
+        return letter ? held[dim].map((span) => span.map((at) => at / d.shape[dim] * length)) : [[0, length]];
+      };
+      out.push(`<rect class="whole" x="${x}" y="${y}" width="${wide}" height="${high}"/>`);
+      for (const [top, bottom] of spans(rows, high)) for (const [left, right] of spans(columns, wide)) {
+        out.push(`<rect class="held" x="${(x + left).toFixed(2)}" y="${(y + top).toFixed(2)}" width="${Math.max(right - left, 0.8).toFixed(2)}" height="${Math.max(bottom - top, 0.8).toFixed(2)}"/>`);
+      }
+    };
+    draw(activations.find((d) => d.name === "x_btD"), "B", "T", 1, 1, 18, 18);
+    draw(weights[0], "L", "", 22, 1, 4, 18);
+    if (matrix.strip) draw(matrix, "", matrix.strip, 29, 1, 18, 3);
+    draw(matrix, matrix.rows, matrix.columns, 29, matrix.strip ? 6 : 1, 18, matrix.strip ? 13 : 18);
+    return `<svg viewBox="0 0 48 20" aria-hidden="true">${out.join("")}</svg>`;
+  }
+
+  const shownMatrix = () => model().arrays.weights.find((d) => d.name.startsWith("w_up"));
+
   function drawGrid(mesh) {
     grid.style.setProperty("--columns", columns(mesh));
     grid.innerHTML = range(M.devices(mesh)).map((one) =>
-      `<button type="button" data-device="${one}" title="${whereOf(mesh, one)}">${one}</button>`).join("");
+      `<button type="button" data-device="${one}" title="${whereOf(mesh, one)}">${one}${tile(mesh, one)}</button>`).join("");
+    form.querySelector(".matrix").textContent = shownMatrix().name;
   }
 
-  // What it exchanges -------------------------------------------------------------------------------------------------
+  // Communication -------------------------------------------------------------------------------------------------
 
   const swatches = (axes) => axes.map((axis) => `<i style="background:${COLOURS[axis]}"></i>`).join("");
 
@@ -80,12 +104,12 @@
 
   const neighbour = (mesh, by) => M.line(mesh, ["stage"], device)[M.place(mesh, device).stage + by];
 
-  // What it holds -----------------------------------------------------------------------------------------------------
+  // Arrays -----------------------------------------------------------------------------------------------------
 
   const whole = (x) => number(x, 9);
   const words = (ranges, size) => M.widthOf(ranges) === size ? "all" : ranges.map(([from, to]) => to - from === 1 ? whole(from) : `${whole(from)} to ${whole(to - 1)}`).join(" and ");
 
-  function drawn(d, held, used) {  // an array as a rectangle: a strip of cells above, of a third dim
+  function drawn(d, held, used) {  // draw an array as a rectangle; a third dim is a strip of cells above it
     const W = 132, H = d.rows ? 64 : 12, top = d.strip ? 20 : 4, out = [];
     const dim = (letter) => d.dims.indexOf(letter), size = (letter) => letter ? d.shape[dim(letter)] : 1;
     const of = (ranges, letter, length) => (letter ? ranges[dim(letter)] : [[0, 1]]).map(([from, to]) => [from / size(letter) * length, Math.max((to - from) / size(letter) * length, 0.8)]);
@@ -136,17 +160,17 @@
     panel.innerHTML = `<h3>Device ${device}${where ? `: ${where}` : ""}</h3>
       <p>This device works on ${sequences} sequence${sequences > 1 ? "s" : ""} at a time${microbatches > 1 ? `, ${microbatches} times per step` : ""}. A sequence has ${number(data.seq_len, 9)} positions,
       ${mesh.context * mesh.tensor > 1 ? "which are sharded" : "all on this device"}.</p>${layers(mesh)}
-      <h4>Communication</h4>${lines}
       <h4>Weights and optimizer</h4><p>The filled part is the shard that this device stores. The lighter part is gathered for use, and then freed. The optimizer's two
       moments are sharded like the weights. One layer needs ${bytes(held)} for weights and ${bytes(2 * held)} for moments; the device's ${L} layer${L > 1 ? "s" : ""} need${L > 1 ? "" : "s"} ${bytes(3 * held * L)}.
       Select an array to mark the devices that store the same shard.</p>${arrays(weights, "weights")}
       <h4>Activations</h4><p>Shown for all sequences of this device in a step${microbatches > 1 ? `, of which it processes ${sequences} at a time` : ""}. A gathered
       activation exists for only one microbatch at a time.</p>${arrays(activations, "activations")}
+      <h4>Communication</h4>${lines}
       <h4>Cache during generation</h4><p>For ${data.batch_size} requests of ${whole(data.seq_len)} positions. <code>context</code> shards it into contiguous positions: each device attends to its own, and the results are summed.</p>${arrays(cache, "cache")}`;
     mark(mesh);
   }
 
-  function mark(mesh) {  // what is chosen, on the grid
+  function mark(mesh) {  // mark the devices of the chosen collective or array
     const one = model(), line = M.exchanges(one, mesh).find((x) => `line ${x.name}` === chosen), [kind, name] = (chosen ?? "").split(" ");
     const array = one.arrays[kind]?.find((d) => d.name === name);
     const group = line ? M.line(mesh, line.axes, device) : array ? M.holders(array, mesh, device) : [];

@@ -112,3 +112,33 @@ def test_colors_mean_axes():
     for color in seen:
         red, _, blue = map(int, re.findall(r"\d+", color))
         assert abs(red - blue) < 30, color  # a gray
+
+
+@pytest.mark.parametrize("name", ["mesh_explorer", "schedule_explorer", "layer_timeline", "planner_widget"])
+def test_explorers_use_the_whole_page(name):
+    """Catches an explorer that leaves a third of a desktop screen empty."""
+    script = """const right = (name) => document.querySelector(name).getBoundingClientRect().right;
+      return innerWidth - Math.max(right(".explorer, #planner"), right(".explorer > :last-child, #planner output"));"""
+    [margin] = evaluate({"page": f"{name}.html", "script": script})
+    assert margin < 60
+
+
+def test_the_mesh_shows_what_each_device_holds():
+    """Catches a mesh of numbered buttons, and a device whose small figure disagrees with its large one."""
+    script = """const share = (svg, which) => {
+        const whole = [...svg.querySelectorAll(".whole")][which], held = [...svg.querySelectorAll(".held")];
+        const [x, y, w, h] = ["x", "y", "width", "height"].map((side) => Number(whole.getAttribute(side)));
+        const inside = held.map((one) => ["x", "y", "width", "height"].map((side) => Number(one.getAttribute(side))))
+          .filter(([left, top]) => left >= x - 0.1 && left < x + w && top >= y - 0.1 && top < y + h);
+        return inside.reduce((sum, [, , width, height]) => sum + width * height, 0) / (w * h);
+      };
+      const tiles = [...document.querySelectorAll("#mesh-explorer .devices svg")];
+      return { first: document.querySelector("#mesh-explorer").firstElementChild.querySelector(".devices") !== null,
+               shares: tiles.map((svg) => [0, 1, 2].map((which) => share(svg, which))) };"""
+    [seen] = evaluate({"page": "mesh_explorer.html?model=llama3_8b&mesh=stage=2,fsdp=2,tensor=2", "script": script})
+    assert seen["first"]
+    assert len(seen["shares"]) == 8
+    for tokens, layers, matrix in seen["shares"]:
+        assert tokens == pytest.approx(1 / 4, abs=0.01)  # fsdp and tensor
+        assert layers == pytest.approx(1 / 2, abs=0.01)
+        assert matrix == pytest.approx(1 / 4, abs=0.01)
