@@ -1,13 +1,14 @@
-"""The schedule explorer of the site: it plays the tables of ticks that `python -m pipeline` prints.
+"""The schedule explorer of the site: it draws two pipeline schedules in time, one above the other.
 
-Python computes the schedules. docs/_static/schedule.js only reads the tick of each operation.
+Python computes the schedules as tables of ticks, like `python -m pipeline`. docs/_static/schedule.js computes when each
+operation starts and ends.
 """
 
 from pathlib import Path
 
 from docs import planner_widget
 from errors import UserError
-from pipeline.__main__ import BOTH, PUBLISHED, RUN, Costs, Shape
+from pipeline.__main__ import BOTH, PUBLISHED, RUN, Shape
 from pipeline.schedules import SCHEDULES, Op, Schedule
 
 STAGES, MICROBATCHES = 8, 16  # the largest sizes on the page
@@ -20,7 +21,6 @@ SAYS = {
                    "stage starts in half the time, and the stages send twice as many messages.",
     "zb": "No other stage needs the weight gradients, W, so a stage computes them when it would otherwise be idle.",
 }  # fmt: skip
-FORMS = {"published": "as published", "run": "as run here"}
 
 
 def moments(sched: Schedule) -> list[str]:
@@ -34,10 +34,8 @@ def moments(sched: Schedule) -> list[str]:
     return ["".join(chr(ord(FIRST) + own[op]) for op in order) for own in when]
 
 
-def form(name: str, sched: Schedule, times: tuple[float, float, float]) -> dict:
-    costs = Costs(name, sched, *times)
-    shares = [round(share, 6) for share in (costs.bubble, costs.lock_step_bubble)]
-    return {"chunks": sched.chunks, "ticks": costs.ticks, "idle": shares, "live": costs.live, "moments": moments(sched)}
+def form(sched: Schedule) -> dict:
+    return {"chunks": sched.chunks, "moments": moments(sched)}
 
 
 def tables() -> dict:
@@ -52,8 +50,8 @@ def tables() -> dict:
                 except UserError:  # interleaved needs M to be a multiple of S
                     continue
                 assert [*forms] in ([BOTH], [PUBLISHED, RUN])
-                there[f"{S},{M}"] = [form(one, sched, shape.times) for one, sched in forms.items()]
-    return {"schedules": found, "first": FIRST, "says": SAYS, "forms": [*FORMS]}
+                there[f"{S},{M}"] = [form(sched) for sched in forms.values()]
+    return {"schedules": found, "first": FIRST, "says": SAYS}
 
 
 def write(folder: Path) -> Path:
@@ -68,32 +66,32 @@ def write(folder: Path) -> Path:
 def schedule_explorer() -> str:
     select = planner_widget.select
     numbers = lambda most: [(str(n), str(n)) for n in range(1, most + 1)]
+    drawing = lambda name, words: (
+        f"""<section class="drawing"><p class="head">
+<label><span class="visually-hidden">{words}</span>
+<select name="{name}">{"".join(f"<option>{one}</option>" for one in SCHEDULES)}</select></label>
+<b class="idle"></b><span class="about"></span></p><div class="time"></div></section>"""
+    )
     return f"""<form id="schedule-explorer" class="explorer" autocomplete="off">
 <div class="selects">
-{select("schedule", "schedule", [(name, name) for name in SCHEDULES])}
 {select("stages", "stages", numbers(STAGES))}
 {select("microbatches", "microbatches", numbers(MICROBATCHES))}
-{select("form", "form", list(FORMS.items()))}
+<label class="check"><input type="checkbox" name="lock_step"> in lock-step, as run here</label>
 </div>
-<p class="about"></p>
-<p class="facts"></p>
 <div class="player">
-<button type="button" name="back" aria-label="one tick back">&#9664;&#xFE0E;</button>
+<button type="button" name="back" aria-label="one unit back">&#9664;&#xFE0E;</button>
 <button type="button" name="play">play</button>
-<button type="button" name="on" aria-label="one tick forward">&#9654;&#xFE0E;</button>
-<input type="range" name="tick" min="0" value="0" step="1" aria-label="tick">
+<button type="button" name="on" aria-label="one unit forward">&#9654;&#xFE0E;</button>
+<input type="range" name="time" min="0" value="0" step="any" aria-label="time">
 <b class="at"></b>
 </div>
-<div class="ticks" tabindex="0" role="region" aria-label="the table of ticks"></div>
+<div class="times">{drawing("schedule", "first schedule")}{drawing("other", "second schedule")}</div>
 <p class="key"></p>
 <p class="said" role="status"></p>
-<h3>Activations that each stage stores</h3>
-<div class="kept"></div>
-<h3>The four schedules</h3>
+<h3>All schedules</h3>
 <div class="compared"></div>
-<p class="note">Idle is the fraction of the time in which a stage waits. The page assumes that a forward pass, an input
-gradient and a weight gradient take equally long. Alone: each stage continues as soon as it can, and communication takes
-no time. In lock-step: all stages wait for each other after every tick, as in one program for all devices.</p>
+<p class="note">A forward pass through a stage takes one unit of time, and so do its input gradient and its weight
+gradient. Idle is the fraction of the time in which a stage waits. Sending takes no time.</p>
 </form>
 <script src="_static/schedule_data.js"></script>
 <script src="_static/schedule.js"></script>

@@ -151,8 +151,8 @@
     choose(of(event), next(of(event), event.key), true);
   });
   part("ways").addEventListener("focusin", (event) => { const way = of(event); if (way && shown[way].chosen === null && event.target.matches(":focus-visible")) choose(way, 0, true); });
-  let wide = innerWidth;
-  addEventListener("resize", () => { if (innerWidth !== wide) { wide = innerWidth; for (const way in WAYS) picture(way); } });
+  let wide = part("ways").clientWidth;
+  new ResizeObserver(() => { if (part("ways").clientWidth !== wide) { wide = part("ways").clientWidth; for (const way in WAYS) picture(way); } }).observe(part("ways"));
 
   const asked = new URLSearchParams(location.search).get("case");  // ?case=v5p_ring
   const first = data.cases[asked] ?? Object.values(data.cases)[0];

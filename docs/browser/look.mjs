@@ -125,7 +125,7 @@ async function widget(base) {
   return log;
 }
 
-// As somebody without a mouse: to the next device, to a line, and to an axis of more devices than there may be.
+// Without a mouse: move to the next device, to a collective, and increase an axis beyond the largest mesh.
 async function meshExplorer(base) {
   const log = { errors: [], foreign: [] };
   const page = await open(`${base}mesh_explorer.html?mesh=fsdp=2,tensor=4&device=0`, PHONE, log);
@@ -153,15 +153,16 @@ async function meshExplorer(base) {
   return log;
 }
 
-// Tick by tick, then played from its start to its end, then a number of microbatches that interleaved does not take.
+// Step by step, then played from its start to its end, then a number of microbatches that interleaved does not support.
 async function scheduleExplorer(base) {
   const log = { errors: [], foreign: [] };
-  const page = await open(`${base}schedule_explorer.html?schedule=1f1b&stages=2&microbatches=3&tick=1`, PHONE, log);
+  const page = await open(`${base}schedule_explorer.html?schedule=1f1b&other=gpipe&stages=2&microbatches=3&time=1`, PHONE, log);
   const read = () => page.evaluate(() => ({
     said: document.querySelector("#schedule-explorer .said").innerText,
     at: document.querySelector("#schedule-explorer .at").innerText,
-    now: [...document.querySelectorAll("#schedule-explorer td.now")].map((one) => one.title),
-    kept: [...document.querySelectorAll("#schedule-explorer .kept b")].map((one) => Number(one.innerText)),
+    drawn: [...document.querySelectorAll("#schedule-explorer .drawing")].map((one) => one.querySelectorAll(".op:not(.later)").length),
+    stored: [...document.querySelectorAll("#schedule-explorer .stored")].map((one) => one.textContent),
+    idle: [...document.querySelectorAll("#schedule-explorer .idle")].map((one) => one.innerText),
     button: document.querySelector("#schedule-explorer [name=play]").innerText,
     microbatches: document.querySelector("#schedule-explorer [name=microbatches]").value,
   }));
@@ -173,15 +174,17 @@ async function scheduleExplorer(base) {
   await page.keyboard.press("Enter");
   log.playing = await read();
   const ended = () => document.querySelector("#schedule-explorer [name=play]").innerText === "play";
-  await page.waitForFunction(ended, { timeout: 30000 }).catch(() => log.errors.push("the table is not played to its end"));
+  await page.waitForFunction(ended, { timeout: 30000 }).catch(() => log.errors.push("the schedule is not played to its end"));
   log.played = await read();
+  await page.click("#schedule-explorer [name=lock_step]");
+  log.lock_step = await read();
   await page.select("#schedule-explorer [name=schedule]", "interleaved");
   log.refused = await read();
   await page.close();
   return log;
 }
 
-// From bar to bar by keyboard, then to another case by a switch, and wider.
+// Move between bars by keyboard, then select another case, and zoom in.
 async function layerTimeline(base) {
   const log = { errors: [], foreign: [] };
   const page = await open(`${base}layer_timeline.html?case=v5e_gather`, PHONE, log);

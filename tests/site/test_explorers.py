@@ -16,8 +16,8 @@ from config import MeshConfig, replace
 from docs import mesh_explorer, pictures, schedule_explorer
 from docs.build import MADE
 from docs.notebooks import ROOT
-from pipeline import draw, schedule as schedule_of
-from pipeline.__main__ import Costs, Shape
+from pipeline import schedule as schedule_of, schedules
+from pipeline.__main__ import Shape
 from plan import costs
 from sharding import BATCH, CONTEXT, STAGE, TENSOR
 
@@ -186,33 +186,32 @@ def test_the_page_has_every_mesh():
 
 # Schedules ------------------------------------------------------------------------------------------------------------
 
-READ = """asked.map(([name, S, M]) => it.forms(globalThis.SCHEDULE_DATA, name, S, M).map((form) => {
-  const data = globalThis.SCHEDULE_DATA, ticks = [...Array(form.ticks).keys()];
-  const kept = ticks.map((tick) => it.kept(data, form, M, tick).map((ops) => ops.length));
-  const text = it.table(data, form, M).map((row) => row.map((ops) => ops.map(it.label).join("")));
-  return { text, most: Math.max(...kept.flat()), live: form.live, idle: form.idle, ticks: form.ticks };
+READ = """asked.map(([name, S, M]) => [false, true].map((lockStep) => {
+  const form = it.forms(globalThis.SCHEDULE_DATA, name, S, M).at(lockStep ? -1 : 0);
+  const found = it.timed(globalThis.SCHEDULE_DATA, form, M, lockStep);
+  const spans = found.spans.map((ops) => ops.map((op) => [it.label(op), op.start, op.end]));
+  return { spans, makespan: found.makespan, idle: found.idle, most: it.most(found) * form.chunks };
 }))"""
 
 
-def test_tables_equal_the_output_of_the_command():
-    """Catches an operation shown at the wrong tick or stage, and a wrong idle share."""
+def test_times_equal_pythons():
+    """Catches an operation drawn at the wrong time or stage, and a wrong idle share or number of stored activations."""
     data = schedule_explorer.write(MADE)
     text = data.read_text(encoding="utf-8")
     assert len(text) < 300_000
     there = json.loads(text[text.index("{") :].rstrip("; \n"))["schedules"]
     points = [(name, *map(int, key.split(","))) for name, found in there.items() for key in found]
     assert len(points) == 3 * 8 * 16 + sum(16 // S for S in range(1, 9))
-    for (name, S, M), forms in zip(points, in_browser("schedule.js", data, READ, points), strict=True):
+    for (name, S, M), shown in zip(points, in_browser("schedule.js", data, READ, points), strict=True):
         shape = Shape(name, S, M)
-        assert len(forms) == len(shape.forms)
-        for shown, (form, sched) in zip(forms, shape.forms.items(), strict=True):
-            wanted = draw.format_table(sched).splitlines()
-            words = [f"stage {s}  " + "  ".join(cell or "." for cell in row) for s, row in enumerate(shown["text"])]
-            assert [line.split() for line in words] == [line.split() for line in wanted], (name, S, M, form)
-            costs = Costs(form, sched, *shape.times)
-            assert shown["most"] == shown["live"] == costs.live, (name, S, M, form)
-            assert shown["ticks"] == costs.ticks
-            assert shown["idle"] == pytest.approx([costs.bubble, costs.lock_step_bubble], abs=1e-6)
+        published, *_, run = [*shape.forms.values()] * 2  # one form may be both
+        wanted = schedules.simulate(published, *shape.times), schedules.in_lock_step(run, *shape.times)
+        for found, one in zip(shown, wanted, strict=True):
+            spans = {(label, s): (start, end) for s, ops in enumerate(found["spans"]) for label, start, end in ops}
+            assert spans == {(str(op), s): pytest.approx(span) for (op, s), span in one.spans.items()}, (name, S, M)
+            assert found["makespan"] == pytest.approx(one.makespan)
+            assert found["idle"] == pytest.approx(one.bubble, abs=1e-9)
+            assert found["most"] == max(one.live), (name, S, M)
 
 
 # A ring ---------------------------------------------------------------------------------------------------------------

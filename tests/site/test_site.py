@@ -120,14 +120,17 @@ def test_the_mesh_explorer_works_with_the_keyboard(seen):
 
 
 def test_the_schedule_explorer_plays_a_schedule(seen):
-    """Catches a button that does nothing, playback beyond the end of the table, and an invalid schedule."""
+    """Catches a button that does nothing, playback beyond the end of the schedule, and an invalid schedule."""
     seen = seen["schedule"]
-    assert seen["start"]["now"] == ["F1", "F0 B0"]
-    assert seen["on"]["now"] == ["B0", "F1 B1"]
-    assert seen["on"]["kept"] == [2, 1]
+    assert seen["start"]["drawn"] == [1, 1]
+    assert seen["on"]["drawn"] == [3, 3]  # F0, F1 on stage 0, F0 on stage 1
+    assert seen["on"]["at"] == "2 of 12 units"
+    assert seen["on"]["stored"] == ["stores 2", "stores 1", "stores 3", "stores 2"]  # gpipe starts F2, F1 at time 2
     assert (seen["on"]["button"], seen["playing"]["button"], seen["played"]["button"]) == ("play", "pause", "play")
-    assert seen["played"]["at"] == "tick 5 of 5"
-    assert "Idle so far: 4 of 12 cells" in seen["played"]["said"]
+    assert seen["played"]["at"] == "12 of 12 units"
+    assert seen["played"]["drawn"] == [12, 12]
+    assert seen["played"]["idle"] == ["25.0% idle", "25.0% idle"]
+    assert seen["lock_step"]["idle"] != seen["played"]["idle"]
     assert "3 is not a multiple of 2" in seen["refused"]["said"]
     assert seen["refused"]["microbatches"] == "2"
 
