@@ -226,6 +226,7 @@ def layer_timeline() -> str:
     )
     axes = "; ".join(f"--{axis}: {colour}" for axis, colour in COLOURS.items())
     return f"""<form id="layer-timeline" class="explorer" autocomplete="off" style="{axes}">
+{planner_widget.NO_SCRIPT}
 <div class="selects">
 {selects}
 </div>

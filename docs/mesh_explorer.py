@@ -210,6 +210,7 @@ def mesh_explorer() -> str:
 
     sliders = "".join(planner_widget.slider(axis, COLOURS[axis], MOST) for axis in AXES)
     return f"""<form id="mesh-explorer" class="explorer" autocomplete="off">
+{planner_widget.NO_SCRIPT}
 <div class="side">
 <div class="pinned">
 <div class="devices" role="group" aria-label="devices of the mesh; use the arrow keys to move between them"></div>

@@ -145,6 +145,10 @@ def select(label: str, field: str, options: list[tuple[str, str]]) -> str:
     return f'<label>{label}<select name="{field}">{inner}</select></label>'
 
 
+NO_SCRIPT = """<noscript><p class="needs-script">This page computes in your browser, so it needs JavaScript, which is
+switched off. The chapters and all other pages work without it.</p></noscript>"""
+
+
 def planner_widget() -> str:
     from docs.pictures import COLOURS
     from plan import hardware
@@ -158,6 +162,7 @@ def planner_widget() -> str:
     join = [("layer", "for each use of a layer"), ("step", "once per step")]
     sliders = "".join(slider(axis, COLOURS[axis]) for axis in AXES)
     return f"""<form id="planner" autocomplete="off">
+{NO_SCRIPT}
 <div class="selects">
 {select("model", "preset", same(*(which for which in PRESETS if which != "tiny")))}
 {select("chip", "chip", chips)}

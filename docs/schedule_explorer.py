@@ -73,6 +73,7 @@ def schedule_explorer() -> str:
 <b class="idle"></b><span class="about"></span></p><div class="time"></div></section>"""
     )
     return f"""<form id="schedule-explorer" class="explorer" autocomplete="off">
+{planner_widget.NO_SCRIPT}
 <div class="selects">
 {select("stages", "stages", numbers(STAGES))}
 {select("microbatches", "microbatches", numbers(MICROBATCHES))}

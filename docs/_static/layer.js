@@ -1,11 +1,11 @@
-// The timelines of docs/_static/layer_timeline.json: which case the switches name, where its bars stand, what they say.
-// Nothing is played here. tests/site/test_layer_timeline.py compares the bars with the file.
+// Reads docs/_static/layer_timeline.json: which case the switches select, where its bars are, and what they mean. Nothing is
+// simulated here. tests/site/test_layer_timeline.py compares the bars with the file.
 "use strict";
 
 (function (root) {
   const CORE = "core", WAITING = "waiting for ";
 
-  // The case of these switches; if there is none, that which has the switch last moved and most of the others.
+  // Return the case of these switches; if there is none, a case with the switch that moved last and most of the others.
   function choose(data, asked, moved = "on") {
     const same = (name) => data.switches.filter((one) => data.cases[name].switches[one] === asked[one]).length;
     const must = [...new Set(["on", moved])].filter((one) => asked[one] !== undefined);
@@ -16,10 +16,10 @@
 
   const on = (data, name) => Object.keys(data.cases).filter((one) => data.cases[one].switches.on === data.cases[name].switches.on);
 
-  // What a switch can say, for this model and slice.
+  // Return the values of a switch for this model and slice.
   const options = (data, name, which) => [...new Set((which === "on" ? Object.keys(data.cases) : on(data, name)).map((one) => data.cases[one].switches[which]))];
 
-  // The bars of a layer, one way: those of the core, then of each mesh axis; what is on its way at once has its own row.
+  // Return the bars of one pass of a layer: the core first, then each mesh axis. Collectives in flight at once have separate rows.
   function bars(layer) {
     const ends = {};
     return layer.events.map(([start, end, number, bytes]) => {
@@ -32,15 +32,15 @@
     });
   }
 
-  // [{lane, rows}], the core first.
+  // Return [{lane, rows}], the core first.
   function lanes(found) {
     const rows = new Map();
     for (const bar of found) rows.set(bar.lane, Math.max(rows.get(bar.lane) ?? 1, bar.row + 1));
     return [...rows].map(([lane, n]) => ({ lane, rows: n }));
   }
 
-  // Of each mesh axis the microseconds in which something is on its way, and those of them in which the core waits, for
-  // whatever it is: an exchange may be hidden behind the waiting for another one.
+  // Return, for each mesh axis, the microseconds with a collective in flight, and how many of them the core waits. The core
+  // may wait for another collective: then this one overlaps with the waiting.
   function busy(found) {
     const all = {}, last = {}, waiting = found.filter((bar) => bar.kind === "waiting");
     for (const bar of found.filter((one) => one.lane !== CORE).sort((a, b) => a.start - b.start)) {
@@ -55,7 +55,7 @@
   const waits = (causes) => Object.entries(causes).filter(([cause]) => !["products", "other ops", "copies"].includes(cause));
   const sum = (pairs) => pairs.reduce((all, [, us]) => all + us, 0);
 
-  // Of a layer one way, or of a step: microseconds in all, waiting, and waiting for each axis.
+  // Return the microseconds of one pass of a layer, or of a step: waiting in total, for each axis, and computing.
   function parts(causes) {
     return { waiting: sum(waits(causes)), products: causes.products ?? 0, other: (causes["other ops"] ?? 0) + (causes.copies ?? 0),
              waits: waits(causes).sort((a, b) => b[1] - a[1]) };
@@ -66,7 +66,7 @@
   const seconds = (us) => `${(us / 1e6).toFixed(3)} s`;
   const size = (bytes) => bytes >= 1e9 ? `${number(bytes / 1e9)} GB` : bytes >= 1e6 ? `${number(bytes / 1e6)} MB` : `${number(bytes / 1e3)} kB`;
 
-  // What a bar is, in words: [head, line of the model or nothing].
+  // Describe a bar: [a sentence, the source line of the model if there is one].
   function words(bar, way) {
     const again = bar.scope.startsWith("computed again"), gradient = way === "back" && bar.line && !again;
     const when = `${ms(bar.end - bar.start)}, from ${(bar.start / 1000).toFixed(2)} to ${(bar.end / 1000).toFixed(2)} ms`;

@@ -1,4 +1,4 @@
-// The switches and the pictures of the timeline of a layer; layer.js reads.
+// The switches and figures of the layer timeline; layer.js finds the bars.
 "use strict";
 
 (function () {
@@ -24,17 +24,17 @@
     }
   }
 
-  // Pictures ----------------------------------------------------------------------------------------------------------
+  // Figures ----------------------------------------------------------------------------------------------------------
 
   const height = (lane) => lane.lane === "core" ? CORE : lane.rows * ROW;
 
-  function ticks(us, width) {  // milliseconds that are labelled: 1, 2 or 5 times a power of ten, 55 pixels apart at least
+  function ticks(us, width) {  // labels in milliseconds: 1, 2 or 5 times a power of ten, at least 55 pixels apart
     const least = us / 1000 / Math.max(width / 55, 1), ten = 10 ** Math.floor(Math.log10(least));
     const step = [1, 2, 5, 10].map((n) => n * ten).find((n) => n >= least);
     return [...Array(Math.floor(us / 1000 / step + 1e-9) + 1).keys()].map((i) => Number((i * step).toFixed(6)));
   }
 
-  // Both ways, and all cases of a model and slice, have one scale: a layer that takes longer is wider.
+  // Both passes, and all cases of a model and slice, have the same scale: a layer that takes longer is wider.
   const longest = () => Math.max(...A.on(data, name).flatMap((one) => Object.values(data.cases[one].layers).map((layer) => layer.us)));
 
   function picture(way) {
@@ -92,7 +92,7 @@
     part("compared").innerHTML = `<table><thead><tr>${head}</tr></thead><tbody>${rows.join("")}</tbody></table>`;
   }
 
-  // What a bar is -----------------------------------------------------------------------------------------------------
+  // The selected bar -----------------------------------------------------------------------------------------------------
 
   function mark(way) {
     const { chosen } = shown[way], box = part("ways").querySelector(`[data-way="${way}"] .time`), frame = box.querySelector(".chosen");
@@ -140,7 +140,7 @@
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", (event) => {
     if (event.target.name === "zoom") for (const way in WAYS) picture(way);
-    else { read(event.target.name); draw(); }
+    else { read(event.target.name); draw(); globalThis.AxisAddress?.write({ case: name }); }
   });
   for (const kind of ["pointerover", "click"]) {
     part("ways").addEventListener(kind, (event) => { if (event.target.dataset.bar) choose(of(event), Number(event.target.dataset.bar), false); });

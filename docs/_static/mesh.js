@@ -1,5 +1,5 @@
-// What a device of a mesh holds of an array, and who shares it: the arithmetic of the mesh explorer, on the declarations
-// that docs/mesh_explorer.py has written. tests/site/test_explorers.py compares it with JAX's own.
+// Computes which shard of an array a device of a mesh holds, and which devices hold the same shard, from the declarations
+// that docs/mesh_explorer.py writes. tests/site/test_explorers.py compares the shards with JAX's.
 "use strict";
 
 (function (root) {
@@ -8,7 +8,7 @@
   const devices = (mesh) => prod(AXES.map((axis) => mesh[axis]));
   const sizeOf = (axes, mesh) => prod(axes.map((axis) => mesh[axis]));
 
-  function place(mesh, device) {  // where a device lies along each axis; the last axis runs fastest
+  function place(mesh, device) {  // the index of a device along each axis; the last axis varies fastest
     const found = {};
     for (const axis of [...AXES].reverse()) {
       found[axis] = device % mesh[axis];
@@ -17,19 +17,19 @@
     return found;
   }
 
-  // The devices that differ from this one along some axes and no others, itself among them.
+  // Return the group of a device over some axes: the devices that differ from it along these axes only, and the device itself.
   function line(mesh, axes, device) {
     const own = place(mesh, device), all = [...Array(devices(mesh)).keys()];
     return all.filter((other) => { const at = place(mesh, other); return AXES.every((axis) => axes.includes(axis) || at[axis] === own[axis]); });
   }
 
-  // The part [first, end) of a dim that some axes split, the first of them the slowest.
+  // Return the range [first, end) of a dim that is sharded over some axes; the first axis varies slowest.
   function part(size, axes, mesh, at) {
     const index = axes.reduce((index, axis) => index * mesh[axis] + at[axis], 0), width = size / sizeOf(axes, mesh);
     return [[index * width, (index + 1) * width]];
   }
 
-  // Positions between blocks: chunks i and 2n - 1 - i of `context`, and of these two a share for each device of `tensor`.
+  // Return the positions between blocks: chunks i and 2n - 1 - i along `context`, and a share of these two along `tensor`.
   function positions(size, axes, mesh, at) {
     const n = mesh.context, chunk = size / (2 * n), width = size / sizeOf(axes, mesh);
     const own = [at.context, 2 * n - 1 - at.context], first = axes.includes("tensor") ? at.tensor * width : 0;
@@ -42,7 +42,7 @@
 
   const merged = (ranges) => ranges.length === 2 && ranges[0][1] === ranges[1][0] ? [[ranges[0][0], ranges[1][1]]] : ranges;
 
-  // What a device holds of each dim, as ranges; without: axes whose slices have been joined for use.
+  // Return the ranges of each dim that a device holds; `without` lists axes over which the array has been gathered.
   function slices(d, mesh, device, without = []) {
     const at = place(mesh, device);
     return d.shape.map((size, dim) => {
@@ -53,17 +53,17 @@
 
   const widthOf = (ranges) => ranges.reduce((sum, [from, to]) => sum + to - from, 0);
 
-  // Bytes of one layer: letters of layers are left out.
+  // Return the bytes of one layer: dims of layers do not count.
   const bytes = (d, held, itemsize = d.itemsize) => itemsize * prod(held.map((ranges, dim) => "LJ".includes(d.dims[dim]) ? 1 : widthOf(ranges)));
 
-  function holders(d, mesh, device) {  // who has the same part
+  function holders(d, mesh, device) {  // the devices with the same shard
     const own = JSON.stringify(slices(d, mesh, device));
     return [...Array(devices(mesh)).keys()].filter((other) => JSON.stringify(slices(d, mesh, other)) === own);
   }
 
   const key = (mesh) => AXES.map((axis) => Math.log2(mesh[axis])).join("");
 
-  // Lines of more than one device, with the bytes that a device sends along each for one layer in a step.
+  // Return the collectives of more than one device, with the bytes that a device sends for one layer in a step.
   function exchanges(model, mesh) {
     const [, , counted] = model.meshes[key(mesh)];
     return model.lines.flatMap((one, i) => {

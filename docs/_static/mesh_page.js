@@ -201,9 +201,14 @@
     said.textContent = why || mark(mesh) || `${nameOf(mesh)}: ${M.devices(mesh)} device${M.devices(mesh) > 1 ? "s" : ""}. Select one.`;
   }
 
-  form.addEventListener("input", (event) => update(event.target.name));
+  function remember() {
+    const mesh = read(), one = M.devices(mesh) > 1 ? nameOf(mesh) : "data=1";
+    globalThis.AxisAddress?.write({ model: form.elements.model.value, mesh: one, device, show: chosen });
+  }
+
+  form.addEventListener("input", (event) => { update(event.target.name); remember(); });
   form.addEventListener("submit", (event) => event.preventDefault());
-  const choose = (one) => { device = one; show(read()); said.textContent = mark(read()) || `Device ${device}.`; };
+  const choose = (one) => { device = one; show(read()); said.textContent = mark(read()) || `Device ${device}.`; remember(); };
   grid.addEventListener("click", (event) => { if (event.target.dataset.device) choose(Number(event.target.dataset.device)); });
   grid.addEventListener("keydown", (event) => {
     const wide = columns(read()), all = M.devices(read());
@@ -220,6 +225,7 @@
     const it = card.dataset.line ? `line ${card.dataset.line}` : card.dataset.array;
     chosen = chosen === it ? null : it;
     said.textContent = mark(read()) || `Device ${device}.`;
+    remember();
   });
 
   // ?model=llama3_8b&mesh=fsdp=4,tensor=2&device=3&show=line weights, or show=weights w_query_DHK

@@ -1,6 +1,6 @@
-// What plan/planner.py predicts, in the browser. Nothing of it is written here: docs/planner_formulas.py writes each
-// preset's formulas, and tables of schedules, kernels and links. This file splits the batch, refuses, and evaluates.
-// tests/site/test_planner.py compares what it returns with Python.
+// Evaluates the predictions of plan/planner.py in the browser. docs/planner_formulas.py writes the formulas of each preset,
+// and tables of schedules, kernels and links. This file splits the batch, rejects meshes that do not fit, and evaluates.
+// tests/site/test_planner.py compares the results with Python's.
 "use strict";
 
 (function (root) {
@@ -15,7 +15,7 @@
     if (!condition) throw new Refused(text);
   }
 
-  // The batch and what does not split, in Python's words: pipeline/fit.py and pipeline/step.py --------------------------
+  // Splitting the batch, with the error messages of pipeline/fit.py and pipeline/step.py --------------------------
 
   function requireMultiple(name, size, parts, over) {
     const whole = Math.floor(size / parts), near = [...new Set([Math.max(whole, 1) * parts, (whole + 1) * parts])];
@@ -26,7 +26,7 @@
     const shards = prod(pick(["data", "fsdp", "expert"], mesh)), parts = mesh.context * mesh.tensor;
     requireMultiple("data.batch_size", batch_size, shards, `sequences over data*fsdp*expert = ${shards} batch shards`);
     requireMultiple("data.seq_len", seq_len, parts, `positions over context*tensor = ${parts} devices`);
-    if (mesh.context > 1) {  // axes are powers of two, so the larger is a multiple of the other
+    if (mesh.context > 1) {  // sizes are powers of two, so the larger one is a multiple of the other
       requireMultiple("data.seq_len", seq_len, Math.max(2 * mesh.context, parts), `positions into 2 chunks for each of context=${mesh.context} devices`);
     }
     const local = batch_size / shards;
@@ -48,7 +48,7 @@
     require(n % parts === 0, `cannot split ${n} blocks of layers over stage=${mesh.stage} * work.chunks=${chunks} = ${parts} parts (${n} % ${parts} = ${n % parts})`);
   }
 
-  // Links: the speed of each axis, and of axes together, as hardware.link says -------------------------------------------
+  // Links: the bandwidth of each axis and of groups of axes, as in hardware.link -------------------------------------------
 
   function links(data, cfg) {
     const chip = data.chips[cfg.chip], { mesh } = cfg, devices = prod(pick(AXES, mesh)), shape = chip.shapes[devices];
@@ -71,7 +71,7 @@
   function evaluate({ operations, results }, letters, tables) {
     const values = [], value = (x) => (Array.isArray(x) ? values[x[0]] : x);
     for (const [op, ...args] of operations) {
-      if (op === "letter" || op === "flag") values.push(letters[args[0]] ?? 1);  // a link that the mesh has not is not used
+      if (op === "letter" || op === "flag") values.push(letters[args[0]] ?? 1);  // a link that the mesh lacks is never used
       else if (op === "is") values.push(Number(letters[args[0]] === args[1]));
       else if (op === "look") values.push(tables[args[0]][args.slice(2).map(value).join(" ")]?.[args[1]] ?? NaN);
       else values.push(OPERATORS[op](...args.map(value)));

@@ -1,4 +1,4 @@
-// The controls and bars of the planner's page; planner.js evaluates.
+// The controls and bars of the planner page; planner.js evaluates the formulas.
 "use strict";
 
 (function () {
@@ -15,6 +15,8 @@
   const bytes = (x) => x >= 0.1 * 2 ** 30 ? `${number(x / 2 ** 30)} GiB` : x >= 0.1 * 2 ** 20 ? `${number(x / 2 ** 20)} MiB` : `${number(x / 2 ** 10)} KiB`;
   const time = (x) => x >= 1 ? `${number(x)} s` : x >= 1e-3 ? `${number(x * 1e3)} ms` : `${number(x * 1e6)} µs`;
   const percent = (x) => `${(100 * x).toFixed(1)}%`;
+
+  const nameOf = (mesh) => AXES.filter((axis) => mesh[axis] > 1).map((axis) => `${axis}=${mesh[axis]}`).join(",") || "data=1";
 
   function read() {
     const value = (name) => form.elements[name].value;
@@ -63,7 +65,7 @@
 
   function show(one, cfg) {
     const preset = data.presets[cfg.preset], chip = data.chips[cfg.chip];
-    const mesh = AXES.filter((axis) => cfg.mesh[axis] > 1).map((axis) => `${axis}=${cfg.mesh[axis]}`).join(",") || "data=1";
+    const mesh = nameOf(cfg.mesh);
     if (one.error) return `<p class="verdict refused"><code>${mesh}</code></p><p>${escape(one.error)}</p>`;
     const memory = Object.entries(one.memory_bytes).sort((a, b) => b[1] - a[1]).map(([part, size], i) => [part, size, GRAYS[i], bytes(size)]);
     const wires = Object.entries(one.wire_by_axes).sort((a, b) => b[1] - a[1]).map(([axes, size]) => [axes, size, colourOf(axes), bytes(size)]);
@@ -106,10 +108,32 @@
     output.innerHTML = show(plan(data, cfg), cfg);
   }
 
+  function remember() {
+    const { mesh, ...rest } = read();
+    globalThis.AxisAddress?.write({ ...rest, mesh: nameOf(mesh) });
+  }
+
+  // ?preset=llama3_8b&chip=v5p&mesh=fsdp=16,tensor=2&batch_size=64, and any other control by its name
+  function start() {
+    const asked = new URLSearchParams(location.search);
+    const known = (name, choices, or) => choices.includes(asked.get(name)) ? asked.get(name) : or;
+    const cfg = startOf(known("preset", Object.keys(data.presets), "moe1b"), known("chip", Object.keys(data.chips), "v4"));
+    for (const name of ["schedule", "remat", "gather", "tensor_exchange", "context_attention"]) {
+      cfg[name] = known(name, [...form.elements[name].options].map((one) => one.value), cfg[name]);
+    }
+    for (const name of ["batch_size", "seq_len"]) if (Number(asked.get(name)) >= 1) cfg[name] = Math.floor(Number(asked.get(name)));
+    if (asked.get("mesh")) {
+      const sizes = new Map(asked.get("mesh").split(",").map((one) => one.split("=")));
+      cfg.mesh = Object.fromEntries(AXES.map((axis) => [axis, 2 ** Math.min(Math.max(Math.floor(Math.log2(Number(sizes.get(axis)) || 1)), 0), 7)]));
+    }
+    return cfg;
+  }
+
   form.addEventListener("input", (event) => {
     if (event.target.name === "preset") write(startOf(event.target.value, form.elements.chip.value));
     update();
+    remember();
   });
-  write(startOf("moe1b", "v4"));
+  write(start());
   update();
 })();

@@ -121,8 +121,15 @@
     compare();
   }
 
+  function remember() {
+    const at = Number(field.time.value), { S, M, lockStep, drawings } = shown;
+    globalThis.AxisAddress?.write({ schedule: drawings[0].name, other: drawings[1].name, stages: S, microbatches: M,
+      lock_step: lockStep ? 1 : "", time: at < longest() ? Number(at.toFixed(2)) : "" });
+  }
+
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("input", (event) => { if (event.target.name === "time") { stop(); show(); } else update(); });
+  for (const kind of ["change", "click"]) form.addEventListener(kind, remember);
   field.play.addEventListener("click", () => { if (timer === null) play(); else { stop(); show(); } });
   field.back.addEventListener("click", () => step(-1));
   field.on.addEventListener("click", () => step(1));

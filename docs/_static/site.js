@@ -24,6 +24,16 @@ function withCopyButton(block) {
   block.append(button);
 }
 
+// Write the state of an interactive page into its address, so that a copied link shows the same state. Values equal to
+// undefined or "" are left out.
+globalThis.AxisAddress = {
+  write(state) {
+    const kept = Object.entries(state).filter(([, value]) => value !== undefined && value !== "" && value !== null);
+    const text = kept.map(([name, value]) => `${name}=${encodeURIComponent(value).replaceAll("%3D", "=").replaceAll("%2C", ",").replaceAll("%20", "+")}`).join("&");
+    history.replaceState(null, "", `${location.pathname}?${text}${location.hash}`);
+  },
+};
+
 // Predictions: a cell that calls lesson.predicted prints the answer, and the markdown below it explains the answer. Both
 // are folded until the reader types a number or opens the fold. Without JavaScript everything is visible.
 

@@ -142,3 +142,41 @@ def test_the_mesh_shows_what_each_device_holds():
         assert tokens == pytest.approx(1 / 4, abs=0.01)  # fsdp and tensor
         assert layers == pytest.approx(1 / 2, abs=0.01)
         assert matrix == pytest.approx(1 / 4, abs=0.01)
+
+
+MOVE = """
+const form = document.querySelector(".explorer, #planner"), field = form.elements;
+const set = (name, value) => {
+  field[name].value = value;
+  for (const kind of ["input", "change"]) field[name].dispatchEvent(new Event(kind, { bubbles: true }));
+};
+"""
+STATE = """const state = () => Object.fromEntries([...new FormData(document.querySelector(".explorer, #planner"))]);
+"""
+MOVES = {
+    "mesh_explorer": """set("fsdp", "2"); set("tensor", "1"); set("stage", "0"); set("model", "llama3_8b");
+      form.querySelector("[data-device='7']").click(); form.querySelector("[data-line='weights']").click();""",
+    "schedule_explorer": """set("schedule", "interleaved"); set("stages", "2"); set("microbatches", "6");
+      set("time", "5");""",
+    "layer_timeline": """set("mesh", "fsdp=16,tensor=2"); set("tensor_exchange", "ring");""",
+    "planner_widget": """set("preset", "llama3_8b"); set("chip", "v5p"); set("fsdp", "4"); set("tensor", "1");
+      set("batch_size", "128"); set("remat", "dots");""",
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_the_address_has_the_state_of_the_page(name):
+    """Catches a link that shows another state than the one that was copied."""
+    seen = "state: state(), pressed: form.querySelectorAll(\"[aria-pressed='true']\").length"
+    moved = MOVE + STATE + MOVES[name] + f"return {{ address: location.search, {seen} }};"
+    [first] = evaluate({"page": f"{name}.html", "script": moved})
+    [again] = evaluate({"page": name + ".html" + first["address"], "script": MOVE + STATE + f"return {{ {seen} }};"})
+    assert len(first["address"]) > 8
+    assert again == {key: first[key] for key in again}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_page_that_needs_javascript_says_so(name):
+    """Catches dead sliders without an explanation."""
+    script = """return document.querySelector(".needs-script")?.checkVisibility() ?? false"""
+    assert evaluate({"page": f"{name}.html", "scripting": False, "script": script}) == [True]
