@@ -196,3 +196,10 @@ def falling_loss() -> str:
         f"<figcaption>{numbers} Both runs solve the same least-squares problem on 8 devices.</figcaption>"
         "</figure>"
     )
+
+
+def hero() -> str:
+    """Return the interactive figure of the first page; without JavaScript the drawing of `falling_loss` stays."""
+    return (
+        f'<div id="hero" style="--axis:{COLOURS["data"]}">{falling_loss()}</div><script src="_static/hero.js"></script>'
+    )

@@ -65,6 +65,57 @@ def test_printing_opens_every_fold():
     assert seen["printed"] == seen["all"] > seen["before"] == seen["after"]
 
 
+# The first page -------------------------------------------------------------------------------------------------------
+
+HERO = """
+const box = document.querySelector("#hero"), toggle = box.querySelector("input");
+const said = () => box.querySelector(".said").textContent;
+const steps = () => box.querySelector(".printed").getAttribute("points").split(" ").filter(Boolean).length;
+"""
+
+
+def test_the_first_page_plays_its_claim():
+    """Catches a figure in which the run without the sum does not print the lower loss, or is right on all rows."""
+    script = (
+        HERO
+        + """const summed = said();
+      toggle.click();
+      return { summed, apart: said(), steps: steps() };"""
+    )
+    [seen] = evaluate({"page": "index.html", "still": True, "script": script})
+    numbers = lambda text: [float(x) for x in re.findall(r"\d+\.\d+|\d+", text)]
+    _, right, *_ = numbers(seen["summed"])
+    printed, _, on_all_rows = numbers(seen["apart"])[:3]
+    assert seen["steps"] == 100
+    assert printed < right / 2 < 2 * right < on_all_rows
+
+
+@pytest.mark.parametrize("phone", [False, True])
+def test_the_figure_of_the_first_page_plays(phone):
+    """Catches a figure that stands still, never ends, or is wider than a phone."""
+    script = (
+        HERO
+        + """const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+      await wait(2500);
+      const first = steps(), place = box.querySelector(".sum").getAttribute("transform");
+      await wait(300);
+      const moved = place !== box.querySelector(".sum").getAttribute("transform");
+      box.querySelector("button").click();
+      const paused = steps();
+      await wait(2000);
+      return { first, moved, still: steps() === paused, wide: box.scrollWidth <= innerWidth };"""
+    )
+    [seen] = evaluate({"page": "index.html", "phone": phone, "script": script})
+    assert 0 < seen.pop("first") < 60
+    assert seen == {"moved": True, "still": True, "wide": True}
+
+
+def test_the_first_page_has_its_figure_without_javascript():
+    """Catches an empty space where the figure plays."""
+    script = """return document.querySelector("#hero figure.falling svg").checkVisibility();"""
+    assert evaluate({"page": "index.html", "scripting": False, "script": script}) == [True]
+
+
 # Explorers ------------------------------------------------------------------------------------------------------------
 
 CONTRAST = """
