@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 00 · Rooflines and device meshes
 #
-# A *roofline* estimates how long a computation takes: it compares the time to compute its FLOPs with the time
-# to move its bytes, and the longer one decides. A *device mesh* arranges many chips in a grid with named
-# axes, so that a program can state which chip stores which part of an array.
+# A *roofline* estimates how long a computation takes: it compares the time to compute its FLOPs
+# (floating-point operations) with the time to move its bytes, and the longer one decides. A *device mesh*
+# arranges many chips in a grid with named axes, so that a program can state which chip stores which part of
+# an array.
 #
 # With both, you can estimate the time of a training step on any number of chips before you rent them.
 # Counting FLOPs is not enough: below, it is wrong for one matmul, for a matmul on eight chips, and for a
