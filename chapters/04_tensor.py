@@ -1,17 +1,20 @@
 # %% [markdown]
 # # 04 · Tensor parallelism
 #
-# **Question.** One matmul is too big for one chip, or a step on one sequence is too slow. How can several
-# chips divide *one* matmul, and what must they send each other?
+# Tensor parallelism (TP) shards the matrices of each layer, so that several devices compute *one* matmul
+# together. Each device has some columns or rows of a matrix, and the devices exchange activations instead of
+# weights.
 #
-# **Why it hurts not to know.** If you shard a weight along the wrong dim, nothing fails. The shapes fit,
-# JAX's checks pass, and the loss falls, in one example on this page even *below* that of the correct run. But
-# you have trained a different network, which works only on that number of devices.
+# You want it if you have more devices than sequences, because FSDP cannot give a device less than one
+# sequence. You also want it if the gathered weights and the activations of one layer do not fit in a device's
+# memory. The price is communication that hardly overlaps with compute. And mistakes are silent: if you shard
+# a weight along the wrong dim, the shapes fit, JAX's checks pass, and the loss falls, in one example on this
+# page even *below* that of the correct run.
 #
 # *Prerequisites:* chapters 01 (`shard_map`, the collectives) and 03 (FSDP). *Mesh:* `tensor=4`, simulated.
-# *Runs in* 35 s on 2 cores. *Reading takes* 60 minutes with the exercises.
+# *Runs in* 45 s on 2 cores. *Reading takes* 60 minutes with the exercises.
 
-# %%
+# %% tags=["hide-input"]
 from devices import simulate_devices
 
 simulate_devices(8)
@@ -23,18 +26,68 @@ import numpy as np
 from jax.lax import all_gather, axis_index, pmax, pmin, ppermute, psum, psum_scatter
 from jax.sharding import PartitionSpec as P
 
-from chapters import lesson
+from chapters import lesson, opening
+from config import preset
+from plan import hardware, planner
+
+# %% tags=["hide-input"]
+eight, tokens, GiB = opening.DEVICES, 4096, 2**30
+forward = opening.compute_ms(2 * opening.PARAMETERS * tokens)
+# gather of the layer's weights; gather or reduce-scatter of the residual stream: bf16
+weights_ms = opening.network_ms(7 / 8 * 2 * opening.PARAMETERS)
+stream_ms = opening.network_ms(7 / 8 * 2 * tokens * opening.D)
+stored = {"gradients": 4 * opening.PARAMETERS / eight / GiB,
+          "optimizer state": 8 * opening.PARAMETERS / eight / GiB}  # fmt: skip
+master, copy = 4 * opening.PARAMETERS / eight / GiB, 2 * opening.PARAMETERS / GiB
+# norms, attention's inputs and outputs, and three arrays of the MLP, in bf16
+numbers = 5 * opening.D + 2 * opening.K * opening.H + 3 * opening.F
+saved, streams = 2 * tokens * numbers / GiB, 4 * tokens * opening.D / GiB
+compute, network, at, half = [], [], 0, forward / eight / 2
+for collectives, halves in ((1, 1), (2, 1), (2, 1), (2, 1), (1, 2), (2, 2), (1, 0)):
+    network.append(("", at, collectives * stream_ms))
+    at += collectives * stream_ms
+    compute.append(("", at, halves * half))
+    at += halves * half
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "With FSDP, one GPU of eight computes for 7.2 ms and holds all activations. With tensor parallelism, all eight compute for 0.9 ms and communicate for 0.7 ms."}}
+before = opening.Scene(
+    "FSDP: seven GPUs have no tokens",
+    stored | {"weights": master + copy, "activations": [saved] + [0] * 7},
+    [("forward", 0, forward), ("backward", forward, 3 * forward)],
+    [("", 0, weights_ms), ("", forward, weights_ms)]
+    + [("", 4 * forward - weights_ms, weights_ms)])  # fmt: skip
+after = opening.Scene(
+    "Tensor parallelism: all eight work",
+    stored | {"weights": master + copy / eight, "activations": saved / eight + streams},
+    compute, network)  # fmt: skip
+title = "One sequence on eight GPUs: a quarter of the time"
+opening.before_after(before, after, title, "tensor")
+left, right = plt.gcf().axes[2:]
+for bar in left.collections[2:]:
+    bar.set_facecolor(lesson.COLORS["fsdp"])
+left.text(4.5, 1, "overlapped", ha="center", va="center", size=8)
+says = f"{8 * half:.1f} ms of compute", f"{11 * stream_ms:.1f} ms exposed"
+for y, text in enumerate(says):
+    right.text(at + 0.2, y, text, va="center", size=8)
+
+# %% tags=["remove-cell"]
+assert sum(length for *_, length in network) == 11 * stream_ms
+assert sum(length for *_, length in compute) == 8 * half
+assert 4.3 < 4 * forward / at < 4.6
 
 # %% [markdown]
-# ## One matmul, sharded two ways
+# Both halves show one layer of Llama 3 8B, in a step on *one* sequence of 4,096 tokens, on a node of 8 H100s.
+# All times are arithmetic at peak speed: FLOPs at 989 TFLOP/s, and bytes at NVLink's **bandwidth**, 450 GB/s
+# in each direction. The backward pass recomputes the layer (activation checkpointing, chapter 03).
+# **Communication**, the bytes that devices send each other, overlaps with compute in FSDP: the next layer's
+# weights arrive during this layer's matmuls. Tensor parallelism's communication is *exposed*: the next matmul
+# waits for it.
 #
-# Take `y = x @ w` with N = 64 tokens of width D = 12, and F = 48 columns. A mesh axis called `tensor` has n =
-# 4 devices. In **tensor parallelism**, each device stores a quarter of `w` and does a quarter of the work.
-# You can shard a matrix by columns or by rows. (An array's name ends with its dims; a lower-case letter is
-# one device's shard: f = F/n, d = D/n.)
+# > **Predict.** Four sequences instead of one: how many times as many bytes does a device send *for each
+# > FLOP* that it computes, with tensor parallelism?
 
 # %%
-n, N, D, F, TENSOR = 4, 64, 12, 48, "tensor"
+n, D, F, TENSOR = 4, 12, 48, "tensor"
 columns, rows, everywhere = P(None, TENSOR), P(TENSOR, None), P()
 
 
@@ -48,14 +101,42 @@ def on_devices(function, ins, outs=everywhere, n=n):
     return jax.jit(split)
 
 
+# %%
+my_prediction = None  # times
+pair = lambda w_Df, w_fD, x_ND: psum(jax.nn.gelu(x_ND @ w_Df) @ w_fD, TENSOR)
+per_flop = []
+for sequences in (1, 4):
+    shapes = [jnp.zeros(shape) for shape in ((D, F), (F, D), (16 * sequences, D))]
+    program = on_devices(pair, (columns, rows, everywhere))
+    found = lesson.compiled(program, devices(n), *shapes)
+    per_flop.append(found.total.wire_bytes / found.flops)
+times = per_flop[1] / per_flop[0]
+lesson.predicted("bytes per FLOP, 4 sequences / 1", my_prediction, times, "times")
+
+# %% tags=["remove-cell"]
+assert times == 1
+
+# %% [markdown]
+# The compiler reports these bytes and FLOPs for an MLP, which the next sections explain. FSDP sends
+# weights, whose size does not depend on the batch, so a larger batch makes its communication cheaper for each
+# FLOP. Tensor parallelism sends activations, and those grow with the batch.
+#
+# ## One matmul, sharded two ways
+#
+# Take `y = x @ w` with N = 64 tokens of width D = 12, and F = 48 columns, on a mesh axis `tensor` of n = 4
+# devices. Each device stores a quarter of `w` and does a quarter of the work. You can shard a matrix by
+# columns (*column-parallel* in Megatron-LM) or by rows (*row-parallel*). An array's name ends with its dims;
+# a lower-case letter is one device's shard: f = F/n, d = D/n.
+
+
+# %%
 def draw(seed, *shape):
     return jax.device_get(jax.random.normal(jax.random.key(seed), shape))
 
 
+N = 64
 x_ND, w_up_DF, w_down_FD = draw(0, N, D), draw(1, D, F) / D**0.5, draw(2, F, D) / F**0.5
 error = lambda a, b: f"{abs(np.asarray(a) - np.asarray(b)).max():.1e}"
-
-# %%
 y_NF = x_ND @ w_up_DF  # on one device
 product = on_devices(lambda x, w: x @ w, (everywhere, columns), columns)
 alone = on_devices(lambda x, w: (x @ w)[None], (columns, rows), P(TENSOR))
@@ -86,13 +167,14 @@ title = figure.suptitle(title, x=0.02, ha="left")
 # By columns, each device has all D terms of its sums. So it computes complete columns of `y`, and sends
 # nothing. By rows, it has d of the D terms, so its `y` has the full shape, but every entry is only a partial
 # sum. You can read this from the names: `x_ND @ w_Df` sums over D, which is whole, and `x_Nd @ w_dF` sums
-# over d, which is sharded. A sum over a sharded dim needs a `psum`, the sum over devices.
+# over d, which is sharded. A sum over a sharded dim needs a `psum`, the sum over devices, which other
+# libraries call an all-reduce.
 #
 # ## Sum before a nonlinear function
 #
-# An MLP is two matmuls with a GELU between them. FSDP stores the first matrix in shards of
-# rows, and gathers it for every use. Could you save this gather? Let each device multiply by the rows it has,
-# continue, and sum at the end:
+# An MLP is two matmuls with a GELU between them. FSDP stores the first matrix in shards of rows, and gathers
+# it for every use. Could you save this gather? Let each device multiply by the rows it has, continue, and sum
+# at the end:
 
 
 # %%
@@ -176,8 +258,8 @@ assert all(curve[2][-1] > jnp.mean(y**2) for curve in curves.values())
 # %% [markdown]
 # The wrong network has 48 hidden units on *each* device, and each device's units see 3 of the 12 coordinates.
 # That suits the first task, where its loss is lower. On the second task its loss is higher, but falls too. On
-# one device its weights are worse than predicting 0. If you compare the network's output with one device
-# before training, you find the bug.
+# one device its weights are worse than predicting 0. A comparison of the network's output with one device
+# shows it before any training.
 #
 # ## Which order?
 #
@@ -215,13 +297,15 @@ lesson.predicted(what, my_prediction, times, "times")
 assert times == F / D
 
 # %% [markdown]
-# The bytes sent are computed for a ring (chapter 01). The core of Megatron-LM is columns, then rows.
+# The bytes sent are computed for a ring (chapter 01). Megatron-LM uses columns, then rows.
 #
 # **Attention is the same kind of pair.** The matrices for queries, keys and values are sharded by columns,
 # the output matrix by rows. Between them is a softmax. It is not linear, but it needs only one head at a
 # time, so each device gets *whole heads*. If you sharded the width K of a head, each score would be a partial
 # sum before a softmax. The limit is the number of key and value heads, often 8. Beyond it, a library raises
 # an error or [replicates them](https://docs.vllm.ai/en/v0.9.2/api/vllm/model_executor/models/gemma.html).
+# Code inside `shard_map` must count its own heads: a model merged into vLLM used the total number, every shape
+# fit, and the output was wrong ([PR 39707](https://github.com/vllm-project/vllm/pull/39707)).
 #
 # ## Sequence parallelism between blocks
 #
@@ -404,7 +488,7 @@ for size in (2, 8):
 # devices. The bytes sent are nearly the same, because an all-reduce *is* a reduce-scatter and a gather: the
 # five all-reduces count as 10 of those, against 11 with sequence parallelism.
 #
-# ## The vocabulary is a dim, too
+# ## Vocabulary-parallel cross-entropy
 #
 # The unembedding (LM head) is sharded by columns, so each device has v = V/n of every token's logits (V is
 # the size of the vocabulary). The loss needs the logarithm of a sum over all V. You can add the sums of the
@@ -454,133 +538,67 @@ assert times == 128_256 / 6
 # %% [markdown]
 # The all-gather sends V numbers per token once, and the all-reduces send 3 numbers twice: the ratio is V/6.
 #
-# ## What it costs, in seconds
+# ## What it costs
 #
-# FSDP sends weights; `tensor` sends activations. Take one layer with recomputation, in bfloat16 (2 bytes).
-# There are N tokens per chip, so the n chips along `tensor` work together on nN tokens. A chip does *peak*
-# FLOP/s, and sends *link* bytes/s along an axis. A training step takes, in seconds,
+# Take one layer with recomputation, in bfloat16 (2 bytes), on n devices that work together on N tokens. A
+# device does *peak* FLOP/s, and *bandwidth* is the bytes/s that it sends in one direction along the axis. In
+# a training step,
 #
-# - for compute, 8 FLOPs per parameter and token (2 forward, 2 recomputed, 4 backward): **8 · parameters · N
-#   / peak**;
-# - for `fsdp`, two gathers of weights and a reduce-scatter of gradients, all n times smaller: **6 ·
-#   parameters / (n link)**;
-# - for `tensor`, 11 gathers or reduce-scatters of the residual stream, 11 · (n - 1)/n · 2 nN D / link: **22
-#   (n - 1) N D / link**.
+# - compute is 8 FLOPs per parameter and token (2 forward, 2 recomputed, 4 backward), shared by n devices:
+#   **8 · parameters · N / (n · peak)** seconds;
+# - communication is 11 gathers or reduce-scatters of the residual stream, each of which sends (n - 1)/n · 2 N D
+#   bytes: **22 (n - 1) N D / (n · bandwidth)** seconds.
 #
-# *link* comes from `plan/hardware.py`, which knows the links that JAX assigns to an axis.
+# Their ratio is (11/4) (n - 1) · (D / parameters) · (peak / bandwidth): no batch size changes it. So the rule
+# limits n. Communication takes as long as compute at **n = 1 + (4/11) · (parameters / D) · (bandwidth /
+# peak)**. A wider model allows a larger n, because the parameters of a layer grow with D², and so does a
+# faster link. The rule assumes that links reach their full bandwidth, that nothing overlaps, and that the
+# layer has no other compute. Does the planner, which counts every matmul, agree?
 
 # %%
-from config import preset
-from plan import costs, hardware, planner
-
-
-def layer(c):
-    """Parameters of one layer of a dense model, and the model's width."""
-    tables = c.vocab_size * c.d_model * (1 if c.tie_embeddings else 2)
-    return (costs.parameters(c)[0] - tables) / c.n_layers, c.d_model
-
-
-def rule(chips, chips_count, n, tokens, name="llama3_8b"):
-    """Seconds of a layer: compute, fsdp (a ring, on nodes too), tensor."""
-    place, m = hardware.Topology.parse(chips), chips_count // n
-    cfg = preset(name, mesh=f"fsdp={m},tensor={n}")
-    links = hardware.layout(cfg.mesh, place)
-    parameters, D = layer(cfg.model)
-    compute = 8 * parameters * tokens / place.chip.peak_flops_per_s
-    fsdp = 6 * parameters / n * (m - 1) / m / links["fsdp"].bytes_per_s if m > 1 else 0
-    stream = 22 * (n - 1) * tokens * D
-    return compute, fsdp, stream / links["tensor"].bytes_per_s if n > 1 else 0
-
-
-# %%
-PLACES, thresholds = [("v5p:4x4x4", 64, 4), ("v6e:16x16", 256, 16), ("h100:8", 8, 8),
-                      ("h100:16", 16, 8), ("h100:64", 64, 8)], {}  # fmt: skip
-print("tokens per chip above which fsdp can overlap (first), below which tensor is")
-print("faster (second); n for which tensor takes as long as compute (third)")
-for chips, count, n_ in PLACES:
-    products, fsdp, _ = rule(chips, count, 1, tokens=1)
-    _, less, tensor = rule(chips, count, n_, tokens=1)
-    pays = min(fsdp / (products + tensor), (fsdp - less) / tensor)
-    thresholds[chips] = fsdp / products, pays, 1 + (n_ - 1) * products / tensor
-    print(f"{chips:10} tensor={n_:<2}", *(f"{x:8,.1f}" for x in thresholds[chips]))
-
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds of a layer, divided by the seconds of its compute, against tokens per chip, on v5p and on eight H100 nodes: FSDP alone falls to 1; with tensor it starts lower and ends higher."}}
-figure, panels = plt.subplots(1, 2, figsize=(6, 3.3), sharey=True)
-blue, tokens = lesson.COLORS["fsdp"], np.geomspace(64, 8192, 200)
-for axes, (chips, n_) in zip(panels, (("v5p:4x4x4", 4), ("h100:64", 8)), strict=True):
-    for k, colour in ((1, blue), (n_, red)):
-        products, fsdp, tensor = np.transpose([rule(chips, 64, k, x) for x in tokens])
-        label = "fsdp=64" if k == 1 else f"fsdp={64 // k}, tensor={k}"
-        seconds = np.maximum(products, fsdp) + tensor
-        axes.loglog(tokens, seconds / products, color=colour, label=label)
-    axes.axvline(thresholds[chips][1], color=lesson.NEUTRAL, lw=1)
-    axes.set(title=chips, xlabel="tokens per chip", yticks=[1, 2, 5, 10, 20])
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    axes.legend(fontsize=9)
-panels[0].set_ylabel("seconds of a layer / compute")
-title = "tensor is faster left of the line, and slower right of it"
-title = figure.suptitle(title, x=0.02, ha="left")
-
-# %% tags=["remove-cell"]
-said = {"v5p:4x4x4": (628, 450, 8.6), "v6e:16x16": (1905, 385, 4.8),
-        "h100:8": (1442, 804, 9.8), "h100:16": (1738, 969, 9.8),
-        "h100:64": (1825, 255, 9.8)}  # fmt: skip
-rounded = lambda a, b, c: (round(a), round(b), round(c, 1))
-found = {chips: rounded(*three) for chips, three in thresholds.items()}
-assert found == said, f"the table at the end differs: {found}"
+D_llama, parameters = opening.D, opening.PARAMETERS
+settings = {"data.batch_size": 64, "data.seq_len": 1024, "work.remat": "full"}
+settings |= {"work.gather": "layer", "work.tensor_exchange": "gather"}
+for chips, m, n_ in (("v5p:4x4x4", 16, 4), ("h100:8", 1, 8)):
+    cfg = preset("llama3_8b", mesh=f"fsdp={m},tensor={n_}", **settings)
+    place = hardware.Topology.parse(chips)
+    peak = place.chip.peak_flops_per_s
+    bandwidth = hardware.layout(cfg.mesh, place)["tensor"].bytes_per_s
+    limit = 1 + 4 / 11 * parameters / D_llama * bandwidth / peak
+    plan = planner.plan(cfg, chips)
+    layers = sum(x for part, x in plan.flops.items() if part != "logits") / peak
+    planned, ruled = plan.seconds(alone=True)["tensor"] / layers, (n_ - 1) / (limit - 1)
+    print(f"{chips}: peak/bandwidth {peak / bandwidth:,.0f}; equal at n = {limit:.1f}")
+    print(f"    tensor={n_}: {ruled:.2f} of compute (planner: {planned:.2f})")
+    assert abs(planned / ruled - 1) < 0.1, "rule and planner disagree"
 
 # %% [markdown]
-# **First:** at N = (3/4) peak / link, FSDP's communication takes as long as compute. With more tokens, the
-# communication can overlap completely with compute. (In a sparse model, multiply N by total over active
-# parameters.) **Second:** below this number of tokens, a layer is faster with `tensor`, even if tensor's
-# communication is exposed: max(compute, fsdp(n)) + tensor(n) < fsdp(1). If a ring overlaps it too (see
-# below), compare the sum of both communication times instead. With equal links, the sum is smallest at n² =
-# (3/11) · parameters / (D N), which the scaling book calls X_opt. **Third:** tensor's communication takes as
-# long as compute at n = 1 + (4/11) (parameters / D) (link / peak). No batch size changes that. A wider model
-# does, because its parameters grow with D², and so does a faster link.
+# The planner also counts attention's scores, and the recomputation leaves out the MLP's last matmul. It counts
+# logits too (left out here): they add 8% to the compute of `llama3_8b`, and 41% to that of the narrow
+# `dense_124m`.
 #
-# Across many nodes `tensor` saves little, because each `fsdp` group then uses only one network card per node
-# instead of eight. And if `tensor` itself spans two nodes, it costs more than its bytes suggest: the
-# [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured 10,889 tokens/s
-# per GPU at tensor=8, and 6,159 at 16.
+# So `tensor` slows down a step that has enough tokens for FSDP, because FSDP's communication can overlap
+# completely. It is faster if each chip has few tokens. Chapter 09 has one sheet, "Thresholds", with the
+# tokens per chip at which one becomes faster than the other, for several chips. Two other reasons to use
+# `tensor` are more common. With **more chips than sequences**, `fsdp` cannot split the batch any further,
+# while `tensor` splits the work on one sequence. And it saves **memory**: gathered weights and the
+# activations inside a block are n times smaller.
 #
-# A network switch that can add arrays reduces the bytes. With NVLink SHARP, an all-reduce, but not a gather,
-# sends its payload once instead of twice. In practice that makes it [some
-# 30%](https://jax-ml.github.io/scaling-book/gpus) faster.
-#
-# Two other reasons to use `tensor` are more common. With **more chips than sequences**, `fsdp` cannot split
-# the batch any further, while `tensor` splits the work on *one* sequence. And it saves **memory**: gathered
-# weights and the activations inside a block are n times smaller.
-#
-# Does the planner, which counts every matmul, agree with these formulas?
-
-# %%
-sizing = {"data.batch_size": 64, "data.seq_len": 1024, "work.remat": "full"}
-sizing |= {"work.gather": "layer", "work.tensor_exchange": "gather"}
-for name in ("llama3_8b", "dense_124m"):
-    cfg = preset(name, mesh="fsdp=16,tensor=4", **sizing)
-    one, L = planner.plan(cfg, "v5p:4x4x4"), cfg.model.n_layers
-    wires = one.seconds(alone=True)["tensor"]  # no overlap
-    ruled, _, ruled_wires = (L * s for s in rule("v5p:4x4x4", 64, 4, 1024, name))
-    by_part = {part: flops / 459e12 for part, flops in one.flops.items()}
-    logits = by_part.pop("logits")
-    layers = sum(by_part.values())
-    print(f"{name}, milliseconds by planner (and rule): network {1e3 * wires:.2f}",
-          f"({1e3 * ruled_wires:.2f}), layers {1e3 * layers:.2f} ({1e3 * ruled:.2f}),",
-          f"logits {1e3 * logits:.2f}")  # fmt: skip
-    assert abs(wires / ruled_wires - 1) < 0.05 and abs(layers / ruled - 1) < 0.08
-    share = {"llama3_8b": 0.08, "dense_124m": 0.41}[name]
-    assert abs(logits / layers - share) < 0.005, "the text says 8% and 41%"
-
-# %% [markdown]
-# Communication agrees within 5%, and the layers' compute within 8%. The planner includes attention's scores,
-# and leaves out the last matmul of the MLP, which is not recomputed. The rule ignores logits. They take 8% of
-# the layers' compute in the wide model and 41% in the narrow one, so the narrow model's true n is that much
-# higher. And where `fsdp` covers a whole v4, v5 or v6 slice, libtpu turns reduce-scatters into all-reduces,
-# so FSDP's three collectives cost as much as four.
+# If the axis spans two nodes, it costs more than its bytes suggest: the [Ultra-Scale
+# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured a **throughput** (tokens/s)
+# of 10,889 per GPU at tensor=8, and 6,159 at 16. Inside many nodes it also slows down `fsdp`, whose groups then
+# use one network card per node instead of eight. A network switch that can add arrays reduces the bytes: with
+# NVLink SHARP, an all-reduce, but not a gather, sends its payload once instead of twice. In practice that
+# makes it [some 30%](https://jax-ml.github.io/scaling-book/gpus) faster.
 #
 # How long does one gather take, and when does latency dominate?
+
+# %% tags=["remove-cell"]
+for name, share in (("llama3_8b", 0.08), ("dense_124m", 0.41)):
+    cfg = preset(name, mesh="fsdp=16,tensor=4", **settings)
+    parts = planner.plan(cfg, "v5p:4x4x4").flops
+    logits = parts["logits"] / (sum(parts.values()) - parts["logits"])
+    assert abs(logits - share) < 0.005, "the text says 8% and 41%"
 
 # %% tags=["hide-input"]
 groups = ("v5p, a ring of 4", 4, 180e9), ("H100, a node of 8", 8, 450e9)
@@ -605,30 +623,30 @@ assert round(hop_tokens) == 59
 
 
 # %%
-def gathered(x_mD, w_Df):  # m = N/n of the rows
-    return all_gather(x_mD, TENSOR, axis=0, tiled=True) @ w_Df
+def gathered(x_tD, w_Df):  # t = T/n positions of one sequence
+    return all_gather(x_tD, TENSOR, axis=0, tiled=True) @ w_Df
 
 
-def in_turn(x_mD, w_Df):
-    here, parts = axis_index(TENSOR), []
+def in_turn(x_tD, w_Df):
+    here, chunks = axis_index(TENSOR), []
     for _ in range(n):
-        parts.append(x_mD @ w_Df)  # while the next chunk is in flight
-        x_mD = ppermute(x_mD, TENSOR, [(i, (i + 1) % n) for i in range(n)])
-    from_nmf = jnp.stack(parts)[(here - jnp.arange(n)) % n]  # sorted by position
-    return from_nmf.reshape(-1, w_Df.shape[1])
+        chunks.append(x_tD @ w_Df)  # while the next chunk is in flight
+        x_tD = ppermute(x_tD, TENSOR, [(i, (i + 1) % n) for i in range(n)])
+    in_order = jnp.stack(chunks)[(here - jnp.arange(n)) % n]
+    return in_order.reshape(-1, w_Df.shape[1])
 
 
 for function in (gathered, in_turn):
     run = on_devices(function, (rows, columns), columns)
     assert lesson.same(run(x_ND, w_up_DF), y_NF)
-    lesson.listed(lesson.compiled(run, mesh, x_ND, w_up_DF))
+    lesson.listed(lesson.compiled(run, devices(n), x_ND, w_up_DF))
 
 # %% [markdown]
 # The ring sends the same bytes in n - 1 messages (`ppermute`), and each message overlaps with a matmul. With
-# c columns per device, the matmul of m rows takes 2 m D c / peak seconds, and sending m rows takes 2 m D /
-# link. So the communication can overlap fully if **c > peak / link**: 2,550 columns on v5p (459e12 / 180e9),
-# 2,198 on H100 (989e12 / 450e9). At tensor=2, `llama3_8b` has 14,336 columns per device in the MLP's gate and
-# up matrices, and 3,072 for queries, keys and values.
+# f columns per device, the matmul of t positions takes 2 t D f / peak seconds, and sending them takes 2 t D /
+# bandwidth. So the communication can overlap fully if **f > peak / bandwidth**, the ratio printed above: 2,550
+# columns on v5p, 2,198 on H100. At tensor=2, `llama3_8b` has 14,336 columns per device in the MLP's gate and up
+# matrices, and 3,072 for queries, keys and values.
 #
 # The time saved is less than that, because n small matmuls take longer than a large one. These step times
 # compare the ring with the gather. They are simulated from the TPU compiler's schedule, not measured on a
@@ -1077,9 +1095,11 @@ assert "Nothing there" in check_attention(lambda w, x: ...)
 # | forward | a gather and a reduce-scatter in each half of a block |
 # | backward | a reduce-scatter and a gather per half; with recomputation, also 3 of the block's 4 forward collectives |
 # | bytes | (n - 1)/n of the residual stream [b, T, D] per collective; 8 or 11 per layer |
-# | exposed | yes; a ring may overlap it with compute if c > peak / link, with c columns per device |
-# | faster, for `llama3_8b` | below 450 tokens per chip on v5p:4x4x4, 385 on v6e:16x16; 804 in one H100 node, 969 in two, 255 in eight |
-# | PyTorch | a TP plan: `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` |
+# | exposed | yes; a ring may overlap it with compute if f > peak / bandwidth, with f columns per device |
+# | as long as compute | at n = 8.6 for `llama3_8b` on v5p, 9.8 in an H100 node; tokens per chip: chapter 09 |
+# | JAX | `P(None, "tensor")` and `P("tensor", None)`; `all_gather`, `psum_scatter` |
+# | PyTorch | `parallelize_module` with `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` |
+# | Megatron-LM | `--tensor-model-parallel-size`, `--sequence-parallel`; `ColumnParallelLinear`, `RowParallelLinear` |
 #
 # ## Three lines to keep
 #
