@@ -1,18 +1,20 @@
 # %% [markdown]
 # # 05 · Pipeline parallelism
 #
-# **Question.** A model's layers are split into four stages, one device for each. A stage needs the output of
-# the stage before it. How can all four devices work at the same time, and how much idle time remains?
+# Pipeline parallelism (PP) splits the layers of a model into stages, one group of devices for each. A batch
+# goes through the stages in small parts, the *microbatches*, so that all stages work at the same time on
+# different parts.
 #
-# **Why it hurts not to know.** With a naive pipeline, four devices are only as fast as one. And a pipeline
-# schedule runs its own backward passes instead of `jax.grad`. The program at the end of this page prints the
-# right loss and trains, but its gradient is wrong.
+# You want it if a model does not fit and the network is slow: each stage stores only its own layers, and
+# sends only activations at its border, once per microbatch. The price is idle time while the pipeline fills
+# and drains, the *bubble*. And a pipeline schedule runs its own backward passes instead of `jax.grad`, so it
+# can print the right loss and still train the model wrongly.
 #
 # *Prerequisites:* chapters 01 and 02 (`shard_map`, collectives, gradients), 03 (FSDP) and 04 (tensor
-# parallelism). *Mesh:* `stage=4`, then `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 45 s on 2 cores.
+# parallelism). *Mesh:* `stage=4`, then `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 50 s on 2 cores.
 # *Reading takes* 35 minutes, and the exercises an hour.
-
-# %%
+#
+# %% tags=["hide-input"]
 from devices import simulate_devices
 
 simulate_devices(8)
@@ -23,21 +25,64 @@ import matplotlib.pyplot as plt
 import optax
 
 import config
-from chapters import lesson
+from chapters import lesson, opening
 from pipeline import check, draw, schedules
 from plan import hardware, planner
 from sharding import STAGE
 
-blue = "#4c78a8"  # on this page: forward passes
+orange, GRAY = lesson.COLORS[STAGE], lesson.NEUTRAL
+
+# %% tags=["hide-input"]
+layers, sequences, GiB, P8 = 8, 16, 2**30, opening.PARAMETERS
+eighth = opening.compute_ms(2 * P8 * opening.TOKENS / 8)  # a layer, 2 sequences
+unit = eighth / 2  # a layer, one of 16 sequences
+# saved for the backward pass by a layer and a sequence: norms, attention, MLP; bf16
+numbers = 5 * opening.D + 2 * opening.K * opening.H + 3 * opening.F
+saved = 2 * opening.TOKENS / sequences * numbers / GiB
+parts = {"weights": 4, "gradients": 4, "optimizer state": 8}  # bytes per parameter
+memory = lambda count: {name: size * P8 * count / GiB for name, size in parts.items()}
+reduce_ms = opening.network_ms(2 * 7 / 8 * 4 * P8)  # one layer's gradients, float32
+send_ms = opening.network_ms(2 * opening.TOKENS / sequences * opening.D)
+orders = schedules.simulate(schedules.one_f_one_b(8, sequences), 1, 1, 1)
+first = [(op, *span) for (op, s), span in orders.spans.items() if s == 0]
+fold = 8 * eighth  # the forward pass of a device, in both halves
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "With data parallelism, each GPU holds 34 GiB and computes for 87 ms while gradients are reduced. With a pipeline, GPUs hold 4 to 8 GiB, send little, but are idle for 38 of 125 ms."}}
+before = opening.Scene(
+    "Data parallel: all layers everywhere",
+    memory(layers) | {"activations": 2 * layers * saved},
+    [("forward", 0, fold), ("backward", fold, 2 * fold)],
+    [("", fold + 2 * eighth * (i + 1), reduce_ms) for i in range(layers)])  # fmt: skip
+after = opening.Scene(
+    "Pipeline: one layer each, 1F1B",
+    memory(1) | {"activations": [(8 - s) * saved for s in range(8)]},
+    [("", unit * start, unit * (end - start)) for _, start, end in first],
+    [("", unit * end, send_ms) for op, _, end in first if op.kind == "F"])  # fmt: skip
+title = "Eight layers on eight GPUs: a fifth of the memory, but idle time"
+opening.before_after(before, after, title, STAGE)
+left, right = plt.gcf().axes[2:]
+for bar in left.collections[2:]:
+    bar.set_facecolor(lesson.COLORS["data"])
+left.text(fold / 2, 1, "all-reduce:", ha="center", va="center", size=8)
+idle = right.text(15 * unit, 0, "idle", ha="center", va="center", size=8)
 
 # %% [markdown]
-# ## One stage at a time
+# Both halves show eight layers of Llama 3 8B, in a step on 16 sequences of 4,096 tokens, on a node of 8 H100s.
+# Times are arithmetic at peak speed (989 TFLOP/s, and a **bandwidth** of 450 GB/s). At left, each GPU stores
+# all layers, computes 2 sequences, and all-reduces gradients. At right, GPU 0 has the first layer and computes
+# all 16 sequences, one at a time. Its **communication**, 16 activations of 34 MB, is hardly visible.
+#
+# Below, four stages run on four devices, in time steps called *ticks*. In a tick, a stage processes one
+# microbatch, and then sends its output to the next stage.
+#
+# > **Predict.** How many ticks do 8 microbatches take to pass through 4 stages?
+#
+# ## One program for all stages
 #
 # Take four layers `x + tanh(x @ w)`, one for each device along the mesh axis `stage`, and 32 rows of width D.
 # There are n = 4 stages and as many layers (L in the names of arrays; l is this device's one layer). The rows
-# come in Z = 8 groups of N = 4 rows, the microbatches explained below. This cell starts a program that you
-# can paste into an empty file; the other two cells of it are under "1F1B by hand".
-
+# come in Z = 8 microbatches of N = 4 rows. You can paste the next three cells into an empty file.
+#
 # %% tags=["by-hand"]
 import os
 
@@ -60,31 +105,27 @@ RING = [(s, (s + 1) % n) for s in range(n)], [(s, (s - 1) % n) for s in range(n)
 pass_on = lambda x, back=0: jax.lax.ppermute(x, "stage", RING[back])
 varying = lambda x: jax.lax.pcast(x, "stage", to="varying")  # may differ by stage
 
+
 # %% [markdown]
-# Suppose that stage 0 processes all 32 rows and passes them on, then stage 1 does the same, then 2, then 3.
-# The result is right, but three of the four devices are always idle. This is as slow as one device.
+# In tick i, stage s processes microbatch i - s. Then every stage sends its output to the next one, with one
+# `ppermute` (*point-to-point* communication, send and receive in PyTorch), and the last stage computes
+# the microbatch's loss. A stage without a microbatch computes anyway, on zeros or on an old microbatch, because
+# all devices run the same program and take part in every collective. This result is not used, but it has to
+# be finite, because the backward pass multiplies it by 0.
 #
-# ## Microbatches
+# `jax.lax.scan` is a loop that passes a *carry* from tick to tick. The carry must keep its type. Here it is a
+# message from another stage, so it varies along `stage`, and the zeros at the start must be marked as
+# `varying`, too.
 #
-# Rows do not depend on each other. So let a stage start its second *microbatch*, the next N rows, while the
-# next stage works on the first. One program runs on all devices, in time steps called *ticks*: in tick t,
-# stage s processes microbatch t - s. Then every stage sends its output to the next stage, with one
-# `ppermute`, and the last stage adds the microbatch's loss. A stage without a microbatch computes anyway, on
-# zeros or on the last microbatch again, because all devices must take part in a collective. This result is
-# not used, but it has to be finite, because the backward pass multiplies it by 0. And the carry of a scan
-# must keep its type, so it starts as `varying` along every axis along which its later values vary.
 #
-# > **Predict.** How many ticks do 8 microbatches take to pass through 4 stages?
-
-
-# %%
+# %% tags=["by-hand"]
 def gpipe(w_lDD, x_ZND, y_ZND):
     s = jax.lax.axis_index("stage")
 
-    def tick(inbox_ND, t):
-        m = jnp.clip(t - s, 0, Z - 1)
+    def tick(inbox_ND, i):
+        m = jnp.clip(i - s, 0, Z - 1)
         out_ND = layer(w_lDD[0], jnp.where(s == 0, x_ZND[m], inbox_ND))
-        real = (s == n - 1) & (m == t - s)
+        real = (s == n - 1) & (m == i - s)
         loss = jnp.where(real, partial_loss(out_ND, y_ZND[m]), 0.0)
         return pass_on(out_ND), loss
 
@@ -93,34 +134,59 @@ def gpipe(w_lDD, x_ZND, y_ZND):
     return jax.lax.psum(losses.sum(), "stage")
 
 
-def on_stages(f, out_specs):
-    specs = dict(in_specs=(P("stage"), P(), P()), out_specs=out_specs)
-    return jax.jit(jax.shard_map(f, mesh=four, **specs))
-
+# %% tags=["by-hand"]
+specs = dict(in_specs=(P("stage"), P(), P()), out_specs=P())
+forward = jax.jit(jax.shard_map(gpipe, mesh=four, **specs))
+through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
+one_device = jax.value_and_grad(lambda w_LDD: partial_loss(through(w_LDD), y_ZND))
+found = jax.value_and_grad(forward)(w_LDD, x_ZND, y_ZND)
+for mine, right in zip(found, one_device(w_LDD), strict=True):
+    np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
+print("loss and gradient match a single-device run")
 
 # %%
 my_prediction = None  # ticks
-batch = x_ZND, y_ZND
-forward = on_stages(gpipe, P())
-found = lesson.compiled(forward, four, w_LDD, *batch)
+found = lesson.compiled(forward, four, w_LDD, x_ZND, y_ZND)
 (message,) = [one for one in found.collectives if one.kind == "collective-permute"]
 lesson.predicted("sends, one per tick", my_prediction, int(message.count))
-through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
-one_device = jax.value_and_grad(lambda w_LDD: partial_loss(through(w_LDD), y_ZND))
-pipelined = jax.value_and_grad(forward)(w_LDD, *batch)
-assert lesson.same(pipelined, one_device(w_LDD))
-print("loss and gradient match a single-device run")
+
+# %% [markdown]
+# The last microbatch enters in tick Z - 1, and needs n - 1 more ticks for the other stages: Z + n - 1 = 11.
+#
+# ## Microbatches and the bubble
+#
+# Without microbatches, stage 0 would process all 32 rows and pass them on, then stage 1, and so on. Three of
+# four devices would always be idle.
+#
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four stages from left to right. Activations of a microbatch travel right, their gradients travel left. Each stage stores one layer with its gradients and optimizer state."}}
+figure, axes = plt.subplots(figsize=(6.4, 2.3))
+arrow = {"arrowstyle": "-|>", "color": orange, "lw": 2}
+for s in range(n):
+    left, end = 2.8 * s, 2.8 * s + 1.8
+    axes.add_patch(plt.Rectangle((left, 0), 1.8, 2, fc="#dddddd", ec="k"))
+    about = f"stage {s}\n\nlayer {s}:\nweights,\ngradients,\noptimizer state"
+    axes.text(left + 0.9, 1, about, ha="center", va="center", size=8)
+    if s < n - 1:
+        axes.annotate("", (end + 1, 1.4), (end, 1.4), arrowprops=arrow)
+        axes.annotate("", (end, 0.4), (end + 1, 0.4), arrowprops=arrow)
+        axes.text(end + 0.5, 1.6, "x_ND", ha="center", size=8)
+        axes.text(end + 0.5, 0.6, "dx_ND", ha="center", size=8)
+axes.text(0.9, 2.15, "microbatches enter", ha="center", size=8)
+axes.text(2.8 * (n - 1) + 0.9, 2.15, "loss", ha="center", size=8)
+axes.set(xlim=(-0.1, 10.3), ylim=(-0.1, 2.5))
+axes.set_title("Only activations and their gradients travel between stages")
+axes.axis("off")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Above, four long boxes one after the other; below, four staggered rows of short ones."}}
 figure, axes = plt.subplots(2, figsize=(5, 3.6), sharex=True)
 for ax, many in zip(axes, (1, Z), strict=True):
     long, ticks = Z / many, many + n - 1  # units that a microbatch takes
-    for t in range(ticks):
+    for i in range(ticks):
         for s in range(n):
-            if 0 <= t - s < many:
-                ax.barh(s, long, left=t * long, color=blue, edgecolor="w")
-                middle = (t + 0.5) * long
-                ax.text(middle, s, t - s, ha="center", va="center", color="w")
+            if 0 <= i - s < many:
+                ax.barh(s, long, left=i * long, color=GRAY, edgecolor="w")
+                middle = (i + 0.5) * long
+                ax.text(middle, s, i - s, ha="center", va="center", color="w")
     title = f"{many} x {Z * N // many} rows: {ticks * long:g} units"
     ax.set(yticks=range(n), ylabel="stage", title=title)
     ax.invert_yaxis()
@@ -129,11 +195,10 @@ title = "With microbatches, the same rows take a third of the time"
 title = figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# The figure assumes that 4 rows take an eighth of the time of 32 rows. That is true unless a microbatch is
-# too small to use the whole device. The last microbatch enters in tick Z - 1, and needs n - 1 more ticks for
-# the other stages. Each stage works in Z of these Z + n - 1 ticks, so its fraction of idle time, the
-# *bubble*, is (n - 1)/(Z + n - 1): here 3/11, or 27%. With Z = 4n it is below a fifth, which the authors of
-# [GPipe](https://arxiv.org/abs/1811.06965) found negligible.
+# The second figure assumes that 4 rows take an eighth of the time of 32 rows. That is true unless a microbatch
+# is too small to use the whole device. Each stage works in Z of the Z + n - 1 ticks, so its fraction of idle
+# time, the **bubble**, is (n - 1)/(Z + n - 1): here 3/11, or 27%. With Z = 4n it is below a fifth, which the
+# authors of [GPipe](https://arxiv.org/abs/1811.06965) found negligible.
 #
 # ## What has to be saved
 #
@@ -147,7 +212,7 @@ title = figure.suptitle(title, x=0.02, ha="left")
 # the inputs, which the previous stage waits for, and the gradient of the weights, which can be computed
 # later. So F takes 1 unit, and B takes 2. `pipeline.schedules` has four published schedules, and `simulate`
 # runs them:
-
+#
 # %%
 names = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1}  # chunks per stage
 published = {name: schedules.schedule(name, n, Z, v) for name, v in names.items()}
@@ -159,22 +224,36 @@ for name, one in alone.items():
     print(f"{name:11} {one.makespan:4g} units, idle {one.bubble:.0%}, saves {keeps}")
 assert [one.makespan for one in alone.values()] == [33, 33, 28.5, 27]
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Four timelines: GPipe and 1F1B end at 33, interleaved at 28.5, zero-bubble at 27."}}
+# %% tags=["hide-input"]
 SAYS = {
     "gpipe": "GPipe, all forward passes first",
     "1f1b": "1F1B, as long, fewer saved activations",
     "interleaved": "Interleaved (light: second chunk)",
     "zb": "Zero-bubble, gaps filled",
 }
-figure, axes = plt.subplots(4, figsize=(5, 8.2), sharex=True)
-for ax, (name, says) in zip(axes, SAYS.items(), strict=True):
-    sched = published[name]
-    draw.paint(ax, sched, 1, 1, 1, inches=4.4)
-    units = alone[name].makespan
-    ax.set(title=f"{says}: {units:g} units", xlabel="", xlim=(0, 33))
+LOOK = {"F": ("#d5d5d5", "forward"), "B": ("#858585", "backward"),
+        "W": ("#ffffff", "weight gradient")}  # fmt: skip
+
+
+def paint(ax, name):
+    """Draw what each stage does over time."""
+    for (op, s), (start, end) in alone[name].spans.items():
+        style = {"alpha": 0.45 if op.chunk else 1, "edgecolor": "k", "linewidth": 0.6}
+        color, label = LOOK[op.kind]
+        ax.barh(s, end - start, 0.9, start, color=color, label=label, **style)
+        ax.text((start + end) / 2, s, op.microbatch, ha="center", va="center", size=7)
+    ax.set(title=f"{SAYS[name]}: {alone[name].makespan:g} units", xlim=(0, 33.2))
+    ax.set(yticks=range(n), ylabel="stage")
+    ax.invert_yaxis()
+
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four timelines: GPipe and 1F1B end at 33, interleaved at 28.5, zero-bubble at 27."}}
+figure, axes = plt.subplots(4, figsize=(6.4, 7.6), sharex=True)
+for ax, name in zip(axes, SAYS, strict=True):
+    paint(ax, name)
 axes[-1].set(xlabel="time, in forward passes of a stage")
-handles, _ = axes[-1].get_legend_handles_labels()
-labels = ["forward", "backward", "weight gradient"]
+handles = [plt.Rectangle((0, 0), 1, 1, fc=color, ec="k") for color, _ in LOOK.values()]
+labels = [label for _, label in LOOK.values()]
 legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 
 # %% [markdown]
@@ -185,25 +264,23 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 #   (after a few forward passes, one backward pass follows each forward pass) is *not* faster. But its stages
 #   save only 4, 3, 2 and 1 microbatches, for any Z.
 # - **Interleaved.** Each stage has v smaller *chunks* of layers (virtual stages): with v = 2, stage 0 of 4
-#   has the first and the fifth eighth of the layers, and a microbatch travels through the stages v times.
-#   Each pass is v times shorter, so the pipeline fills and drains v times faster: 9/v idle units. The price
-#   is v times as many sends, and more saved activations.
+#   has the first and the fifth eighth of the layers. Each pass is v times shorter, so the pipeline fills and
+#   drains v times faster: 9/v idle units. The price is v times as many sends, and more saved activations.
 # - **Zero-bubble.** A stage sends the gradient of its inputs back first, and computes the gradient of its
 #   weights when it would be idle. A backward pass then delays the next stage by 1 unit instead of 2, and
-#   weight gradients fill gaps. With 1 unit for the forward pass, plus 1 for the input gradient, minus 1 for
-#   the weight gradient that fills a gap, (n - 1)(1 + 1 - 1) = 3 idle units remain.
+#   weight gradients fill gaps: (n - 1)(1 + 1 - 1) = 3 idle units remain.
 #
 # ## One program: all stages run in lock-step
 #
 # The published schedules assume a separate program for each stage, which sends its output and continues. JAX
-# compiles *one* program for all devices. In it, each tick ends with a `ppermute` of all devices, so no stage
-# starts the next tick before its neighbors' data has arrived. In a tick a stage does at most one forward pass
-# (F), then one backward pass (B). The next stage gets the result in the next tick. GPipe still takes 33
-# units.
+# compiles *one* program for all devices. In it, each tick ends with a `ppermute`, so no stage starts the next
+# tick before its neighbors' data has arrived: the stages run in *lock-step*. In a tick a stage does at most
+# one forward pass (F), then one backward pass (B), and a tick lasts as long as its busiest stage: 3 units if
+# any stage does both. GPipe still takes 33 units.
 #
 # > **Predict.** How many units does 1F1B take in lock-step? (Without, it takes 33. Stage 0 has at most four
 # > microbatches in flight. In which tick is the first of them back, so that a fifth can start?)
-
+#
 # %%
 my_prediction = None  # units
 in_step = {name: schedules.lock_step(x, 1, 1, 1) for name, x in published.items()}
@@ -217,13 +294,12 @@ assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48
 # %% [markdown]
 # Each column is a tick. Stage 0 does F0 in tick 0. Its output needs 3 ticks to reach the last stage, and the
 # gradient 3 ticks back: B0 is in tick 6. Until then the published schedule allows stage 0 only 4 microbatches
-# in flight. Within a tick, F comes before B, so F4 waits until tick 7. That is 4 microbatches in 7 ticks. A
-# tick lasts as long as its busiest stage, and in each of these ticks some stage does both F and B: 3 units.
-# Zero-bubble slows down similarly. The interleaved schedule does not: it takes 28.5 units in lock-step too.
+# in flight. Within a tick, F comes before B, so F4 waits until tick 7. That is 4 microbatches in 7 ticks. In
+# each of these ticks some stage does both F and B.
 #
 # To process a microbatch in every tick, you need 7 of them in flight. Let stage s do F of microbatch m in
 # tick m + s, as before, and B as soon as the gradient can arrive, in tick m + 2(n - 1) - s:
-
+#
 # %%
 ahead = {name: schedules.schedule(name, n, Z, v, lead=2) for name, v in names.items()}
 print(draw.format_table(ahead["1f1b"]), "\n")
@@ -233,32 +309,32 @@ for name, sched in ahead.items():
     print(f"{name:11} {units:4g} units, saves {[kept / names[name] for kept in keeps]}")
 assert schedules.lock_step(ahead["1f1b"], 1, 1, 1) == 33
 
+
 # %% [markdown]
-# 1F1B is now as fast as GPipe again, and keeps 7 microbatches in memory instead of 4, for any Z. (`lead=2`:
-# each stage is twice as far ahead of the next as in the published schedule.) In lock-step, zero-bubble is 3
-# units faster than 1F1B instead of 6, because it fills the gaps of some stages, but not of the busiest one.
-# Megatron-LM and PyTorch run a separate program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374)
-# does so for JAX. They avoid lock-step, but need a scheduler on the hosts.
+# 1F1B is now as fast as GPipe again, and saves 7 microbatches instead of 4, for any Z. (`lead=2`: each stage is
+# twice as far ahead of the next as in the published schedule.) Megatron-LM and PyTorch run a separate program
+# for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374) does so for JAX. They avoid lock-step, but need
+# a scheduler on the hosts.
 #
 # ## 1F1B by hand
 #
-# These two formulas are the whole schedule. The input of a microbatch is saved from its F to its B, less than
-# 2n - 1 ticks, in slot m mod (2n - 1) of a buffer. `jax.vjp` recomputes the stage from the saved input, and
-# returns the backward pass. On the last stage, F and B of a microbatch are in the same tick, and the backward
-# pass starts from the loss:
-
-
-# %% tags=["by-hand"]
+# These two formulas are the whole schedule. You can append this function to the program above. The input of a
+# microbatch is saved from its F to its B, less than 2n - 1 ticks, in slot m mod (2n - 1) of a buffer.
+# `jax.vjp` recomputes the stage from the saved input. On the last stage, F and B of a microbatch are in the
+# same tick, and the backward pass starts from the loss:
+#
+#
+# %%
 def one_f_one_b(w_lDD, x_ZND, y_ZND):
     s, last, slots = jax.lax.axis_index("stage"), n - 1, 2 * n - 1
 
-    def tick(carry, t):
+    def tick(carry, i):
         inbox_ND, back_ND, kept, loss, dw_DD = carry
-        f, b = t - s, t - 2 * last + s  # microbatches that go forward and backward
-        x_ND = jnp.where(s == 0, x_ZND[jnp.clip(f, 0, Z - 1)], inbox_ND)
-        kept = kept.at[f % slots].set(x_ND)
-        out_ND, pull = jax.vjp(layer, w_lDD[0], kept[b % slots])
-        y_ND, real = y_ZND[jnp.clip(b, 0, Z - 1)], (b >= 0) & (b < Z)
+        m_f, m_b = i - s, i - 2 * last + s  # microbatches of F and B in this tick
+        x_ND = jnp.where(s == 0, x_ZND[jnp.clip(m_f, 0, Z - 1)], inbox_ND)
+        kept = kept.at[m_f % slots].set(x_ND)
+        out_ND, pull = jax.vjp(layer, w_lDD[0], kept[m_b % slots])
+        y_ND, real = y_ZND[jnp.clip(m_b, 0, Z - 1)], (m_b >= 0) & (m_b < Z)
         value, d_ND = jax.value_and_grad(partial_loss)(out_ND, y_ND)
         dw, dx_ND = pull(jnp.where(s == last, d_ND, back_ND))
         loss += jnp.where(real & (s == last), value, 0)
@@ -272,18 +348,21 @@ def one_f_one_b(w_lDD, x_ZND, y_ZND):
     return jax.lax.psum(carry[3], "stage"), carry[4][None]
 
 
-# %% tags=["by-hand"]
+# %%
 specs = dict(in_specs=(P("stage"), P(), P()), out_specs=(P(), P("stage")))
 step = jax.jit(jax.shard_map(one_f_one_b, mesh=four, **specs))
-through = lambda w_LDD: functools.reduce(lambda x, w: layer(w, x), w_LDD, x_ZND)
-right = jax.value_and_grad(lambda w_LDD: partial_loss(through(w_LDD), y_ZND))(w_LDD)
-for mine, one_device in zip(step(w_LDD, x_ZND, y_ZND), right, strict=True):
-    np.testing.assert_allclose(mine, one_device, rtol=1e-4, atol=1e-5)
+for mine, right in zip(step(w_LDD, x_ZND, y_ZND), one_device(w_LDD), strict=True):
+    np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
 print("loss and gradient match a single-device run")
 
 # %% [markdown]
+# The backward passes start from the gradient of the *mean*: `partial_loss` divides by all entries of the
+# batch. A schedule that starts from a sum, and divides only the loss it prints, has gradients that are too
+# large by a constant factor. Adam cancels such factors, so training looks right: torchtitan had this bug in
+# 2026 ([#2972](https://github.com/pytorch/torchtitan/issues/2972)).
+#
 # The compiler reports the memory used. Here it is for 8 and for 32 microbatches of the same size:
-
+#
 # %%
 gpipe_step = jax.jit(jax.grad(forward))
 for many in (8, 32):
@@ -302,11 +381,10 @@ Z = 8
 #
 # ## In the model
 #
-# The trainer runs these schedules with whole layers instead of `layer`, and with the other mesh axes inside
-# each stage (`work.schedule`, `work.microbatches`). As in every chapter, the mesh changes where the
-# computation runs, not its result. Here is a dense model with 4 layers on three axes: 2 stages of 2 layers,
-# each weight in 2 shards, each matmul split in 2, and a batch in which 30% of the targets are masked:
-
+# The trainer runs these schedules with whole layers and with the other mesh axes inside each stage. Here is a
+# dense model with 4 layers on three axes: 2 stages of 2 layers, each weight in 2 shards, each matmul split in
+# 2, and a batch in which 30% of the targets are masked:
+#
 # %% tags=["hide-input"]
 import model
 import pipeline
@@ -371,29 +449,27 @@ for axis in ("fsdp", "tensor", "stage"):
     print(f"{axis:6} {one.count:3.0f} collectives send {one.wire_bytes:7,.0f} bytes")
 
 # %% [markdown]
-# Every layer communicates along `tensor` and `fsdp`, and each microbatch gathers the weights again. Along
-# `stage`, each device sends 2 messages in each of 6 ticks, for any number of layers per stage. The other
-# bytes along `stage` are for the loss and for the gradients of the two vocabulary tables (embedding and
-# unembedding). The work on the loss is divided among all stages; otherwise they would wait while the last
-# stage computes the logits.
+# Every layer communicates along `tensor` and `fsdp`. Along `stage`, each device sends 2 messages in each of 6
+# ticks. The other bytes along `stage` are for the loss and for the
+# gradients of the two vocabulary tables (embedding and unembedding). All stages share the work on the loss;
+# otherwise they would wait while the last stage computes the logits.
 #
 # ## When a pipeline pays off
 #
-# A stage sends little and rarely, so use `stage` on the slowest network. Let one slow network connect two
-# groups of g devices. P is the number of parameters, N is now the number of tokens per step, and D is the
-# width. How much does a device send over the slow network?
+# A stage sends little and rarely, so use `stage` on the slowest network. Let a slow network connect two nodes
+# of 8 devices each. How much does a device send over it in a step?
 #
-# - `data=2`: each device all-reduces its shard of the gradients with a device of the other group, in float32:
-#   4P/g bytes (an all-reduce of two devices sends 2 · 1/2 of the array).
-# - `stage=2`: a vector of width D for each of N/g tokens forward, and as much backward, because in lock-step
-#   every device sends in both directions in every tick, even zeros. In bfloat16 that is 4 N D/g bytes. The
-#   work on logits and loss is divided between both stages, so the last stage sends half of its outputs to the
-#   first, and their gradients come back: 2 N D/g more.
+# - `data=2`: each device all-reduces its shard of the gradients with a device of the other node, in float32:
+#   4 · parameters / 8 bytes (an all-reduce of two devices sends 2 · 1/2 of the array).
+# - `stage=2`: a vector of width D for each of tokens / 8 tokens forward, and as much backward, because in
+#   lock-step every device sends in both directions in every tick, even zeros. In bfloat16 that is 4 · tokens
+#   · D / 8 bytes. The work on logits and loss is divided between both stages, so the last stage sends half of
+#   its outputs to the first, and their gradients come back: 2 · tokens · D / 8 more.
 #
-# So a pipeline sends less if **6 N D < 4 P**, but it also has a bubble: the time of n - 1 microbatches. The
-# planner counts both, here for Llama 3 8B on two nodes of 8 H100s. The network between the nodes is slow: 100
-# Gbit/s, shared by the 8 GPUs of a node. Each device processes one sequence of 8,192 tokens at a time.
-
+# So a pipeline sends less if **6 · tokens · D < 4 · parameters**. But it also has a bubble, the time of n - 1
+# microbatches. The planner counts both, here for Llama 3 8B on two nodes of 8 H100s, whose GPUs share a network
+# of 100 Gbit/s per node. Each device processes one sequence of 8,192 tokens at a time.
+#
 # %% tags=["hide-input"]
 slow = dataclasses.replace(hardware.CHIPS["h100"], dcn_bytes_per_s=12.5e9 / 8)
 NODES = hardware.Topology(slow, (16,), 16, hosts=2)
@@ -420,15 +496,15 @@ for batch in (32, 128):
     show(planned("data=2,fsdp=8", batch))
     show(planned("stage=2,fsdp=8", batch))
 plan = planned("stage=2,fsdp=8")
-P_, width, g = plan.params_total, plan.cfg.model.d_model, 8
-wire, each = slow.dcn_bytes_per_s, 8 * 8192  # tokens of a microbatch
+parameters, width = plan.params_total, plan.cfg.model.d_model
+second = slow.dcn_bytes_per_s * 8  # bytes that a node sends per second
 bubble = plan.seconds()["bubble"]
-tables = 8 * plan.cfg.model.vocab_size * width / g / wire  # their gradients, float32
-ends = 4 * 2 * each * width / g / wire  # the 2 ticks more than microbatches
-left = 4 * P_ / g / wire - bubble - tables - ends
-by_hand = left / (6 * width / g / wire)
-print(f"4 P/g takes {4 * P_ / g / wire:.2f} s. Subtract {bubble:.2f} s for the bubble,")
-print(f"{tables:.2f} for the tables, {ends:.2f} for the 2 extra ticks:", end=" ")
+tables = 8 * plan.cfg.model.vocab_size * width / second  # their gradients, float32
+ends = 4 * 2 * (8 * 8192) * width / second  # the 2 ticks more than microbatches
+left = 4 * parameters / second - bubble - tables - ends
+by_hand = left / (6 * width / second)
+print(f"Gradients take {4 * parameters / second:.2f} s. Subtract the bubble,", end=" ")
+print(f"{bubble:.2f} s, tables, {tables:.2f}, and 2 more ticks, {ends:.2f}:", end=" ")
 print(f"equal at {by_hand / 1e6:.2f} million tokens")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds per token against tokens per step: stage=2 is faster at left, data=2 at right."}}
@@ -451,12 +527,11 @@ axes.set(title="Over a slow network, a pipeline is faster for small batches")
 legend = axes.legend(loc="upper center")
 
 # %% [markdown]
-# Formula and curves agree. (No communication overlaps with compute here: the planner knows what the TPU
-# compiler overlaps, but not the GPU compiler. Overlap would help `data` more, because its one all-reduce can
-# run during the backward pass.) So much for the slow network. Next, 400 Gbit/s for each GPU, the planner's
-# default for H100, and then a single node:
-
-# %%
+# Formula and curves agree. (No communication overlaps with compute here. Overlap would help `data` more,
+# because its one all-reduce can run during the backward pass.) With 400 Gbit/s for each GPU, the planner's
+# default for H100, or inside a single node, the bubble takes longer than what the stages save:
+#
+# %% tags=["hide-input"]
 for on, splits in {
     "h100:16": ("data=2,fsdp=8", "stage=2,fsdp=8", "fsdp=16"),
     "h100:8": ("fsdp=8", "stage=2,fsdp=4"),
@@ -465,32 +540,33 @@ for on, splits in {
     for split in splits:
         show(planned(split, on=on))
 
+
 # %% [markdown]
 # There are two practical reasons for stages:
 #
-# - **A batch too small for more `fsdp`** over a slow network: 6 N D well below 4 P. (The [Ultra-Scale
-#   Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured nodes of 8 GPUs: from one
-#   node to two, a pipeline with few microbatches lost 14% of its speed, tensor parallelism about 43%.) In
-#   this project only `data` may span TPU slices: `sharding.make_mesh` raises an error for any other axis.
+# - **A batch too small for more `fsdp`** over a slow network: 6 · tokens · D well below 4 · parameters. The
+#   [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured nodes of 8
+#   GPUs: from one node to two, a pipeline with few microbatches lost 14% of its throughput (tokens per
+#   second), tensor parallelism about 43%. The slow network can also be the data-center network between TPU
+#   slices: [MaxText](https://github.com/AI-Hypercomputer/maxtext) has a setting for it,
+#   `dcn_pipeline_parallelism`. This project chose to allow only `data` there (`sharding.make_mesh`).
 # - **Sparse models.** FSDP would gather all of their parameters for few FLOPs per token (chapter 03), but
 #   stages don't move parameters: DeepSeek-V3 was trained with 16 stages
 #   ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.2).
 #
-# Memory alone is no reason: `fsdp` can shard parameters, gradients and optimizer state over as many devices.
-# And use enough microbatches: with Z = n = 4 the bubble is 3/7 of the time. (Here a stage sends 67 MB per
-# microbatch, far more than the size below which latency dominates, chapter 01.)
+# Memory alone is no reason: `fsdp` shards parameters, gradients and optimizer state, too. And use enough
+# microbatches: with Z = n = 4 the bubble is 3/7 of the time.
 #
-# Simulated devices cannot show time. They share this machine's cores, so while one device is idle, another
-# works. Bubbles here are computed from schedules; ticks, sends, bytes and memory come from the compiled
-# program.
-
+# Nothing here was measured on accelerators. Bubbles are computed from schedules; ticks, sends, bytes and
+# memory come from the compiled program.
+#
 # %% [markdown]
 # ## Exercise 1: the missing stage
 #
 # This is the published 1F1B schedule for 4 stages and 6 microbatches, but the order of stage 1 is missing.
 # Write this order.
-
-
+#
+#
 # %% tags=["hide-input"]
 def outcome(order, n=4, Z=6):
     """Makespan, and what stage 1 saves, if it runs its operations in this order."""
@@ -551,7 +627,7 @@ print(check_stage(stage_1))
 # start before B0 arrives. Then forward and backward passes alternate. `check` reports an order that cannot
 # work as a deadlock, before any device hangs.
 # </details>
-
+#
 # %% tags=["remove-cell"]
 said = lambda answer: check_stage(lambda: answer)
 assert said("F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5").startswith("Right: 27 units")
@@ -569,14 +645,15 @@ for odd in ("F0 F1 B0", "huh", "F0,F1", "f0 f1", order_of(1) + " B5"):
 for nothing in (..., None, "", ["F0"]):
     assert said(nothing) == lesson.NOTHING
 
+
 # %% [markdown]
 # ## Exercise 2: how many saved microbatches
 #
 # In 1F1B by hand, how many microbatches does stage s save at the same time, at most, with n stages and Z
 # microbatches? The buffer has 2n - 1 slots on all stages. How long does a microbatch take from stage s to the
 # last stage and back?
-
-
+#
+#
 # %% tags=["hide-input"]
 def check_kept(answer):
     cases = [(4, 8, 0), (4, 8, 2), (8, 3, 1), (2, 16, 0), (8, 64, 3), (4, 8, 3)]
@@ -612,7 +689,7 @@ print(check_kept(kept))
 # where the backward pass starts in the same tick. The gradient needs n - 1 - s ticks back. In each of these
 # ticks stage s starts one more microbatch; add 1 for the first.
 # </details>
-
+#
 # %% tags=["remove-cell"]
 counted = check_kept(lambda n, Z, s: min(2 * (n - 1 - s) + 1, Z))
 assert counted == "Right in all six cases."
@@ -638,8 +715,8 @@ assert "Nothing" in check_kept(lambda n, Z, s: ...)
 # 2.45 s that needs at most 40 GiB on each GPU. You can choose the mesh (16 devices), the schedule (`gpipe`,
 # `1f1b` or `zb`), and how often weights are gathered (`layer` or `step`). Start with Z, the number of
 # microbatches of one sequence: how many sequences does each pipeline get?
-
-
+#
+#
 # %% tags=["hide-input"]
 TOO_SLOW = {
     "compute": "Compute takes {compute:.2f} s, 1.10 without zb: each half recomputes.",
@@ -690,6 +767,7 @@ def design():
 
 print(check_design(design))
 
+
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
@@ -701,8 +779,8 @@ print(check_design(design))
 # both halves of its backward pass recompute, and because all stages wait for the slowest in each tick, half
 # of the saved time is lost.
 # </details>
-
-
+#
+#
 # %% tags=["remove-cell"]
 def said(mesh, schedule="1f1b", gather="layer"):
     chosen = {"mesh": mesh, "work.schedule": schedule, "work.gather": gather}
@@ -733,13 +811,14 @@ for one, messages in (("gpipe", 18), ("1f1b", 20)):
     moved = [t for t in planned(**mesh_).traffic if t.kind == "collective-permute"]
     assert [t.count for t in moved if t.axes == (STAGE,)] == [messages]
 
+
 # %% [markdown]
 # ## A bug to find
 #
 # A colleague trains a classifier with a hand-written 1F1B schedule; some rows are padding (`real_ZN` is
 # 0). The loss is right, and with AdamW the pipeline trains as well as one device. With SGD it does not.
-
-
+#
+#
 # %%
 def nats(out_ND, target_N, real_N):
     """Sum of -log softmax over the targets that are not masked."""
@@ -851,6 +930,7 @@ def check_pipeline(function):
 # %% tags=["hide-output"]
 print(check_pipeline(classify))
 
+
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
@@ -868,8 +948,8 @@ print(check_pipeline(classify))
 # microbatches except the last ([#3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530)): "only the
 # gradient norm gave it away".
 # </details>
-
-
+#
+#
 # %% tags=["remove-cell"]
 def mended(w_lDD, x_ZND, target_ZN, real_ZN):
     loss, dw_lDD = classify(w_lDD, x_ZND, target_ZN, real_ZN)
@@ -906,19 +986,20 @@ assert check_pipeline(None) == check_pipeline(lambda *a: (..., ...)) == lesson.N
 # x_ND enters `layers[s]` on stage s, y_ND goes to stage s + 1, and dx_ND to stage s - 1. A stage stores 1/n
 # of the layers with their gradients and optimizer state, and runs Z microbatches.
 #
-# | schedule | idle, of Z + idle | microbatches saved, first stage | sends, forward and backward | in PyTorch |
-# |---|---|---|---|---|
-# | GPipe | n - 1 | Z | y and dx of each microbatch | `ScheduleGPipe` |
-# | 1F1B | n - 1 | n; in lock-step 2n - 1 | the same; in lock-step both in every tick | `Schedule1F1B` |
-# | interleaved, v chunks | (n - 1)/v | more | v times as much | `ScheduleInterleaved1F1B` |
-# | zero-bubble | (n - 1)/3 | as 1F1B, and more | as 1F1B | `ScheduleInterleavedZeroBubble` |
+# | schedule | idle, of Z + idle | microbatches saved, first stage | sends, forward and backward | PyTorch | Megatron-LM |
+# |---|---|---|---|---|---|
+# | GPipe | n - 1 | Z | y and dx of each microbatch | `ScheduleGPipe` | |
+# | 1F1B | n - 1 | n; in lock-step 2n - 1 | the same; in lock-step both in every tick | `Schedule1F1B` | `--pipeline-model-parallel-size` |
+# | interleaved, v chunks | (n - 1)/v | more | v times as much | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` |
+# | zero-bubble | (n - 1)/3 | as 1F1B, and more | as 1F1B | `ScheduleInterleavedZeroBubble` | |
 #
 # All sends are exposed in the first and last n - 1 ticks. In the other ticks they can overlap with compute on
-# other microbatches, if the runtime allows it. **When to use it:** 6 N D < 4 P over the slow network, with Z
-# at least 4n; P includes all experts of a sparse model. That is N < 2 P/(3 D) tokens per step: 1.3 million
-# for Llama 3 8B, or 0.9 million with the bubble, the tables and the 2 extra ticks. The formula does not
-# depend on the chip, but the bubble does: it costs the time of n - 1 microbatches. So with 400 Gbit/s per GPU
-# between two nodes, and inside a node, stages are slower.
+# other microbatches, if the runtime allows it. In JAX, a pipeline is a `scan` with a `ppermute` in each tick.
+#
+# **When to use it:** 6 · tokens · D < 4 · parameters over the slow network, with Z at least 4n; parameters
+# include all experts of a sparse model. That is 2 · parameters / (3 D) tokens per step: 1.3 million for Llama 3
+# 8B, or 0.9 million with the bubble, the tables and the 2 extra ticks. The formula does not depend on the
+# chip, but the bubble does. Chapter 09, "Thresholds", has the rules of all axes.
 #
 # ## Three lines to keep
 #
@@ -926,8 +1007,8 @@ assert check_pipeline(None) == check_pipeline(lambda *a: (..., ...)) == lesson.N
 #    of the time; they differ in the activations that they save.
 # 2. In one program for all devices, all devices wait for the end of each tick. There the published 1F1B takes
 #    48 units instead of 33, and needs nearly twice as many microbatches in flight to be as fast as GPipe.
-# 3. A stage sends little and rarely, so use `stage` on the slowest network, as long as 6 N D and the bubble
-#    cost less than 4 P. And a right loss says nothing about the gradient.
+# 3. A stage sends little and rarely, so use `stage` on the slowest network, as long as 6 · tokens · D and the
+#    bubble cost less than 4 · parameters. And a right loss says nothing about the gradient.
 #
 # **Sources.** GPipe, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965), section 2; PipeDream-Flush, which
 # became 1F1B, [arXiv:2006.09503](https://arxiv.org/abs/2006.09503), section 3.2; interleaving, Megatron-LM,
