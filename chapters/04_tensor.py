@@ -586,7 +586,7 @@ for chips, m, n_ in (("v5p:4x4x4", 16, 4), ("h100:8", 1, 8)):
 #
 # If the axis spans two nodes, it costs more than its bytes suggest: the [Ultra-Scale
 # Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured a **throughput** (tokens/s)
-# of 10,889 per GPU at tensor=8, and 6,159 at 16. Inside many nodes it also slows down `fsdp`, whose groups then
+# of 10,889 per GPU at tensor=8, and 6,159 at 16. With many nodes it also slows down `fsdp`, whose groups then
 # use one network card per node instead of eight. A network switch that can add arrays reduces the bytes: with
 # NVLink SHARP, an all-reduce, but not a gather, sends its payload once instead of twice. In practice that
 # makes it [some 30%](https://jax-ml.github.io/scaling-book/gpus) faster.
