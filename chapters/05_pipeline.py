@@ -177,7 +177,7 @@ axes.set_title("Only activations and their gradients travel between stages")
 axes.axis("off")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Above, four long boxes one after the other; below, four staggered rows of short ones."}}
-figure, axes = plt.subplots(2, figsize=(5, 3.6), sharex=True)
+figure, axes = plt.subplots(2, figsize=(5.8, 3.6), sharex=True)
 for ax, many in zip(axes, (1, Z), strict=True):
     long, ticks = Z / many, many + n - 1  # units that a microbatch takes
     for i in range(ticks):
@@ -507,7 +507,7 @@ print(f"{bubble:.2f} s, tables, {tables:.2f}, and 2 more ticks, {ends:.2f}:", en
 print(f"equal at {by_hand / 1e6:.2f} million tokens")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds per token against tokens per step: stage=2 is faster at left, data=2 at right."}}
-figure, axes = plt.subplots(figsize=(5, 3.8))
+figure, axes = plt.subplots(figsize=(5.8, 3.8))
 sizes = np.array([16, 32, 48, 64, 80, 96, 128, 160, 192, 256])
 millions, seconds = sizes * 8192 / 1e6, {}
 for axis in ("data", "stage"):
@@ -581,6 +581,14 @@ def outcome(order, n=4, Z=6):
 order_of = lambda s: " ".join(map(str, schedules.one_f_one_b(4, 6).orders[s]))
 
 
+def returned(answer):
+    """What an answer without arguments returns, or the error that stops it."""
+    try:
+        return answer() if callable(answer) else answer
+    except Exception as error:
+        return error
+
+
 # %% tags=["hide-input"]
 def deadlock(words):
     """Why an order cannot run."""
@@ -594,7 +602,9 @@ def deadlock(words):
 
 # %% tags=["hide-input"]
 def check_stage(answer):
-    text = answer()
+    text = returned(answer)
+    if isinstance(text, Exception):
+        return f"It stops: {type(text).__name__}"
     if not (isinstance(text, str) and text):
         return lesson.NOTHING
     words = text.upper().replace(",", " ").split()
@@ -740,7 +750,9 @@ FAST = {"mesh": "stage=2,fsdp=4,tensor=2", "work.gather": "step"}
 
 # %% tags=["hide-input"]
 def check_design(answer):
-    chosen = answer()
+    chosen = returned(answer)
+    if isinstance(chosen, Exception):
+        return f"It stops: {type(chosen).__name__}"
     if chosen is None or chosen is ...:
         return lesson.NOTHING
     if not (isinstance(chosen, dict) and isinstance(chosen.get("mesh"), str)):
