@@ -227,7 +227,7 @@ assert [one.makespan for one in alone.values()] == [33, 33, 28.5, 27]
 SAYS = {
     "gpipe": "GPipe, all forward passes first",
     "1f1b": "1F1B, as long, fewer saved activations",
-    "interleaved": "Interleaved (light: second chunk)",
+    "interleaved": "Interleaved (flat boxes: second chunk)",
     "zb": "Zero-bubble, gaps filled",
 }
 LOOK = {"F": ("#d5d5d5", "forward"), "B": ("#858585", "backward"),
@@ -237,9 +237,9 @@ LOOK = {"F": ("#d5d5d5", "forward"), "B": ("#858585", "backward"),
 def paint(ax, name):
     """Draw what each stage does over time."""
     for (op, s), (start, end) in alone[name].spans.items():
-        style = {"alpha": 0.45 if op.chunk else 1, "edgecolor": "k", "linewidth": 0.6}
-        color, label = LOOK[op.kind]
-        ax.barh(s, end - start, 0.9, start, color=color, label=label, **style)
+        color, _ = LOOK[op.kind]
+        height = 0.55 if op.chunk else 0.9
+        ax.barh(s, end - start, height, start, color=color, edgecolor="k", linewidth=0.6)
         ax.text((start + end) / 2, s, op.microbatch, ha="center", va="center", size=7)
     ax.set(title=f"{SAYS[name]}: {alone[name].makespan:g} units", xlim=(0, 33.2))
     ax.set(yticks=range(n), ylabel="stage")
