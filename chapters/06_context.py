@@ -1,18 +1,19 @@
 # %% [markdown]
 # # 06 · Context parallelism
 #
-# **Question.** One sequence has 131,072 positions, and the saved activations do not fit on one device. You
-# can shard the positions. But in attention every position attends to all earlier ones: what has to be sent,
-# and how much of the work does each device do?
+# Context parallelism shards the positions of each sequence over the devices of a mesh axis. Every device runs
+# all layers on its own positions. Only attention communicates, because a query needs the keys and values of
+# other devices.
 #
-# **Why it hurts not to know.** If you shard positions in order, devices are idle for up to half of
-# attention's time, and no error tells you. And the program at the end of this page trains, but learns the
-# wrong targets.
+# You want it when a batch has fewer sequences than you have devices, or when one sequence is too long for the
+# memory of one device. 65,536 tokens are easy to distribute as 16 sequences of 4,096. As a single sequence
+# they leave seven of eight devices without work. But if you assign positions to devices in their natural
+# order, devices are idle for up to half of attention's time.
 #
 # *Prerequisites:* chapters 01 (`shard_map`, six collectives) and 02 (gradients). *Mesh:* `context=4`, then
 # 8, simulated. *Runs in* 40 s on 2 cores. *Reading takes* 25 minutes, and the exercises an hour.
 
-# %%
+# %% tags=["hide-input"]
 from devices import simulate_devices
 
 simulate_devices(8)
@@ -25,21 +26,58 @@ import matplotlib.pyplot as plt
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from chapters import lesson
+from chapters import lesson, opening
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Memory bars of eight devices and a timeline, before and after: device 0 alone holds 9.3 GiB and computes for 64 ms; with context=8 every device holds 1.9 GiB and computes for 8 ms."}}
+GiB, T, away = 2**30, opening.TOKENS, 7 / 8  # T: positions of the one sequence
+sizes, kv_bytes = opening.PARAMETERS, 2 * 2 * opening.K * opening.H  # per position
+saved = 2 * T * (6 * opening.D + kv_bytes // 2 + 3 * opening.F) / GiB  # bf16, no remat
+weights = {"weights": (4 / 8 + 2) * sizes / GiB, "gradients": 4 * sizes / 8 / GiB}
+weights["optimizer state"] = 8 * sizes / 8 / GiB
+pair_flops = 4 * opening.N * opening.H * T * (T + 1) / 2
+work = opening.compute_ms(2 * sizes * T + pair_flops)
+gather = opening.network_ms(2 * sizes * away)
+kv_ms = opening.network_ms(T * kv_bytes * away)
+alone, shared = [saved] + [0] * 7, saved / 8
+opening.before_after(
+    opening.Scene("FSDP: device 0 has the sequence", weights | {"activations": alone},
+                  [("device 0: forward pass", gather, work)], [("", 0, gather)]),
+    opening.Scene("context=8: each has an eighth", weights | {"activations": shared},
+                  [("", gather, work / 8)], [("", 0, gather), ("", 2 * gather, kv_ms)]),
+    f"One layer, one sequence of {T:,} positions", "context")  # fmt: skip
+axes, style = plt.gcf().axes, dict(va="center", size=8)
+text = axes[2].text(3, 1, "weights", **style)
+text = axes[3].text(4, 1, "weights, then keys and values", **style)
+text = axes[3].text(11, 0, "all 8 devices", **style)
 
 # %% [markdown]
+# The figure shows one layer of Llama 3 8B on eight H100s. Weights are sharded as in FSDP (chapter 03) and
+# gathered for the layer. No activation is recomputed. Times are arithmetic at peak speed, for the forward pass
+# and balanced work.
+#
+# > **Predict.** Attention is causal: a query attends to its own position and all earlier ones. Device i of 8
+# > gets the i-th eighth of the positions. How many times the average attention work does the last device do?
+
+# %%
+my_prediction = None  # times the average
+keys_seen = (np.arange(65_536) + 1).reshape(8, -1).sum(axis=1)  # by device
+times = float(keys_seen[-1] / keys_seen.mean())
+lesson.predicted("the last of 8", my_prediction, times, "times", within=0.01)
+
+# %% [markdown]
+# The query at position p has p + 1 keys, so the last eighth has 15/8 times the average work, and the other
+# devices wait for it.
+#
 # ## One sequence on several devices
 #
-# Take Llama 3 8B and one sequence of 131,072 positions. Even if the backward pass recomputes everything,
-# training saves the input of each of the 32 layers: 131,072 positions x a width of 4,096 x 2 bytes x 32,
-# which is 34 GB. So shard the sequence itself: each of n devices along the mesh axis `context` holds S/n of
-# its S positions.
+# Even with activation checkpointing (recomputing activations in the backward pass), training saves the input
+# of each layer. In Llama 3 8B, 131,072 positions x a width of 4,096 x 2 bytes x 32 layers are 34 GB. So each
+# of n devices along the mesh axis `context` holds S/n of the S positions.
 #
 # Norms, projections and the MLP treat each position independently, so for them nothing changes. Attention
 # is the exception. Here it is, for S positions with keys and s positions with queries. There are H query
 # heads and G KV heads, for keys and values (H/G query heads share each), all of width K. Capital letters
-# are whole dims, lower-case letters a device's shard. `at_s` is the position of each query in the sequence:
-# the query sees the keys up to this position.
+# are whole dims, lower-case letters a device's shard. A query sees the keys up to its own position, `at_s`.
 
 # %%
 n, S, H, G, K = 4, 64, 8, 4, 8
@@ -80,7 +118,7 @@ assert off_S[:16].max() < 1e-5 < 0.5 < off_S[16:].max()
 
 # %% [markdown]
 # Device 0 is right, because its positions are the first. The others see only the text from their own first
-# position on. A model trained like this learns only short contexts, but the loss falls.
+# position on. A model trained like this learns only short contexts, but its loss falls.
 #
 # ## Three ways to communicate
 #
@@ -111,15 +149,14 @@ title = figure.suptitle(says, size=11)
 
 # %% [markdown]
 # - **All-gather the keys.** After one all-gather of keys and values, each device's queries attend to all of
-#   them. This is the simplest to write, but every device temporarily holds all keys of a layer.
+#   them. This is simple, but every device temporarily holds all keys of a layer.
 # - **Ring attention.** The devices pass keys and values on, n - 1 times, and attend to those that have
 #   arrived. They send the same bytes, but a device holds at most two devices' keys, and can compute while the
 #   next ones are in flight.
 # - **All-to-all over heads** (Ulysses). Heads are independent, so an all-to-all reshards from positions to
-#   heads: each device gets all positions of some heads. A second all-to-all reshards the result back to
-#   positions.
+#   heads: each device gets all positions of some heads. A second all-to-all reshards the result back.
 #
-# Here are the first and the third in code, with `attend` as above:
+# Here are the first and the third in code:
 
 
 # %%
@@ -194,24 +231,23 @@ against("DeepSeek-V3", lambda n: n * (512 + 64) / sides, 128)
 print("*: more devices than KV heads, see exercise 2")
 
 # %% [markdown]
-# The stars mark the other limit: **n must divide the number of heads**. With 8 KV heads the all-to-all
-# works for up to 8 devices, or up to 2 if `tensor=4` has already split the heads. DeepSeek's attention
-# computes the keys of all 128 heads from one latent of 576 numbers per position. Gathering the latent is so
-# cheap that the all-to-all does not pay off at these sizes.
+# The stars mark a limit: **n must divide the number of heads**. With 8 KV heads the all-to-all
+# works for up to 8 devices, or up to 2 if `tensor=4` has already sharded the heads. DeepSeek-V3 computes the
+# keys of all 128 heads from one latent of 576 numbers per position, which is cheaper to gather.
 #
 # ## The ring, by hand
 #
 # A ring needs one more idea: two softmaxes over different keys can be merged if you know the sum of
 # exponentials of each. The merged result is the mean of the two, weighted by those sums. The program stores
 # the logarithm of the sum, as FlashAttention does. It has no shared heads; you can paste it into an empty
-# file. `at_s` is sent along with the keys, and the program counts, by device and step, the query-key pairs
-# that causal attention allows. They measure the work: two matmuls of width K per pair and head. (If a query
-# sees none of the keys, the log is -1e30, so the weight is exp(-1e30) = 0. This program saves the keys of
-# every step for the backward pass. A ring that should save memory in training sends them around again
-# instead.)
+# file. The program counts, by device and step, the query-key pairs that causal attention allows. They measure
+# the work: two matmuls of width K per pair and head. (If a query sees no key, the log is -1e30 and its weight
+# 0. This program saves the keys of every step for the backward pass. A ring that
+# should save memory in training sends them around again instead.)
 #
-# > **Predict.** The positions are sharded in order: device 0 has the first 16, device 3 the last. There are
-# > 64 x 65/2 = 2,080 allowed pairs. For how many of them does device 3 have the query?
+# > **Predict.** The positions are sharded in order: device 0 has the first 16, device 3 the last. Each of the
+# > four steps takes as long as its busiest device needs. Time is counted in pairs, and the 2,080 allowed
+# > pairs (64 x 65/2) divided evenly would take 520. How long does the ring take?
 
 
 # %% tags=["by-hand"]
@@ -273,26 +309,32 @@ print("result and three gradients match a single-device run")
 
 # %%
 my_prediction = None  # pairs
-by_device = np.asarray(pairs).sum(axis=1)
-lesson.predicted("device 3", my_prediction, int(by_device[3]), "pairs")
-print("pairs: a row per device, a column per step of the ring:")
-print(pairs)
-busiest = np.asarray(pairs).max(axis=0)
-print(f"busiest device of each step: {busiest}, in total {busiest.sum()}")
-print(f"evenly divided it would be {pairs.sum()} / {n} = {pairs.sum() // n} pairs")
+busiest = np.asarray(pairs).max(axis=0)  # pairs: [device, step]
+lesson.predicted("the ring takes", my_prediction, int(busiest.sum()), "pairs")
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "A table of four devices by four steps of the ring: each cell has the device whose keys have arrived and the number of allowed pairs; device 0 has no work after its first step, device 3 has 256 pairs in each later step."}}
+figure, ax = plt.subplots(figsize=(5.4, 3))
+for i, r in np.ndindex(n, n):
+    face = (*plt.matplotlib.colors.to_rgb(green), 0.75 * float(pairs[i, r]) / 256)
+    ax.add_patch(plt.Rectangle((r, i), 1, 1, facecolor=face, edgecolor="black", lw=0.6))
+    says = f"keys of {(i - r) % n}\n{pairs[i, r]} pairs"
+    ax.text(r + 0.5, i + 0.5, says, ha="center", va="center", size=9)
+middle = np.arange(n) + 0.5
+ax.set(xlim=(0, n), ylim=(n, 0), xticks=middle, yticks=middle, ylabel="device")
+ax.set(xticklabels=[f"step {r}" for r in range(n)], yticklabels=range(n))
+title = ax.set_title("In order: keys move down one device per step, work is uneven")
 
 # %% tags=["remove-cell"]
-assert by_device.tolist() == [136, 392, 648, 904] and busiest.sum() == 904
-assert round(1 - 520 / 904, 2) == 0.42, "the text says 42% idle"
+assert np.asarray(pairs).sum(axis=1).tolist() == [136, 392, 648, 904]
+assert busiest.sum() == 904 and round(1 - 520 / 904, 2) == 0.42, "42% idle"
 
 # %% [markdown]
 # In step r a device has the keys of the device r places before it, modulo n. For device 0 these are *later*
-# keys, which its queries must not see: three of its four steps have no work. Every step waits for the slowest
-# device, so the ring takes the time of 904 pairs instead of the average 520: the average device is idle for
-# 42% of attention's time. With n devices, the last one has nearly (2n - 1)/n times the average work, so
-# **with many devices half of attention's time is idle time**, for any sequence length. An all-gather does not
-# help, because device 3's work is the same. (A real kernel skips blocks that no query sees; this program
-# computes them and discards the result.)
+# keys, which its queries must not see: three of its four steps have no work. The ring takes the time of 904
+# pairs instead of 520, so the average device is idle for 42% of attention's time. With n devices, the last
+# one has nearly (2n - 1)/n times the average work, so **with many devices half of attention's time is idle
+# time**, for any sequence length. An all-gather does not help, because device 3's work is the same. (A real
+# kernel skips blocks that no query sees; this program computes them and discards the result.)
 #
 # ## Zig-zag
 #
@@ -315,19 +357,20 @@ print("device 0 holds positions", *at_S[:16])
 print(pairs_zz)
 assert np.ptp(np.asarray(pairs_zz), axis=0).max() == 0, "unequal work in a step"
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Two triangles of queries against keys, colored by the device that works on them: plain stripes that grow downwards, and zig-zag with an early and a late stripe each; next to them bars of the work of each device, unequal and equal."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two triangles of queries against keys, shaded by the device that works on them: plain stripes that grow downwards, and zig-zag with an early and a late stripe each; next to them bars of the work of each device, unequal and equal."}}
 figure, axes = plt.subplots(2, 2, figsize=(5.6, 5), width_ratios=(1.3, 1))
 orders = {"in order": np.arange(S), "zig-zag": at_S}
+shades = [(*plt.matplotlib.colors.to_rgb(green), 0.25 + 0.22 * i) for i in range(n)]
 for (ax, bars), (name, order) in zip(axes, orders.items(), strict=True):
     owner_S = np.empty(S, int)
     owner_S[order] = np.repeat(np.arange(n), S // n)
     picture = np.zeros((S, S, 4))
     for place in range(S):
-        picture[place, : place + 1] = (*lesson.DEVICES[owner_S[place]], 1)
+        picture[place, : place + 1] = shades[owner_S[place]]
     ax.imshow(picture, interpolation="nearest")
     ax.set(xlabel="keys", ylabel="queries", title=name, xticks=[0, 63], yticks=[0, 63])
     of_device = [int((np.flatnonzero(owner_S == i) + 1).sum()) for i in range(n)]
-    bars.bar(range(n), of_device, color=lesson.DEVICES[:n])
+    bars.bar(range(n), of_device, color=shades, edgecolor="black", lw=0.6)
     bars.axhline(np.mean(of_device), color=lesson.NEUTRAL, lw=0.8)
     bars.set(xlabel="device", ylabel="allowed pairs", xticks=range(n), ylim=(0, 950))
 says = "With an early and a late chunk, all devices have the same work"
@@ -337,7 +380,7 @@ title = figure.suptitle(says, size=11)
 # Now every device has the same work in each step, 136 and then 128 pairs: about half of all 16 x 16. The work
 # is balanced in total *and* in each step of the ring. Llama 3 was trained this way ([section
 # 3.3.2](https://arxiv.org/abs/2407.21783)). The all-to-all does not need zig-zag: each device has all
-# positions of its heads, so the work is equal for any mask.
+# positions, so the work is equal for any mask.
 #
 # ## Packed documents
 #
@@ -358,10 +401,9 @@ one = LONG * (LONG + 1) / 2  # pairs of one long document
 print(f"{work_S.sum():,} allowed pairs, {work_S.sum() / one:.0%} of one document's")
 
 # %% [markdown]
-# A *layout*, `owner_S`, says for each position which device owns it. All devices own equally many positions,
-# because all shards have the same shape. We count allowed pairs by the device of the query (row) and of the
-# key (column). With gathered keys, a device's work is the sum of its row. In a ring, each step waits for its
-# busiest device.
+# A *layout*, `owner_S`, assigns each position to a device, and equally many to each. We count allowed pairs by
+# the device of the query (row) and of the key (column). With gathered keys, a device's work is the sum of its
+# row. In a ring, each step waits for its busiest device.
 
 
 # %%
@@ -389,7 +431,7 @@ def owners(order_S):
 
 # %% [markdown]
 # > **Predict.** With these documents and zig-zag over the whole sequence, how many times the average work
-# > does the busiest of 8 devices have? (For one document sharded in order it is 15/8. A guess is enough.)
+# > does the busiest of 8 devices have? (A guess within 15% counts as right.)
 
 # %%
 my_prediction = None  # times the average work
@@ -398,12 +440,10 @@ times = float(costs(zz)[0])
 lesson.predicted("the busiest of 8", my_prediction, times, "x", within=0.15)
 
 # %% [markdown]
-# Two layouts take documents into account.
-#
-# - **Zig-zag in each document.** Every document is split into its own 2n chunks, assigned as above. The
-#   remaining positions, fewer than 2n at the end of each document, go to the devices in turn.
-# - **Greedy.** Blocks of 32 positions are assigned in order of decreasing work, each to the device with the
-#   least work so far that still has room.
+# Two layouts take documents into account. **Zig-zag in each document** splits every document into its own 2n
+# chunks. The remaining positions, fewer than 2n per document, go to the devices in turn. **Greedy** assigns
+# blocks of 32 positions in order of decreasing work, each to the device with the least work so far that still
+# has room.
 
 
 # %%
@@ -454,23 +494,21 @@ title = figure.suptitle("With documents, zig-zag is not balanced", size=11)
 
 # %% [markdown]
 # With zig-zag over the sequence, attention takes 1.36 times as long as with balanced work if keys are
-# gathered. In a ring it takes 2.09 times as long, because *every step* waits for its busiest device: a long
-# document is on few devices, which receive each other's keys in a few steps while the others wait. Zig-zag in
-# each document is balanced in both cases. Greedy balances only the totals, so it suits an all-gather. (Llama
-# 3 gathers, partly for this reason.)
+# gathered. In a ring it takes 2.09 times as long, because *every step* waits for its busiest device. Zig-zag
+# in each document is balanced in both cases. Greedy balances only the totals, so it suits an all-gather.
+# (Llama 3 gathers, partly for this reason.)
 #
-# Layouts by document have three costs. They differ from batch to batch, so the host has to reorder tokens,
-# targets and positions. A kernel must skip masked pairs based on this data, not on a fixed table. And time is
-# not proportional to pairs: a chunk of 7 positions does not fill a kernel's block of 128, so it is better to
-# keep a short document on one device.
+# Layouts by document have costs. They differ from batch to batch, so the host has to reorder tokens, targets
+# and positions, and a kernel must skip masked pairs based on this data. A chunk of 7 positions does not fill a
+# kernel's block of 128, so a short document should stay on one device.
 #
 # ## What it costs, in seconds
 #
-# Simulated devices cannot show time, so these times are computed from the speeds in `plan/hardware.py`, for
-# one layer of Llama 3 8B and one sequence of 131,072 positions, in bfloat16, forward pass only. A pair costs
-# two matmuls of width K in each head: 4HK FLOPs. In a step of the ring with zig-zag, half of s times s pairs
-# are allowed: 2HKs² FLOPs. Meanwhile a device sends the keys and values of s positions for the next step,
-# 4GKs bytes. This overlaps fully if it takes less time than the matmuls:
+# These times are not measured, but computed from the peak speeds in `plan/hardware.py`, for the forward pass
+# of one layer of Llama 3 8B and one sequence of 131,072 positions in bfloat16. A pair costs 4HK FLOPs. In a
+# step of the ring with zig-zag, half of s times s pairs are allowed: 2HKs² FLOPs. Meanwhile a device sends the
+# keys and values of s positions for the next step, 4GKs bytes. This overlaps fully if it takes less time than
+# the matmuls:
 #
 # $$s \ge 2\,\frac{G}{H}\cdot\frac{\text{FLOP/s of a device}}{\text{bytes/s to the next device}}$$
 
@@ -508,25 +546,25 @@ for chips in ("v5p:2x2x2", "h100:8", "h100:16"):
 # On two H100 nodes, two of the 16 devices of a ring send to the other node, each over one network card of
 # 50 GB/s, and all others wait for them. The all-gather uses all cards at once. (An all-to-all over 16
 # devices repeats the 8 KV heads: a fifth more bytes than in that column.) On v5p the all-to-all sends fewer
-# bytes than the all-gather and still takes longer, because on a torus most bytes cross several links. The
-# matmuls here run at peak. At half of it, half of that s is enough. The backward pass has 2.5 times the
-# FLOPs and twice the bytes: the keys again (unless saved, as above) and their gradients.
+# bytes than the all-gather and still takes longer, because on a torus most bytes cross several links.
 #
 # Inside a node the all-gather takes about 5% of the matmuls' time, so overlap saves at most that. There a
-# ring mainly saves memory: the gathered keys and values of a layer have 4GK bytes x 131,072 = 537 MB, and a
-# ring of 8 holds two shards of 67 MB. At 1 microsecond per message, latency dominates below 22 positions per
-# device on v5p (90 kB) and 110 on NVLink (450 kB).
+# ring mainly saves memory: the gathered keys and values of a layer have 537 MB, and a ring of 8 holds two
+# shards of 67 MB. At 1 microsecond per message, latency dominates below 22 positions per device on v5p (90 kB)
+# and 110 on NVLink (450 kB).
 #
-# So the rules are:
+# The threshold for s assumes matmuls at peak and balanced work. At half of the peak, half of that s is enough.
+# The backward pass has 2.5 times the FLOPs and twice the bytes: the keys again (unless saved, as above) and
+# their gradients. Chapter 09 lists this threshold with those of the other axes.
 #
-# - **Shard sequences only if you have fewer of them than devices.** As long as each device has whole
-#   sequences (`data`, `fsdp`), attention sends nothing.
+# - **Shard sequences only if you have fewer of them than devices.** With whole sequences, attention sends
+#   nothing.
 # - **Context before tensor for long sequences.** A layer's two all-gathers and two reduce-scatters along
 #   `tensor` send 4D numbers per position in the forward pass. Context sends 2GK, an eighth of that for Llama
-#   3 8B (2,048 instead of 16,384). But each device then needs whole weights; in this project `context` shards
-#   the stored weights, as `fsdp` does, and gathers them.
+#   3 8B (2,048 instead of 16,384). But each device then needs unsharded weights, so they are stored in shards
+#   and gathered, as with FSDP.
 # - **All-to-all** on switched networks, if n is more than 1 + H/G and divides G. **All-gather** if the keys
-#   fit in memory. **Ring** if they do not, or if s is above the threshold of your link.
+#   fit in memory. **Ring** if they do not, or if s is above the threshold.
 #
 # ## In the project
 #
@@ -563,10 +601,8 @@ for way in ("gather", "ring", "all_to_all"):
     print(f"{way:10} sends {wire:7,.0f} bytes: {kinds}")
 
 # %% [markdown]
-# All three match a single-device run. Each also sends 192 bytes of document IDs. (H = G here, so the
-# all-to-all sends half the bytes of the all-gather.) The layout is zig-zag over the whole sequence, and
-# the kernels visit every earlier block of any document. So the work is balanced, but blocks of other
-# documents are not skipped.
+# All three match a single-device run. (H = G here, so the all-to-all sends about half the bytes of the
+# all-gather.) The layout is zig-zag over the whole sequence, and blocks of other documents are not skipped.
 #
 # ## Exercise 1: two softmaxes
 #
@@ -691,11 +727,14 @@ def counted_trade(n, s, H, G, K):
 
 
 # %% tags=["hide-input"]
-def by_formula(of_heads, share=lambda n: (n - 1) / n, width=4):
-    return lambda n, s, H, G, K: share(n) * s * K * width * of_heads(n, H, G)
+def by_formula(of_heads, share=lambda n: (n - 1) / n):
+    return lambda n, s, H, G, K: share(n) * s * K * 4 * of_heads(n, H, G)
 
 
 ALL_FOUR = lambda n, H, G: 2 * H + 2 * max(n, G)
+
+
+# %% tags=["hide-input"]
 BAD_TRADES = [
     (by_formula(lambda n, H, G: 2 * H + 2 * G),
      "Keys are repeated before they are sent: how many heads are sent?"),
@@ -705,14 +744,21 @@ BAD_TRADES = [
     (by_formula(ALL_FOUR, lambda n: 1), "One part is not sent."),
     (by_formula(ALL_FOUR, lambda n: n - 1),
      "n - 1 times all of it? Each device gets a different part."),
-    (by_formula(ALL_FOUR, width=2), "Float32 has 4 bytes."),
+    (by_formula(ALL_FOUR, lambda n: 1 / n), "That part stays on the device."),
+    (by_formula(lambda n, H, G: H + max(n, G)),
+     "Half. How many arrays are exchanged, and how many bytes has a float32?"),
+    (by_formula(lambda n, H, G: 4 * H),
+     "You repeat keys and values for all H heads. How many are enough for n devices?"),
+    (by_formula(lambda n, H, G: 4 * max(n, G)), "Queries and results have H heads."),
+    (by_formula(lambda n, H, G: 2 * H), "Keys and values are exchanged, too."),
+    (by_formula(lambda n, H, G: 2 * max(n, G)), "Queries and results are missing."),
     (by_formula(lambda n, H, G: 2 * G, lambda n: n - 1), "That gathers keys."),
 ]  # fmt: skip
 
 
 # %% tags=["hide-input"]
 def check_trade(answer):
-    cases = [(4, 16, 8, 4, 8), (8, 8, 16, 2, 4), (4, 6, 8, 2, 8), (2, 8, 8, 4, 8)]
+    cases = [(4, 16, 8, 4, 8), (8, 8, 16, 2, 4), (4, 6, 8, 2, 8), (2, 8, 16, 4, 8)]
     done = "Right: the bytes of the compiled program in all four cases."
     return lesson.diagnose(answer, cases, counted_trade, BAD_TRADES, done)
 
@@ -739,9 +785,9 @@ assert "Not yet" in check_trade(lambda n, s, H, G, K: 1)
 # ## Exercise 3: sliding-window attention
 #
 # In many models, most layers attend only to a window: a query at position p sees the keys p - window + 1 to
-# p. Here the window is 20, on 4 devices with 16 positions each. Choose the order in which positions are
-# assigned to devices, and how often keys are passed on (3 times is all the way around), so that the result is
-# right and devices send as little as possible.
+# p. Here the window is 20, on 4 devices with 16 positions each. Choose the order of the positions, and how
+# often keys are passed on (at most 3 times), so that the result is right and devices send as little as
+# possible.
 
 # %%
 WINDOW = 20
@@ -799,7 +845,10 @@ def why_not(order, steps):
 
 # %% tags=["hide-input"]
 def check_window(answer):
-    chosen = answer()
+    try:
+        chosen = answer() if callable(answer) else answer
+    except Exception as error:  # show any error in the reader's code as one line
+        return f"It stops: {type(error).__name__}."
     if chosen is None or chosen is ...:
         return lesson.NOTHING
     if not isinstance(chosen, tuple) or len(chosen) != 2 or np.ndim(chosen[1]):
@@ -835,6 +884,7 @@ assert "once" in check_window(lambda: (np.zeros(S), 2))
 assert "0 to 3" in check_window(lambda: (np.arange(S), 4))
 assert "two things" in check_window(lambda: 2)
 assert check_window(windowed) == lesson.NOTHING
+assert "It stops" in check_window(lambda: 1 / 0)
 
 # %% [markdown]
 # ## A bug to find
@@ -1031,10 +1081,9 @@ for many in (2, 4, 8):
 # | backward | their gradients: reduce-scatter | their gradients; keys too, if not saved | the four back: all-to-all |
 # | numbers sent | (n - 1) s 2GK | (n - 1) s 2GK | (n - 1)/n s (2H + 2G) K |
 # | exposed | yes | no, if s is large enough | yes, twice |
-# | balance | zig-zag, or by documents | the same, in every step | any mask |
-# | Llama 3 8B: v5p | short s | s from 2,550 | documents |
-# | one H100 node (8) | n to 5 | s from 1,099 | n from 6 |
-# | two nodes (16) | s below 9,890 | s from 9,890 | inside a node |
+# | work is balanced with | zig-zag; with documents a layout by document | the same, in every step | any layout and mask |
+# | choose it if | the keys of a layer fit in memory | they do not, or s is above the threshold | n is more than 1 + H/G and divides G, on a switched network |
+# | JAX | `lax.all_gather` | `lax.ppermute` | `lax.all_to_all` |
 # | PyTorch | `context_parallel`, `allgather` | `context_parallel`, `alltoall` | Ulysses: DeepSpeed `DistributedAttention` |
 # | Megatron | `cp_comm_type` `all_gather` | `p2p` | `a2a` |
 #
