@@ -1,27 +1,67 @@
 # %% [markdown]
 # # 13 · Multi-host training
 #
-# **Question.** One program must run on 32 machines at once. Any of them can die, hang, or have different
-# settings. How do you detect this, and what happens then?
+# In multi-host training, every host (a machine with a few chips) runs a copy of the same program, and the
+# copies take each step together. If one of them is slow, dies, hangs or has different settings, it affects
+# all.
 #
-# **Why it hurts not to know.** If nobody notices a failure, 32 machines are idle until someone looks in the
-# morning. A wrong setting on one of them ruins the run, but no metric shows it.
+# You need to know how such a failure is detected, and what happens then. If nobody notices, 32 machines are
+# idle until someone looks in the morning. A wrong setting on one of them ruins the run, but no metric shows
+# it.
 #
-# *Prerequisites:* chapters 01 (collectives) and 12 (what a restart loads). *Mesh:* `data=4`, one device for
-# each of four processes. *Runs in* 60 s on 2 cores, most of it waiting; reading takes half an hour.
+# *Prerequisites:* chapters 01 (collectives) and 12 (what a restart loads). *Mesh:* `data=4`, one device
+# for each of four processes. *Runs in* 60 s on 2 cores, most of it waiting. *Reading takes* half an hour.
 
-# %%
+# %% tags=["hide-input"]
 from devices import simulate_devices
 
 simulate_devices(8)
 
 import matplotlib.pyplot as plt
+import numpy as np
 
-from chapters import lesson
+from chapters import lesson, opening
 
-GREY, RED, BLUE = lesson.NEUTRAL, "#cf4446", "#3f74b5"
+GREY = lesson.NEUTRAL
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Eight hosts. Above, milliseconds per step: with equal hosts all compute for 347; with host 5 a quarter slower, it computes for 463 and all others wait for 116. Below, the same for host 0 and host 5 as a timeline, with a sum at the end of the step."}}
+tokens = opening.TOKENS // opening.DEVICES  # of a host with one H100, 32 layers
+step_ms = 32 * opening.compute_ms(6 * opening.PARAMETERS * tokens)
+sum_ms = 32 * opening.network_ms(2 * 7 / 8 * 2 * opening.PARAMETERS)
+
+
+def step_with(slow_ms, title):
+    """A step of eight hosts, if host 5 computes for slow_ms."""
+    works = [slow_ms if host == 5 else step_ms for host in range(8)]
+    waits = [max(works) - x for x in works]
+    rows = [[("computes", 0, works[n]), ("sum", max(works), sum_ms)] for n in (0, 5)]
+    if waits[0]:
+        rows[0].insert(1, ("waits", works[0], waits[0]))
+    return opening.Scene(title, {"computes": works, "waits": waits}, *rows)
+
+
+equal = step_with(step_ms, "Equal hosts")
+uneven = step_with(step_ms * 4 / 3, "Host 5 runs at 3/4 of its speed")
+labels = dict(rows=("host 0", "host 5"), units=("ms per step", "ms"), places="host")
+opening.before_after(equal, uneven, "One slow host slows down all of them", **labels)
 
 # %% [markdown]
+# The figure shows a step of 32 layers of Llama 3 8B on eight hosts with one H100 each and `data=8`. (The
+# times are arithmetic at peak speed.) A step ends with a sum over all hosts, so the slowest host sets the
+# pace.
+#
+# > **Predict.** Each host pauses in 1% of its steps, at random, for example to load data. In what
+# > fraction of the steps do 128 hosts wait for at least one of them?
+
+# %%
+my_prediction = None  # between 0 and 1
+pauses = np.random.default_rng(0).random((10_000, 128)) < 0.01  # simulated steps, hosts
+waiting = float(pauses.any(axis=1).mean())
+lesson.predicted("steps with a pause", my_prediction, waiting, within=0.1)
+
+# %% [markdown]
+# A step has no pause with probability 0.99^128 = 0.28. On one host, you would not notice these pauses.
+#
 # ## The program by hand: four processes, one mesh
 #
 # So far, one process had all devices. A **host** is a machine with a few chips, usually 4 or 8, and a
@@ -123,7 +163,7 @@ print(f"4 processes and one process: loss {alone[0]:.4f}, and the same weights")
 # machine. Everything else works as on 32 hosts: commits, supervisors, sessions, processes, signals. The
 # simulation does not cover logins, a slow or broken network, a wrong clock, or the loss of a whole machine.
 # (`make rehearse` runs this test with real ssh servers. These cells need Linux with git; elsewhere they
-# print a message and do nothing. You can skip the folded cells.)
+# print a message and do nothing.) **Skip the folded cells**: they only build the simulation.
 
 # %%
 SSH = """#!/bin/bash
@@ -496,7 +536,7 @@ if hosts:
     seen = [at for n in (0, 1, 3) for _, at in hosts.marks(n, "error")]
     assert not [at for at in seen if frozen_at < at < first - 1], "too early"
 
-# %% mystnb={"image": {"alt": "Two timelines of four processes. In both, the dots for steps end at second 0 on all four rows; gray bars of waiting continue for about five seconds on rows 0, 1 and 3, and end in crosses. In the upper timeline, some of these rows have a diamond at second 0, and dots begin again on all rows about ten seconds later. In the lower timeline, the red bar of row 2 is longer than the others."}}
+# %% mystnb={"image": {"alt": "Two timelines of four processes. In both, the dots for steps end at second 0 on all four rows; gray bars of waiting continue for about five seconds on rows 0, 1 and 3, and end in crosses. In the upper timeline, some of these rows have a diamond at second 0, and dots begin again on all rows about ten seconds later. In the lower timeline, the dark bar of row 2 is longer than the others."}}
 if hosts:
     figure, panels = plt.subplots(2, 1, figsize=(6.2, 4), sharex=True)
     cases = (("killed", killed_at, "restarts"), ("frozen", frozen_at, "exit"))
@@ -507,10 +547,10 @@ if hosts:
             times = [t - zero for _, t in seen["step"] if -2 < t - zero < 21]
             errors = [t - zero for _, t in seen["error"] if -1 < t - zero < 21]
             start = max(t for t in times if t < end)
-            axes.plot(times, [n] * len(times), ".", color=BLUE)
-            colour = RED if n == 2 else GREY
-            axes.barh(n, end - start, 0.3, start, color=colour, alpha=0.4)
-            axes.plot(end, n, "x", color=RED)
+            axes.plot(times, [n] * len(times), ".", color=GREY)
+            shade = 0.9 if n == 2 else 0.3
+            axes.barh(n, end - start, 0.3, start, color=GREY, alpha=shade)
+            axes.plot(end, n, "x", color="black")
             axes.plot(errors, [n] * len(errors), "d", color="black")
         axes.set(title=f"Process 2 is {name}: the others wait for the heartbeat")
         axes.set(yticks=range(4), xlim=(-2, 21), ylabel="process")
@@ -626,12 +666,15 @@ def check_feed(answer):
 
 OWN = "Each process has different rows. Should two along `tensor` have different ones?"
 ORDER = "Along which axis is process 1 next to process 0?"
+ALONG = "`p % t` is the coordinate along `tensor`, which shards columns, not rows."
 FEED_HINTS = [
     (lambda p, d, t, B: (p * B // (d * t), (p + 1) * B // (d * t)), OWN),
     (lambda p, d, t, B: (p % d * B // d, (p % d + 1) * B // d), ORDER),
     (lambda p, d, t, B: (p // t * B // d, B // d), "`end` is a row, not a length."),
     (lambda p, d, t, B: (0, B), "Those are all rows: each host would load them all."),
     (lambda p, d, t, B: (p // t, p // t + 1), "That is its index. Which rows?"),
+    (lambda p, d, t, B: (p % t * B // d, (p % t + 1) * B // d), ALONG),
+    (lambda p, d, t, B: (p % t * B // t, (p % t + 1) * B // t), ALONG),
 ]  # fmt: skip
 
 
@@ -775,6 +818,10 @@ BLAME_HINTS = [
      "The most silent one need not be the cause. There can be two causes, or none."),
     (if_hung(lambda s, w: one(int(np.argmin(s)))), "There can be two causes, or none."),
     (if_hung(lambda s, w: [1] * 4), "You return 1 for all. Which ones are behind?"),
+    (if_hung(lambda s, w: [int(x == min(s)) for x in s]),
+     "If all have entered the same step, all are at the minimum, and none is behind."),
+    (lambda s, w, now, limit: [int(x == min(s)) for x in s],
+     "In a healthy run, some process has the lowest step. Check that it is stuck."),
 ]  # fmt: skip
 
 
@@ -812,9 +859,10 @@ host_days = 54 * 2048 / 419
 print(f"a host fails once in {host_days:.0f} days")
 figure, axes = plt.subplots(figsize=(6, 3))
 many = np.array([8, 32, 128, 512, 1024])
-for notice_s, colour in ((10, BLUE), (100, GREY), (1800, RED)):
+for notice_s, style in ((10, "-"), (100, "--"), (1800, ":")):
     lost = many / host_days * (notice_s + 600) / 60
-    axes.loglog(many, lost, color=colour, label=f"detected after {notice_s:,} s")
+    label = f"detected after {notice_s:,} s"
+    axes.loglog(many, lost, style, color="black", label=label)
     print(f"detected after {notice_s:5} s: lost per day {lost[1]:.1f} min on 32 hosts, "
           f"{lost[-1]:.0f} min on 1,024")  # fmt: skip
 axes.set(title="Late detection costs more than the restart", xlabel="hosts")
@@ -832,60 +880,106 @@ for count in (32, 1024):
 # gains little over 100 s, and it ends a healthy run whenever the network is down for 11 s. Only r depends
 # on the chip. (These costs are computed. The processes on this page run on two cores, so they show what
 # waits for what, but not how long a real network takes.)
-#
+
+# %% [markdown]
 # ## A bug to find
 #
-# `train` runs on four hosts. Every 50 steps, each host evaluates different held-out rows, and gathers the
-# weights for a checkpoint if the loss is the best so far. The function passed its test on one host. On four
-# hosts, it hangs at some evaluation after the first: all processes are alive, heartbeats arrive, and there
-# is no message. Fix it, so that it saves when the loss over all held-out rows is the best so far, and
-# returns the steps at which it saved. (The hosts are threads here. `psum` and `gather` wait for all four,
-# like real collectives.)
+# `train` runs on four hosts. Every 50 steps it evaluates held-out rows, and saves the weights if the loss
+# over all of them is the best so far. It returns the steps at which it saved. It passes its test on one
+# host, and its first evaluation on four. At some later evaluation, it hangs: all processes are alive,
+# heartbeats arrive, and there is no message. Fix the program. (The hosts are threads here. `psum`, `reduce`
+# and `gather` wait for all four, like real collectives.)
+
+
+# %%
+def evaluate(w, held_out, hosts):
+    """The mean loss over the held-out rows of all hosts."""
+    squares = (w - held_out) ** 2
+    total = hosts.reduce(float(np.sum(squares)), to=0)
+    count = hosts.reduce(len(held_out), to=0)
+    return total / count
+
+
+def gradient(w, row, hosts):
+    """The gradient over all hosts' rows, clipped to 3."""
+    summed = hosts.psum(w - row) / 4
+    return np.clip(summed, -3, 3)
+
+
+# %%
+class Checkpoints:
+    """Keeps the weights of the best evaluation."""
+
+    def __init__(self, hosts):
+        self.hosts, self.best, self.saved = hosts, np.inf, []
+
+    def offer(self, t, w, loss):
+        """Save if this is the best loss so far."""
+        if loss >= self.best:
+            return
+        self.best = loss
+        weights = self.hosts.gather(w)  # all shards, for the file
+        assert len(weights) == 4
+        self.saved.append(t)
 
 
 # %%
 def train(rank, hosts):
+    """Train 400 steps on one of the hosts."""
     rng = np.random.default_rng(rank)
     rows, held_out = rng.normal(1, 1, 400), rng.normal(1, 1, 4)
-    w, best, saved = 0.0, np.inf, []
+    w, rate, checkpoints = 0.0, 0.1, Checkpoints(hosts)
     for t in range(400):
         if rank == 0 and t % 100 == 0:
-            hosts.log(f"step {t}")
-        w -= 0.1 * hosts.psum(w - rows[t]) / 4
+            hosts.log(f"step {t}, w {w:.2f}")
+        w -= rate * gradient(w, rows[t], hosts)
         if t % 50 == 49:
-            loss = np.mean((w - held_out) ** 2)
-            if loss < best:
-                best = loss
-                hosts.gather(w)
-                saved.append(t)
-    return saved
+            loss = evaluate(w, held_out, hosts)
+            if rank == 0:
+                hosts.log(f"held out {loss:.3f}")
+            checkpoints.offer(t, w, loss)
+    if rank == 0:
+        hosts.log(f"best loss {checkpoints.best:.3f}")
+    return checkpoints.saved
 
 
 # %% tags=["hide-input"]
 import functools
+import inspect
 import threading
 
 
 class Group:
-    """Two collectives that wait for all four threads."""
+    """Collectives that wait for all four threads."""
 
     def __init__(self):
-        self.doors = {kind: threading.Barrier(4) for kind in ("psum", "gather")}
+        kinds = ("psum", "reduce", "gather")
+        self.doors = {kind: threading.Barrier(4) for kind in kinds}
         self.values, self.said, self.saved, self.fault = {}, [], [None] * 4, None
 
     def exchange(self, kind, rank, x):
         self.values[kind, rank] = x
-        self.doors[kind].wait(0.7)
+        self.doors[kind].wait(1)
         found = [self.values[kind, r] for r in range(4)]
-        self.doors[kind].wait(0.7)
+        self.doors[kind].wait(1)
         return found
 
 
+# %% tags=["hide-input"]
 class Host:
     def __init__(self, group, rank):
-        self.psum = lambda x: sum(group.exchange("psum", rank, x))
-        self.gather = lambda x: group.exchange("gather", rank, x)
-        self.log = group.said.append
+        self.rank, self.group, self.log = rank, group, group.said.append
+
+    def psum(self, x):
+        return sum(self.group.exchange("psum", self.rank, x))
+
+    def gather(self, x):
+        return self.group.exchange("gather", self.rank, x)
+
+    def reduce(self, x, to):
+        """The sum, but only on one host, as in PyTorch and NCCL."""
+        total = sum(self.group.exchange("reduce", self.rank, x))
+        return total if self.rank == to else x
 
 
 # %% tags=["hide-input"]
@@ -1002,18 +1096,39 @@ print(check_best(train))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `loss` is computed from this host's held-out rows. So some hosts have a new best and call `gather`, while
-# the others continue to the next `psum`. Sum the losses first: `loss = hosts.psum(np.mean((w - held_out) **
-# 2)) / 4`. The line with `rank == 0` is harmless, because it contains no collective.
+# `reduce` returns the sum on host `to` only, and on the others their own numbers. So `evaluate` returns the
+# mean of all rows on host 0, and the mean of its own rows on any other host. Then some hosts have a new
+# best and call `gather`, while the others continue to the next `psum`. At the first evaluation, any loss is
+# below infinity, so all hosts agree. Use `hosts.psum` in `evaluate`. The lines with `rank == 0` are
+# harmless, because they contain no collective.
 #
-# An FSDP run at Meta hung this way in its later epochs. It summed the losses with `reduce`, which returns
-# the sum on only one rank, instead of `all_reduce`, so each rank compared a different number with its own
+# An FSDP run at Meta hung this way in its later epochs. It summed the losses with `reduce` instead of
+# `all_reduce`, so each rank compared a different number with its own
 # best ([pytorch#77562](https://github.com/pytorch/pytorch/issues/77562)). All these bugs have the same
 # form: a collective inside an `if` whose condition differs between processes.
 # </details>
 
+
 # %% tags=["remove-cell"]
+def changed(*swaps):
+    """`train` with another `evaluate`."""
+    text, space = inspect.getsource(evaluate), dict(globals())
+    for old, new in swaps:
+        assert old in text, old
+        text = text.replace(old, new)
+    for function in (gradient, train):
+        text += "\n\n" + inspect.getsource(function)
+    exec(text, space)
+    return space["train"]
+
+
 assert check_best(variant(mean_first)).startswith("Right")
+in_total = "hosts.reduce(float(np.sum(squares)), to=0)", "hosts.psum(np.sum(squares))"
+in_count = "hosts.reduce(len(held_out), to=0)", "hosts.psum(len(held_out))"
+assert check_best(changed(in_total, in_count)).startswith("Right")
+returned = "return total / count", "return hosts.gather(total / count)[0]"
+assert check_best(changed(returned)).startswith("Right")
+assert check_best(changed(in_count)) == STOPS
 for wrong, hint in BEST_HINTS:
     assert check_best(wrong) == hint, (hint, check_best(wrong))
 assert check_best(variant(worst_decides)) == BEST_HINTS[3][1]
