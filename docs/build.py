@@ -78,10 +78,18 @@ the `.venv`):
 .venv/bin/python -m chapters.{name}
 ```
 
-Or download it as a notebook: <a href="../notebooks/{name}.ipynb" download>{name}.ipynb</a>. `make notebooks` writes it
-too.
+Or download it as a notebook: <a href="../notebooks/{name}.ipynb" download>{name}.ipynb</a>. {colab}`make notebooks`
+writes it too.
 :::
 """
+
+
+def run_box(name: str) -> str:
+    address = notebooks.colab(name)
+    link = f'<a class="colab" href="{address}">Open in Colab</a> (the first cell installs the project). ' * bool(
+        address
+    )
+    return RUN_BOX.format(name=name, colab=link)
 
 
 def chapter_page(path: Path) -> str:
@@ -94,7 +102,7 @@ def chapter_page(path: Path) -> str:
     for cell in notebook.cells:
         if any("image/svg+xml" in one.get("data", ()) for one in cell.get("outputs", ())):  # not the last value
             cell.outputs = [one for one in cell.outputs if one.output_type != "execute_result"]
-    notebook.cells.insert(1, new_markdown_cell(RUN_BOX.format(name=path.stem), id="run-box"))
+    notebook.cells.insert(1, new_markdown_cell(run_box(path.stem), id="run-box"))
     return nbformat.writes(notebook)
 
 

@@ -34,6 +34,10 @@ nb_output_stderr = "warn"
 # The address of the published site, such as "https://example.org/guide/". If it is empty, the addresses of preview
 # pictures are relative, and some services then show a link without its picture.
 html_baseurl = ""
+# The address from which notebooks outside a checkout clone the project, such as "https://github.com/NAME/REPOSITORY".
+# If it is on GitHub, each chapter has a link that opens it in Colab, from the branch with the built site.
+repository = ""
+site_branch = "gh-pages"
 html_search_scorer = str(HERE / "_static/scorer.js")
 html_theme = "sphinx_book_theme"
 html_static_path = ["_static", "_build/made"]

@@ -1,6 +1,8 @@
 """Turn chapters into notebooks, and execute them for the site. `python -m docs.notebooks`."""
 
+import ast
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -17,7 +19,7 @@ HELP = """e.g. python -m docs.notebooks
      python -m docs.notebooks 04 05
 
 Write notebooks/NN_name.ipynb from chapters/NN_name.py, without outputs. The notebooks work in any folder of the
-checkout."""
+checkout. Elsewhere they clone one, if `repository` in docs/conf.py is set."""
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS, FOLDER = ROOT / "chapters", ROOT / "notebooks"
@@ -28,18 +30,51 @@ HIDDEN = "remove-cell"  # tag of cells that test the answers of the exercises; r
 TEST_CHECKERS = "from chapters import lesson\n\nlesson.check_all(dict(globals()))"
 
 FIND_PROJECT = """\
-# This notebook uses the project's modules, so it searches for the checkout that contains it.
+# This notebook uses the project's modules: it finds the checkout that contains it, or clones one, for example on Colab.
+import importlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 
+repository = {repository!r}  # docs/conf.py sets it
 places = [Path.cwd(), *Path.cwd().parents]
 root = next((place for place in places if (place / "chapters" / "lesson.py").exists()), None)
-assert root, "no checkout of Axis by Axis here: move this notebook into one, and use its .venv as kernel"
+if root is None:
+    assert repository, (
+        "no checkout of Axis by Axis here: move this notebook into one, and use its .venv as kernel. To let notebooks "
+        "clone one by themselves, set `repository` in docs/conf.py, and write them again with `make notebooks`."
+    )
+    root = Path("axis-by-axis").resolve()
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", repository, str(root)], check=True)
+    install = [sys.executable, "-m", "pip", "install", "-qq", "--require-hashes", "--no-deps", "-r", "requirements.txt"]
+    subprocess.run(install, cwd=root, check=True)
+    importlib.invalidate_caches()
 os.chdir(root)
 sys.path.insert(0, str(root))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 """
+
+
+@functools.cache
+def setting(name: str) -> str:
+    """Return a setting of docs/conf.py, without running that file, which needs Sphinx."""
+    tree = ast.parse((ROOT / "docs" / "conf.py").read_text(encoding="utf-8"))
+    return next(ast.literal_eval(node.value) for node in tree.body
+                if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name)  # fmt: skip
+
+
+def first_cell() -> str:
+    return FIND_PROJECT.format(repository=setting("repository"))
+
+
+def colab(name: str) -> str:
+    """Return the address at which Colab opens a chapter, or "": Colab reads notebooks from GitHub."""
+    if not setting("repository").startswith("https://github.com/"):
+        return ""
+    place = setting("repository").removeprefix("https://github.com/").removesuffix("/").removesuffix(".git")
+    branch = setting("site_branch")
+    return f"https://colab.research.google.com/github/{place}/blob/{branch}/notebooks/{name}.ipynb"
 
 
 def chapters(numbers=()) -> list[Path]:
@@ -59,7 +94,7 @@ def chapters(numbers=()) -> list[Path]:
 def read(path: Path, for_readers: bool = True):
     """Convert a chapter to a notebook.
 
-    for_readers  leave out the cells that test the answers, and add a cell that finds the project
+    for_readers  leave out the cells that test the answers, and add a cell that finds or clones the project
     """
     import jupytext
     from nbformat.v4 import new_code_cell
@@ -69,7 +104,7 @@ def read(path: Path, for_readers: bool = True):
     if for_readers:
         first = next(number for number, cell in enumerate(notebook.cells) if cell.cell_type == "code")
         notebook.cells = [cell for cell in notebook.cells if HIDDEN not in cell.metadata.get("tags", ())]
-        notebook.cells.insert(first, new_code_cell(FIND_PROJECT))
+        notebook.cells.insert(first, new_code_cell(first_cell()))
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"  # jupytext's ids are random
     return notebook

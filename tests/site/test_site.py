@@ -1,7 +1,10 @@
 """Tests of the built site in a headless Chromium. `make test-site` builds the site and runs them."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from urllib.parse import urldefrag
 
 import pytest
@@ -202,6 +205,21 @@ def test_a_notebook_runs_in_its_own_directory(tmp_path):
     notebooks.execute(notebook(file), file.parent)
     with pytest.raises(Exception, match="no checkout of Axis by Axis here"):
         notebooks.execute(notebook(file), tmp_path)
+
+
+def test_a_notebook_clones_the_project_elsewhere(tmp_path, monkeypatch):
+    """Catches a notebook that fails in an empty folder, such as on Colab, and a page without its link to Colab."""
+    cell = tmp_path / "first_cell.py"
+    cell.write_text(notebooks.FIND_PROJECT.format(repository=str(ROOT)) + "from chapters import lesson\nprint(lesson)")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PIP_NO_INDEX": "1"}
+    done = subprocess.run([sys.executable, str(cell)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "axis-by-axis" / "chapters" / "lesson.py") in done.stdout
+    assert "colab" not in build.run_box("03_fsdp")
+    monkeypatch.setattr(notebooks, "setting", {"repository": "https://github.com/a/b", "site_branch": "pages"}.get)
+    address = "https://colab.research.google.com/github/a/b/blob/pages/notebooks/03_fsdp.ipynb"
+    assert f'href="{address}"' in build.run_box("03_fsdp")
+    assert "'https://github.com/a/b'" in notebooks.first_cell()
 
 
 def test_a_slow_or_failing_chapter_stops_the_build(tmp_path):
