@@ -175,6 +175,8 @@ def planner_widget() -> str:
 {select("communication over context", "context_attention", keys)}
 </div>
 <fieldset><legend>mesh</legend>{sliders}</fieldset>
+<p><button type="button" name="search">search all meshes of this many devices</button></p>
+<div class="found" role="status"></div>
 <output aria-live="polite"></output>
 </form>
 <script src="_static/planner_data.js"></script>

@@ -89,8 +89,8 @@
       + (cfg.seq_len !== preset.seq_len ? ` --data.seq_len ${cfg.seq_len}` : "")
       + (cfg.mesh.stage > 1 ? ` --work.schedule ${cfg.schedule}${cfg.schedule === "interleaved" ? " --work.chunks 2" : ""}` : "");
     const verdict = one.fits ? `fits: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}` : `does not fit: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}`;
-    return `<p class="verdict ${one.fits ? "fits" : "refused"}"><strong>${verdict}</strong>
-        <span>${one.expected ? "expected" : "at best"}: step ${time(one.likely_s)}, MFU ${percent(one.likely_mfu)}</span></p>
+    return `<p class="verdict ${one.fits ? "fits" : "refused"}"><strong>${one.expected ? "expected" : "at best"}: step ${time(one.likely_s)}, MFU ${percent(one.likely_mfu)}</strong>
+        <span>${verdict}</span></p>
       <p><code>${mesh}</code> on ${one.devices} ${chip.name}${chip.torus_dims ? ` (${cfg.chip}:${chip.shapes[one.devices]}${chip.devices_per_chip > 1 ? `, ${chip.devices_per_chip} devices a chip` : ""})` : ", of whose memory JAX takes 75%"}. Each device has
       ${number(device_batch, 9)} sequence${device_batch > 1 ? "s" : ""} at once${microbatches > 1 ? `, ${microbatches} microbatches` : ""}.
       ${cfg.mesh.stage > 1 ? `The pipeline bubble is ${percent(one.bubble)}.` : ""}</p>
@@ -101,6 +101,53 @@
       <p>To get the same numbers on the command line (add <code>--compile</code> to compare them with the compiler's):</p>
       <pre>python -m plan ${cfg.preset} --topology ${cfg.chip}:${chip.shapes[one.devices] ?? one.devices} --mesh ${mesh}${flags}</pre>`;
   }
+
+  // The search: every mesh of as many devices, with the other settings as they are ----------------------------------------
+
+  function meshes(devices, axes = AXES) {
+    if (axes.length === 1) return [{ [axes[0]]: devices }];
+    const sizes = [];
+    for (let n = 1; n <= devices; n *= 2) sizes.push(n);
+    return sizes.flatMap((n) => meshes(devices / n, axes.slice(1)).map((rest) => ({ [axes[0]]: n, ...rest })));
+  }
+
+  let searching = 0;  // number of the search that runs, so that a new one stops the old one
+
+  async function search() {
+    const own = ++searching, cfg = read(), devices = AXES.reduce((n, axis) => n * cfg.mesh[axis], 1), found = [];
+    const sparse = data.presets[cfg.preset].dims.some(([, letter]) => letter === "E");  // without experts, expert is one more fsdp
+    const all = meshes(devices).filter((mesh) => sparse || mesh.expert === 1);
+    const box = form.querySelector(".found");
+    for (let i = 0; i < all.length; i++) {
+      const one = plan(data, { ...cfg, mesh: all[i] });
+      if (!one.error) found.push({ mesh: all[i], one });
+      if (i % 40 === 39) {
+        box.textContent = `${i + 1} of ${all.length} meshes ..`;
+        await new Promise((done) => setTimeout(done));
+        if (own !== searching) return;
+      }
+    }
+    const fit = found.filter(({ one }) => one.fits).sort((a, b) => a.one.likely_s - b.one.likely_s), best = fit[0]?.one.likely_s;
+    const rows = fit.slice(0, 10).map(({ mesh, one }) => `<tr><th scope="row"><button type="button" data-mesh="${nameOf(mesh)}">${nameOf(mesh)}</button></th>
+      <td>${time(one.likely_s)}</td><td>+${((one.likely_s / best - 1) * 100).toFixed(0)}%</td><td>${percent(one.likely_mfu)}</td><td>${bytes(one.peak_bytes)}</td></tr>`);
+    box.innerHTML = `<p>Of ${all.length} meshes of ${devices} devices, ${found.length} can run this batch with the settings above, and ${fit.length} of these fit into memory.</p>`
+      + (rows.length ? `<table><thead><tr><th scope="col">mesh</th><th scope="col">step</th><th scope="col">slower by</th><th scope="col">MFU</th><th scope="col">memory</th></tr></thead><tbody>${rows.join("")}</tbody></table>` : "");
+  }
+
+  function forget() {  // the results of a search are for the settings at that time
+    searching += 1;
+    form.querySelector(".found").textContent = "";
+  }
+
+  form.querySelector("[name=search]").addEventListener("click", search);
+  form.querySelector(".found").addEventListener("click", (event) => {
+    const mesh = event.target.dataset.mesh;
+    if (!mesh) return;
+    const sizes = new Map(mesh.split(",").map((one) => one.split("=")));
+    for (const axis of AXES) form.elements[axis].value = String(Math.log2(Number(sizes.get(axis) ?? 1)));
+    update();
+    remember();
+  });
 
   function update() {
     const cfg = read();
@@ -131,6 +178,7 @@
 
   form.addEventListener("input", (event) => {
     if (event.target.name === "preset") write(startOf(event.target.value, form.elements.chip.value));
+    forget();
     update();
     remember();
   });

@@ -231,3 +231,27 @@ def test_a_page_that_needs_javascript_says_so(name):
     """Catches dead sliders without an explanation."""
     script = """return document.querySelector(".needs-script")?.checkVisibility() ?? false"""
     assert evaluate({"page": f"{name}.html", "scripting": False, "script": script}) == [True]
+
+
+def test_the_planner_searches_all_meshes():
+    """Catches a search that misses a faster mesh, lists one that does not fit, or does not select what was clicked."""
+    script = (
+        MOVE
+        + """
+      form.querySelector("[name=search]").click();
+      const box = form.querySelector(".found");
+      for (let i = 0; i < 200 && !box.querySelector("td"); i++) await new Promise((done) => setTimeout(done, 50));
+      const rows = [...box.querySelectorAll("tbody tr")].map((row) => [...row.children].map((one) => one.innerText));
+      box.querySelector("tbody tr:nth-child(3) button").click();
+      const text = box.querySelector("p").innerText;
+      set("batch_size", "1024");
+      return { rows, text, verdict: document.querySelector("#planner .verdict").innerText, left: box.innerText,
+               address: location.search };"""
+    )
+    [seen] = evaluate({"page": "planner_widget.html?preset=llama3_8b&chip=v5p&mesh=fsdp=16", "script": script})
+    assert "Of 70 meshes of 16 devices" in seen["text"]
+    slower = [float(row[2].strip("+%")) for row in seen["rows"]]
+    assert len(slower) == 10 and slower == sorted(slower) and slower[0] == 0
+    assert seen["rows"][2][0] in seen["address"].replace("%3D", "=")
+    assert seen["verdict"].startswith("expected: step")
+    assert seen["left"] == ""
