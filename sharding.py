@@ -180,6 +180,12 @@ def map_fsdp_sharded(function, w, *names):
     return tuple(one(fields[n]) for n in names) if names else type(w)(**{n: one(f) for n, f in fields.items()})
 
 
+def drop_axis(spec: P, axis: str) -> P:
+    """Return a PartitionSpec that does not shard over one mesh axis, and is otherwise the same."""
+    keep = lambda axes: tuple(one for one in as_tuple(axes) if one != axis) or None
+    return P(*(keep(axes) if axis in as_tuple(axes) else axes for axes in spec))
+
+
 def specs(declarations):
     return jax.tree.map(lambda d: d.spec, declarations)
 

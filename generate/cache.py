@@ -6,8 +6,9 @@ the context, and this file passes `CachedAttention`. For latent attention the ca
 projections from the latent to keys and values are absorbed into query and output (arXiv:2405.04434, section 2.1.2).
 Mixtures of experts are dropless here, whatever capacity_factor they were trained with.
 
-Any mesh works, with the parameters sharded as in training. Sequences are sharded over BATCH, heads and vocabulary over
-TENSOR, the cache's slots over CONTEXT, and layers with their cache over STAGE, where the stages run one after another.
+Any mesh works. Sequences are sharded over BATCH, heads and vocabulary over TENSOR, the cache's slots over CONTEXT, and
+layers with their cache over STAGE, where the stages run one after another. The parameters are sharded as in training,
+except that `unstack` gathers them over CONTEXT; shards over FSDP and EXPERT are gathered for every token.
 The model sees the new tokens of a device's b sequences as one row of n = b * s positions. This row is sharded over
 CONTEXT everywhere, and also over TENSOR between blocks.
 """
@@ -24,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import model
 import sharding
 from config import ModelAtWork, ModelConfig
-from generate.quantised import Quantized, dequantize, gather_weights, quantize_like, specs
+from generate.quantised import Quantized, dequantize, gather_over_context, gather_weights, quantize_like, specs
 from kernels.blocks import HIDDEN
 from overlap.layers import scan_layers
 from overlap.positions import concatenate_features
@@ -39,6 +40,7 @@ from sharding import (
     all_to_all,
     axis_index,
     axis_size,
+    drop_axis,
     own_slice,
     psum,
     shift,
@@ -301,16 +303,26 @@ def is_unstacked(params) -> bool:
     return not isinstance(getattr(params, "blocks", None), model.Block)
 
 
-def unstack_shards(w: model.Transformer, c: ModelConfig):
-    """Split the local shards into separate layers, each with a first dim that counts stages."""
-    if is_unstacked(w):
-        return w
+def split_layers(w: model.Transformer, c: ModelConfig):
+    """Split stacked parameters into separate layers, each with a first dim that counts stages."""
     pick = lambda stack, *at: jax.tree.map(lambda x: x[at][None], stack)
     return map_layers(w, c, len(jax.tree.leaves(w.blocks)[0]), pick)
 
 
+def unstack_shards(w: model.Transformer, c: ModelConfig):
+    """Split the local shards into separate layers, and gather them over CONTEXT."""
+    if is_unstacked(w):
+        return w
+    w = split_layers(w, c)
+    is_layer = lambda x: isinstance(x, model.Layer)
+    layers = jax.tree.map(gather_over_context, (w.prefix, w.blocks), is_leaf=is_layer)
+    tables = gather_over_context(w.replace(prefix=None, blocks=None))
+    return tables.replace(prefix=layers[0], blocks=layers[1])
+
+
 def unstacked_specs(c: ModelConfig, params, mesh: Mesh):
-    """Return the PartitionSpecs of parameters, stacked or not, with or without `quantize`."""
+    """Return the PartitionSpecs of parameters, stacked or not, with or without `quantize`. Separate layers are not
+    sharded over CONTEXT."""
     if not is_unstacked(params):
         return specs(c, params)
     first = params.blocks[0]
@@ -319,19 +331,26 @@ def unstacked_specs(c: ModelConfig, params, mesh: Mesh):
     is_spec = lambda x: isinstance(x, P)
     stage_and_own = lambda spec, n: P(*spec[:1], *spec[n:])  # drop the n dims that count layers
     pick = lambda stack, *at: jax.tree.map(lambda spec: stage_and_own(spec, len(at)), stack, is_leaf=is_spec)
-    return map_layers(specs(c, one_of_each), c, len(params.blocks), pick)
+    layers = map_layers(specs(c, one_of_each), c, len(params.blocks), pick)
+    if mesh.shape[CONTEXT] == 1:
+        return layers
+    return jax.tree.map(lambda spec: drop_axis(spec, CONTEXT), layers, is_leaf=is_spec)
 
 
 def unstack(params, c: ModelConfig, mesh: Mesh):
-    """Split stacked parameters into separate arrays per layer. This makes `cached_forward` faster, because otherwise it
-    copies each layer out of its stack for every token. No communication. The stacks are not freed."""
+    """Split stacked parameters into separate arrays per layer, and gather them over CONTEXT.
+
+    This makes `cached_forward` faster, because otherwise it does both for every token. The stacks are not freed.
+
+    Sends over CONTEXT, on c devices: (c - 1)/c of the weights.
+    """
     if is_unstacked(params):
         return params
-    shape = jax.eval_shape(lambda w: unstack_shards(w, c), params)
+    shape = jax.eval_shape(lambda w: split_layers(w, c), params)
     blocks = shape.replace(blocks=shape.blocks[: c.n_blocks // mesh.shape[STAGE]])
     out = unstacked_specs(c, blocks, mesh)
     local = jax.shard_map(lambda w: unstack_shards(w, c), mesh=mesh, in_specs=(specs(c, params),), out_specs=out)
-    return jax.jit(local)(params)
+    return ordered.jit(local, mesh)(params)
 
 
 # Compiled -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import model
 from config import ModelConfig
 from parameters import split_axes
-from sharding import FSDP, Declaration, all_gather, as_tuple, axis_size, map_fsdp_sharded
+from sharding import CONTEXT, FSDP, Declaration, all_gather, as_tuple, axis_size, map_fsdp_sharded, vary
 from xla import ordered
 
 
@@ -90,13 +90,29 @@ def quantize(params, c: ModelConfig, mesh: Mesh):
     return ordered.jit(local, mesh, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), out))(params)
 
 
-def gather_weights(w, c: ModelConfig, *names):
-    """Gather weights, some of which may be int8, for use in the compute dtype. Sends (n - 1)/n of each matrix that is
-    sharded over n devices, at one byte per parameter for int8."""
+def gather_over_context(w):
+    """All-gather the weights over CONTEXT, in the format they have.
+
+    Generation does this once, when it loads the weights: decoding uses each weight once per token, so an all-gather at
+    each use would take many times longer than the token. Sends over CONTEXT: (n - 1)/n of each matrix.
+    """
 
     def join(x, dim, axes, exact):
+        whole = lambda x: all_gather(x, CONTEXT, dim=dim, to="invarying")
+        return x.replace(values=whole(x.values)) if isinstance(x, Quantized) else whole(x)
+
+    return w if axis_size(CONTEXT) == 1 else map_fsdp_sharded(join, w)
+
+
+def gather_weights(w, c: ModelConfig, *names):
+    """Gather weights, some of which may be int8, for use in the compute dtype; they are unsharded over CONTEXT already.
+    Sends over FSDP and EXPERT: (n - 1)/n of each matrix that is sharded over n devices, at one byte per parameter for
+    int8."""
+
+    def join(x, dim, axes, exact):
+        axes = tuple(axis for axis in axes if axis != CONTEXT)
         # With one shard there is nothing to gather, but XLA's CPU backend would copy every weight for each token.
-        whole = lambda x: x if axis_size(axes) == 1 else all_gather(x, axes, dim=dim)
+        whole = lambda x: vary(x if axis_size(axes) == 1 else all_gather(x, axes, dim=dim), CONTEXT)
         if isinstance(x, Quantized):
             return (whole(x.values) * x.scale).astype(c.compute_dtype)
         return whole(x if exact else x.astype(c.compute_dtype))

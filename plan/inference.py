@@ -2,11 +2,11 @@
 
 `plan(cfg, topology, request)` adds up `rows`: each `Row` is the cost of one part of the model in a forward pass on one
 device. The FLOPs and collectives of layers come from their trace with a KV cache (`traced_layer.cached_rows`).
-Parameters are sharded as in training; shards over FSDP, EXPERT and CONTEXT are gathered for every pass. Sequences are
-sharded over data, fsdp and expert. Their cache is sharded by heads over TENSOR (MLA latents are replicated there) and
-by position over CONTEXT. Tokens are sharded over CONTEXT, and in the residual stream also over TENSOR. Stages run one
-after another. Prompts are read in chunks, one sequence after another. Every device gathers the logits and samples
-tokens.
+Parameters are sharded as in training, but replicated along CONTEXT; shards over FSDP and EXPERT are gathered for every
+pass. Sequences are sharded over data, fsdp and expert. Their cache is sharded by heads over TENSOR (MLA latents are
+replicated there) and by position over CONTEXT. Tokens are sharded over CONTEXT, and in the residual stream also over
+TENSOR. Stages run one after another. Prompts are read in chunks, one sequence after another. Every device gathers the
+logits and samples tokens.
 
 The time of a pass is a roofline: each part takes the longer of its FLOPs at the chip's peak and its memory reads. Its
 collectives and their latency are added, because nothing overlaps with them. All slots of a cache are read, filled or
@@ -27,7 +27,7 @@ from pipeline import fit
 from plan import costs, hardware, hiding, traced_layer
 from plan.auto import SPARE
 from plan.costs import Weights
-from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR
+from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, drop_axis
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes; ignores int8 scales, one per column or position
 DType = Literal["auto", "float32", "bfloat16", "int8"]
@@ -122,6 +122,12 @@ class Pass:
         return -(-self.request.slots // self.n[CONTEXT])
 
 
+def weights(cfg: Config) -> list[Weights]:
+    """List the weights as `generate.cache.unstack` shards them: replicated along CONTEXT."""
+    replicated = lambda w: replace(w.d, spec=drop_axis(w.d.spec, CONTEXT))
+    return [replace(w, d=replicated(w)) for w in costs.weights(cfg)]
+
+
 def width(w: Weights, dtype: str) -> int:
     """Return the bytes per entry: those of `dtype` for matrices, of the model's dtype for gains, biases, routers."""
     vector = len(w.d.dims.lstrip("PLJ")) == 1
@@ -159,7 +165,7 @@ def weight_costs(at: Pass):
     The FLOPs are those of the logits; `layer_costs` has the FLOPs of all other parts.
     """
     c = at.cfg.model
-    for w in costs.weights(at.cfg):
+    for w in weights(at.cfg):
         stages = at.n[STAGE] if "L" in w.d.dims else 1
         entries, layers = w.gathered_size * stages, w.layers * stages
         each = width(w, at.request.weights_dtype)
@@ -342,13 +348,13 @@ class Plan:
         return layers * at.b * at.slots * cache_entries(c, self.cfg.mesh.tensor) * WIDTHS[self.request.cache_dtype]
 
     def weights_bytes(self, dtype: str = "") -> int:
-        return sum(w.local_size * width(w, dtype or self.request.weights_dtype) for w in costs.weights(self.cfg))
+        return sum(w.local_size * width(w, dtype or self.request.weights_dtype) for w in weights(self.cfg))
 
     @functools.cached_property
     def gathered_bytes(self) -> float:
         """Bytes of the largest set of weights that is gathered at once: one layer, or an embedding table."""
         sizes: dict[str, float] = {}
-        for w in (w for w in costs.weights(self.cfg) if w.num_shards > 1):
+        for w in (w for w in weights(self.cfg) if w.num_shards > 1):
             group = ".".join(w.name.split(".")[:2])  # prefix, blocks.dense, blocks.moe, or the name of a table
             sizes[group] = sizes.get(group, 0) + w.gathered_size / w.layers * width(w, self.request.weights_dtype)
         return max(sizes.values(), default=0)
@@ -379,7 +385,7 @@ class Plan:
         fits = lambda dtype: sum(held.values()) - held["weights"] + self.weights_bytes(dtype) <= room
         now = WIDTHS[request.weights_dtype]
         ways = [f"--weights_dtype {dtype}" for dtype, each in WIDTHS.items() if each < now and fits(dtype)]
-        total = sum(w.d.size * width(w, request.weights_dtype) for w in costs.weights(self.cfg))
+        total = sum(w.d.size * width(w, request.weights_dtype) for w in weights(self.cfg))
         total += self.unit * self.token_bytes * request.slots
         devices = max(math.ceil(total / room), self.cfg.mesh.devices + 1)
         ways.append(f"a mesh that shards everything over at least {1 << (devices - 1).bit_length()} devices")
@@ -454,11 +460,14 @@ class Plan:
             lines.append(f"prompt and answer are {slots:,} tokens, but generation stops at data.seq_len={T:,}; "
                          f"if the model was trained on longer sequences, pass --data.seq_len {slots}")  # fmt: skip
         if self.gathered_bytes:
-            axes = "*".join(axis for axis in ("fsdp", "expert", "context") if cfg.mesh.sizes[axis] > 1)
+            axes = "*".join(axis for axis in ("fsdp", "expert") if cfg.mesh.sizes[axis] > 1)
             sent = sum(sent_bytes(Row("", exchanges=gathers), cfg)
                        for *_, gathers in weight_costs(Pass(cfg, self.request, 1, 1)))  # fmt: skip
             lines.append(f"weights are sharded over {axes} and gathered for every token: a device sends "
                          f"{sent / 2**30:.3f} GiB per token; shards over tensor or stage need no gather")  # fmt: skip
+        if (context := cfg.mesh.context) > 1:
+            lines.append(f"each of the context={context} devices stores and reads the same weights; context shards the "
+                         "cache and the tokens")  # fmt: skip
         enough = self.bounds["products"] if self.bounds else None
         if enough and (piece := min(self.request.piece, self.request.prompt)) < (enough := -(-enough // self.unit)):
             lines.append(f"prefill in chunks of {piece} tokens is limited by reading the weights once per chunk; "

@@ -102,7 +102,10 @@ GQA = CONFIGS["gqa, softmax router, no bias, none shared"]
 OVERLAPPED = {"work.gather": "step", "work.tensor_exchange": "ring"}
 ON_MESHES = [
     *[(preset("tiny"), mesh) for mesh in ("data=3", "stage=2", "fsdp=2", "expert=2", "context=2", "tensor=2")],
-    *[(preset("tiny"), mesh) for mesh in ("stage=2,fsdp=2", "fsdp=2,expert=2", "context=2,tensor=2")],
+    *[
+        (preset("tiny"), mesh)
+        for mesh in ("stage=2,fsdp=2", "fsdp=2,expert=2", "expert=2,context=2", "context=2,tensor=2")
+    ],
     *[(GQA, mesh) for mesh in ("stage=2,tensor=2", "context=2,tensor=2")],
     (CONFIGS["gqa in parallel, LayerNorm, biases, half rotary"], "context=2,tensor=2"),
     *[(replace(cfg, **OVERLAPPED), mesh) for cfg, mesh in ((preset("tiny"), "stage=2,tensor=2"), (GQA, "tensor=2"))],

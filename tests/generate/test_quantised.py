@@ -78,12 +78,12 @@ def test_logits_of_int8_weights_are_close():
     assert relative_error(logits(MOE, weights="int8"), logits(MOE)) < 0.03  # half a scale per weight, 3 layers
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "stage=2,expert=2"])
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "fsdp=2,context=2", "stage=2,expert=2"])
 def test_int8_weights_are_the_same_on_every_mesh(mesh):
     """Catches scales computed from the local shard only, and scales of another shard."""
     want, got = (jax.device_get(flatten_named(parameters(MOE, where, "int8"))) for where in ("data=1", mesh))
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    if mesh == "fsdp=2,tensor=2":
+    if mesh != "stage=2,expert=2":
         got, want = logits(MOE, mesh, weights="int8"), logits(MOE, weights="int8")
         np.testing.assert_allclose(got[0], want[0], rtol=0, atol=2e-4)  # float32, other order of sums
 

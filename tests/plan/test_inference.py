@@ -12,13 +12,14 @@ import re
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 import model
 import pictures
 import sharding
 from config import PRESETS, ModelConfig, preset, replace
 from errors import UserError
-from generate.cache import cache_shapes, cached_forward
+from generate.cache import cache_shapes, cached_forward, unstack, unstacked_specs
 from generate.engine import Engine
 from plan import hardware, inference
 from plan.__main__ import main
@@ -52,21 +53,39 @@ def test_the_planned_cache_has_the_size_of_the_real_one(mesh, model_of, precisio
     assert inference.plan(cfg, None, request()).cache_bytes(8) == held
 
 
+def loaded_shapes(c: ModelConfig, mesh):
+    """Return the parameters of an engine as ShapeDtypeStructs."""
+    separate = jax.eval_shape(lambda w: unstack(w, c, mesh), sharding.shapes(model.declare(c), mesh))
+    place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    return jax.tree.map(place, separate, unstacked_specs(c, separate, mesh))
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", "stage=2", "data=2,fsdp=2,expert=2", "expert=2,context=2,tensor=2"])
+@pytest.mark.parametrize("model_of", [{}, GROUPED], ids=["experts", "dense"])
+def test_the_planned_weights_have_the_size_of_the_engines(mesh, model_of):
+    """Catches weights that an engine shards over context and gathers for every token, or a plan that believes so."""
+    cfg = preset("tiny", mesh=mesh, **model_of)
+    loaded = jax.tree.leaves(loaded_shapes(cfg.model, lying(mesh)))
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in loaded)
+    assert inference.plan(cfg, None, request()).weights_bytes() == held
+
+
 @pytest.mark.parametrize("mesh, model_of, phase", [
     ("fsdp=2,stage=2", GROUPED, "decode"),
     ("expert=2,tensor=2", SHORT, "decode"),
+    ("fsdp=2,context=2", GROUPED | {"model.n_layers": 1}, "decode"),
     ("context=2,tensor=2", GROUPED | {"model.n_layers": 1}, "prefill"),
     ("context=2,tensor=2", GROUPED | {"model.attention": "mla", "model.d_query_latent": 4}, "decode"),
     ("tensor=2", GROUPED | {"model.parallel_residual": True}, "decode"),
-], ids=["heads", "latents, experts", "prompts, slots over context", "narrow latents, slots over context",
-        "attention and feed-forward in parallel"])  # fmt: skip
+], ids=["heads", "latents, experts", "slots over context", "prompts, slots over context",
+        "narrow latents, slots over context", "attention and feed-forward in parallel"])  # fmt: skip
 def test_a_planned_pass_equals_the_compiled_one(mesh, model_of, phase):
     """Catches a matmul or a collective that the plan lacks or counts too often: weights gathered once per text, only
     one stage's layers, all tokens in each expert. `cached_forward` itself does not gather logits."""
     cfg = preset("tiny", mesh=mesh, **model_of)
     c, devices, n = cfg.model, lying(mesh), math.prod(cfg.mesh.sizes[axis] for axis in sharding.BATCH)
     rows, b, s = phase == "prefill", *((n, 6) if phase == "prefill" else (8, 1))
-    shapes = sharding.shapes(model.declare(c), devices), cache_shapes(c, devices, 8, 18)
+    shapes = loaded_shapes(c, devices), cache_shapes(c, devices, 8, 18)
     ids, each = np.zeros((b, s), np.int32), np.zeros(b, np.int32)
     compiled = cached_forward(c, devices, rows=rows).lower(*shapes, ids, ids, each, *[each] * rows).compile()
     counted = ledger.read(compiled.as_text(), devices)
