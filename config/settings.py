@@ -203,8 +203,10 @@ class ModelConfig:
     router: Literal["sigmoid", "softmax"] = "sigmoid"  # score function before the top-k
     normalize_gates: bool = True  # divide the weights of a token's experts (gates) by their sum; ignored with top_k=1
     routed_scaling: Positive = 1.0  # multiply the gates by this factor
-    # weight of the load-balancing loss, computed over the global batch (arXiv:2101.03961); 0: off
+    # weight of the load-balancing loss (arXiv:2101.03961); 0: off
     balance_loss: Annotated[NotNegative, Affects.TRAINING] = 0.0
+    # tokens over which its loads are counted. batch: any mesh gives the same loss; microbatch: no extra forward pass
+    balance_over: Annotated[Literal["batch", "microbatch"], Affects.TRAINING] = "batch"
     # step size of the load-balancing bias that is added to the router's scores (arXiv:2408.15664); 0: no bias
     balance_rate: Annotated[NotNegative, Affects.TRAINING] = 0.0
     # weight of the z-loss, the mean of log(sum(exp(logits)))^2 (arXiv:2204.02311); 0: off

@@ -298,12 +298,13 @@ class Passes:
 def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
     """Count the passes through the layers of a stage.
 
-    The balance loss costs an additional forward pass, unless all forward passes precede the first backward pass. If
-    weight gradients are delayed, both halves of a backward pass recompute the forward pass, and both compute the
-    gradients of inputs.
+    The balance loss over the batch costs an additional forward pass, unless all forward passes precede the first
+    backward pass. If weight gradients are delayed, both halves of a backward pass recompute the forward pass, and both
+    compute the gradients of inputs.
     """
     c, M = cfg.at_work, sched.microbatches
-    once_more = M * sched.stages > 1 and not sched.turns and c.n_experts and c.balance_loss
+    whole_batch = c.n_experts and c.balance_loss and c.balance_over == "batch"
+    once_more = M * sched.stages > 1 and not sched.turns and whole_batch
     halves = 1 + sched.splits_backward
     return Passes(M * (2 if once_more else 1), M * halves, M * halves, M)
 
@@ -468,6 +469,9 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip:
     add("activations", "collective-permute", (STAGE,), z.b * z.t * c.d_model * z.width, messages(cfg, sched))
     if c.n_experts:
         add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1)
+        if c.balance_loss and c.balance_over == "microbatch" and sched.microbatches * sched.stages > 1:
+            add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 1) * z.blocks, run.forward)
+            add("statistics", "all-reduce", sharding.TOKENS, 4 * c.n_experts * z.blocks, run.inputs)
     add("batch", "all-gather", (CONTEXT,), 6 * 4 * z.b * sched.microbatches * z.T, 1)
     for w in weights(cfg):
         for row in weight_collectives(w, cfg, sched, platform):

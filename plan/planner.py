@@ -160,6 +160,19 @@ class Plan:
         """The expected seconds of a step, or the roofline's if the chip is not modeled in `expected.py`."""
         return sum(self.expected.values()) if self.expected else self.step_s
 
+    @functools.cached_property
+    def balance_pass(self) -> float | None:
+        """Return by which fraction the balance loss's extra forward pass lengthens the step; None without such a pass.
+
+        If the speed of the chip is unknown, return the fraction of the FLOPs instead.
+        """
+        if costs.passes(self.cfg, self.sched).forward <= self.sched.microbatches:
+            return None
+        settled = replace(self.cfg, **{"model.balance_over": "microbatch"})
+        other = plan_settled(settled, self.topology, self.limit_bytes)
+        cost = lambda one: one.likely_s or one.hardware_flops
+        return cost(self) / cost(other) - 1
+
     def mfu(self, step_s: float | None) -> float | None:
         """Return the MFU: model FLOPs / (FLOPs that the chip could execute in this time)."""
         return step_s and self.model_flops / step_s / self.topology.chip.peak_flops_per_s
@@ -174,6 +187,7 @@ class Plan:
             "mesh": str(self.cfg.mesh), "topology": self.topology and str(self.topology), "compile_s": None,
             **{name: getattr(self, name) for name in names}, "mfu": self.mfu(step_s), "seconds": self.seconds(),
             "expected": self.expected, "likely_s": likely_s, "likely_mfu": self.mfu(likely_s),
+            "balance_pass": self.balance_pass,
             "traffic": [dataclasses.asdict(one) for one in self.traffic],
         }  # fmt: skip
 

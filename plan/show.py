@@ -54,6 +54,8 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
     ratio = one.hardware_flops / one.model_flops
     console.print(f"compute    {amount(one.model_flops, 'FLOPs')} per device and step; "
                   f"with recomputation and padding, {ratio:.2f} times as many")  # fmt: skip
+    if one.balance_pass is not None:
+        console.print(balance_line(one), soft_wrap=True)
 
     table = make_table("memory per device", "part", "predicted")
     for part, size in one.memory_bytes.items():
@@ -91,6 +93,14 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
             row += [amount(counted, unit), difference]
         table.add_row(*row)
     console.print(table)
+
+
+def balance_line(one: Plan) -> str:
+    """Return the line about the balance loss's extra forward pass, and how to avoid it."""
+    of = "step" if one.likely_s else "FLOPs"
+    return (f"balance    balance loss: one more forward pass, {one.balance_pass:+.0%} of the {of}; none with "
+            "--model.balance_over microbatch, with --model.balance_loss 0, or with one accumulation pass of "
+            "GPipe")  # fmt: skip
 
 
 def suggestion(one: Plan, changed: dict[str, str], other: Plan) -> str:

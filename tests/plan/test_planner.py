@@ -43,6 +43,8 @@ CASES = {
     "dense, everything saved": ("bench", "data=2,fsdp=2", LAYER | NONE | DENSE),
     "matmul outputs saved": ("bench", "context=2,tensor=2", LAYER | {"work.remat": "dots"}),
     "1f1b": ("bench", "stage=2,fsdp=2", LAYER | {"work.schedule": "1f1b", "work.microbatches": 8}),
+    "1f1b, balance in a microbatch": ("bench", "stage=2,fsdp=2", LAYER | {
+        "work.schedule": "1f1b", "work.microbatches": 8, "model.balance_over": "microbatch"}),
     "interleaved": ("bench", "stage=2,fsdp=2", {"work.schedule": "interleaved", "work.chunks": 2}),
     "zb": ("bench", "stage=2,tensor=2", {"work.schedule": "zb", "model.balance_loss": 0.0}),
     "capacity": ("bench", "expert=4", LAYER | {"model.capacity_factor": 1.25, "model.n_layers": 4}),
@@ -241,6 +243,23 @@ def test_a_balance_loss_costs_a_forward_pass_in_1f1b():
     assert [run.forward for run in counted] == [8, 4]
     busy, whole = 4 * (1 + 3), schedules.lock_step(pipeline.schedule(without), 1, 3)
     assert costs.bubble(without, pipeline.schedule(without)) == 1 - busy / whole
+
+
+def test_the_plan_says_what_the_balance_loss_costs(capsys, tmp_path):
+    """Catches a second forward pass that the plan charges without printing it, or prints without charging it."""
+    words = ["mixtral_8x7b", "--topology", "h100:64", "--mesh", "fsdp=64", "--data.batch_size", "1024",
+             "--model.capacity_factor", "1", "--work.device_batch", "8"]  # fmt: skip
+    path = tmp_path / "plan.json"
+    assert main([*words, "--json", str(path)]) == 0
+    out, found = capsys.readouterr().out, json.loads(path.read_text())
+    [share] = re.findall(r"balance    balance loss: one more forward pass, \+(\d+)% of the step; none with", out)
+    assert float(share) == pytest.approx(100 * found["balance_pass"], abs=0.5) and 15 < float(share) < 34
+    for flags in (["--model.balance_over", "microbatch"], ["--model.balance_loss", "0"],
+                  ["--data.batch_size", "512"]):  # fmt: skip
+        assert main([*words, *flags, "--json", str(path)]) == 0
+        cheaper = json.loads(path.read_text())
+        assert cheaper["balance_pass"] is None and "balance loss" not in capsys.readouterr().out
+    assert found["likely_s"] == pytest.approx(2 * (1 + found["balance_pass"]) * cheaper["likely_s"], rel=0.1)
 
 
 # Search and largest batch ---------------------------------------------------------------------------------------------
