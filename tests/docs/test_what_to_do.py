@@ -1,0 +1,38 @@
+"""The page for operators: its flags and subcommands exist."""
+
+import re
+import subprocess
+
+from config import Config, migrations
+from tests.docs.commands import ROOT
+
+PAGE = (ROOT / "docs/what_to_do_when.md").read_text()
+ELSEWHERE = {"search"}  # of python -m plan
+OF_MAIN = {"replay", "mesh"}
+
+
+def launcher_help() -> str:
+    return subprocess.run([ROOT / "launcher.sh", "--help"], capture_output=True, text=True, check=True).stdout
+
+
+def test_every_flag_on_the_page_exists():
+    """Catches advice to use a flag that was renamed; in an incident nobody has time to look for its new name."""
+    flags = {flag for code in re.findall(r"`([^`]+)`", PAGE) for flag in re.findall(r"--([\w.-]+)", code)}
+    settings, launcher = {*migrations.flatten(Config().to_dict())}, launcher_help()
+    for flag in flags - ELSEWHERE - OF_MAIN:
+        assert flag in settings if "." in flag else f"--{flag}" in launcher, flag
+    assert len(flags) > 10 and flags >= ELSEWHERE | OF_MAIN
+
+
+def test_every_launcher_command_on_the_page_exists():
+    """Catches a subcommand of launcher.sh that was renamed."""
+    commands = set(re.findall(r"`\./launcher\.sh (\w+) ", PAGE))
+    assert commands >= {"status", "logs", "usage", "clean", "doctor", "fetch"}
+    for command in commands:
+        assert re.search(rf"^  {command}\b", launcher_help(), re.MULTILINE), command
+
+
+def test_the_page_has_ten_rows():
+    """Catches an event that loses its row."""
+    rows = [line for line in PAGE.splitlines() if line.startswith("| **")]
+    assert len(rows) == 10 and all(len(row.split(" | ")) == 3 for row in rows)
