@@ -36,20 +36,22 @@ def scene(title, devices):
     all_of = lambda x: [x] * devices + [0.0] * (8 - devices)
     memory = {"weights": all_of(4 * W / GiB), "gradients": all_of(4 * W / GiB)}
     memory["activations"] = all_of(2 * per_token * TOKENS / devices / GiB)
-    compute = [("F", 0, f), ("B", f, 2 * f)]
+    forward, backward = ("forward", "backward") if devices == 1 else ("", "")
+    compute = [(forward, 0, f), (backward, f, 2 * f)]
     all_reduce_ms = opening.network_ms(2 * (devices - 1) / devices * 2 * W)  # bf16
     network = [("", 3 * f, all_reduce_ms)] if devices > 1 else []
     return opening.Scene(title, memory, compute, network)
 
 
-alone, eight = scene("One device has all rows", 1), scene("Eight have 1/8 each", 8)
+alone = scene("One device has all rows", 1)
+eight = scene("Each has an eighth of the rows", 8)
 title = "Eight devices compute partial gradients, and an all-reduce adds them"
 opening.before_after(alone, eight, title, "fsdp")
 
 # %% [markdown]
-# One layer of Llama 3 8B with 65,536 tokens, on one H100 and on eight. Times are arithmetic at peak speed. F
-# and B are the forward and the backward pass. The blue bar is the all-reduce, which takes 1.7 ms; it is the
-# only communication.
+# One layer of Llama 3 8B with 65,536 tokens, on one H100 and on eight. Times are arithmetic at peak speed.
+# The blue bar is the all-reduce, which takes 1.7 ms; it is the only communication. The weights are
+# replicated, the activations are not.
 #
 # ## One sum too many
 #
@@ -764,9 +766,9 @@ for nothing in (accumulate_once, None, ...):
 # %% [markdown]
 # ## A bug to find
 #
-# This program trains a two-layer network. Each device stores half of the rows of both matrices (a quarter on
-# four devices, and so on), and gathers them once per step. It can process its rows of the batch in several
-# microbatches. The gradient is clipped.
+# This program trains a two-layer network on four devices. Each device stores a quarter of each matrix, and
+# gathers the matrices once per step. It can process its rows of the batch in several microbatches. The
+# gradient is clipped.
 
 # %%
 RATE, LARGEST, STEPS, ROWS, M = 0.2, 1.0, 20, 64, 24
@@ -848,9 +850,9 @@ axes.legend(title="microbatches")
 
 # %% [markdown]
 # A colleague can no longer fit the rows of a device into memory, so she uses four microbatches. The loss of
-# the first step is right to the last digit, and then it falls, on any number of devices. "Small microbatches
-# are noisy", she says, "so I expect slower learning." Fix the program, so that the weights do not depend on
-# the number of microbatches.
+# the first step is right to the last digit, and then it falls. "Small microbatches are noisy", she says,
+# "so I expect slower learning." Fix the program, so that the weights do not depend on the number of
+# microbatches.
 
 
 # %% tags=["hide-input"]
@@ -922,10 +924,10 @@ print(check_mend(train))
 #
 # Megatron-FSDP lost all but the last microbatch's gradient in 2026 in the same way: a `no_sync` that did
 # nothing left `is_last_microbatch` true in every backward pass, and finalizing the buffer cleared it ([pull
-# request 7186](https://github.com/NVIDIA/Megatron-LM/pull/7186)). The repair added the test that was
-# missing: several microbatches, compared with one. The same symptom was found in NeMo Automodel ([pull
-# request 3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530)) and in Fast-LLM, with shared gradient
-# buffers ([issue 550](https://github.com/ServiceNow/Fast-LLM/issues/550)).
+# request 7186](https://github.com/NVIDIA/Megatron-LM/pull/7186)). No error was raised; the repair added the
+# missing test of accumulation. NeMo Automodel ([pull request
+# 3530](https://github.com/NVIDIA-NeMo/Automodel/pull/3530)) and, with shared gradient buffers, Fast-LLM
+# ([issue 550](https://github.com/ServiceNow/Fast-LLM/issues/550)) lost gradients in the same way.
 # </details>
 
 

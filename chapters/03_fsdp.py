@@ -7,7 +7,7 @@
 #
 # Why would you want it? Data parallelism is the simplest way to use more devices: it changes nothing inside
 # the model. But if every device stores everything, a thousand devices can train no larger model than one
-# device can. FSDP removes this limit for half as much communication again.
+# device can. FSDP removes this limit, for 1.5 times the communication.
 #
 # *Prerequisites:* chapters 01 (`shard_map`, collectives), 02 (where gradients are added). *Mesh:* `fsdp=8`,
 # then `data=2,fsdp=4`, simulated. *Runs in* 50 s on 2 cores. *Reading takes* 30 minutes, 90 with the
@@ -695,8 +695,8 @@ lesson.predicted("an H100 needs", my_prediction, enough, "tokens", within=0.25)
 assert enough == 1792
 
 # %% [markdown]
-# The planner adds up all matmuls and collectives of the model. By hand, take a layer of W weights
-# and N tokens per device:
+# The planner adds up all matmuls and collectives of the model. By hand, take a layer of W weights and N
+# tokens per device:
 #
 # | | communication | compute |
 # |---|---|---|
@@ -1311,8 +1311,8 @@ for nothing in (lambda name: ..., lambda name: None, ...):
 #    all be sharded, without sending more bytes.
 # 2. Sharding between steps does not save memory during a step. If you also free a weight after its layer, you
 #    gather it again in every backward pass. This third transfer is the price of FSDP.
-# 3. Communication overlaps with compute if a device has more tokens per microbatch than peak FLOP/s /
-#    bandwidth, for any model size and any number of devices.
+# 3. All communication can overlap with compute if a device has more tokens per microbatch than peak FLOP/s
+#    / bandwidth, for any model size and any number of devices.
 #
 # **Sources.** ZeRO, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054), sections 5 and 7. Sharding the
 # optimizer state in XLA, [arXiv:2004.13336](https://arxiv.org/abs/2004.13336). PyTorch FSDP,
