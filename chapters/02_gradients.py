@@ -453,7 +453,7 @@ for name in ("v4:2x2x2", "h100:8", "h100:16"):
 # The last column is the number of tokens per device at which the backward pass takes as long as the
 # all-reduce. The rule: an all-reduce sends 2 · 2W bytes (times (n - 1)/n), and the backward pass of N
 # tokens takes 4WN FLOPs, so **N > peak FLOP/s / bandwidth**. (All thresholds, with their assumptions, are
-# on the sheet in chapter [09](09_choose.py).) With fewer tokens the communication is *exposed*, which means
+# on the sheet in chapter [09](09_choose.ipynb).) With fewer tokens the communication is *exposed*, which means
 # that the next step waits for it, even if each layer's gradient is sent while the next gradient is
 # computed. If you have few tokens per device, accumulate gradients over several microbatches and send them
 # once (exercise 3). Latency dominates if each array is below 0.4 MB (TPU v4), 11 MB (a node of H100s) or 25

@@ -712,7 +712,7 @@ assert enough == 1792
 # Compute takes longer than communication if **N > peak FLOP/s / bandwidth**. The rule assumes two
 # all-gathers and a reduce-scatter in bf16, no recomputation, a dense model and full bandwidth. On v5p it
 # gives 459e12 / 540e9 = 850 tokens, if a gather uses all six links of a chip, 90 GB/s each. If an
-# assumption changes, so does the number: chapter [09](09_choose.py) has all thresholds on one sheet, with
+# assumption changes, so does the number: chapter [09](09_choose.ipynb) has all thresholds on one sheet, with
 # their assumptions. The rule also leaves out latency. On a 4x4x4 slice, six hops take about 6 µs, in which
 # a chip can send 3 MB. Smaller gathers take as long.
 #
