@@ -239,7 +239,7 @@ def paint(ax, name):
     for (op, s), (start, end) in alone[name].spans.items():
         color, _ = LOOK[op.kind]
         height = 0.55 if op.chunk else 0.9
-        ax.barh(s, end - start, height, start, color=color, edgecolor="k", linewidth=0.6)
+        ax.barh(s, end - start, height, start, color=color, edgecolor="k", lw=0.6)
         ax.text((start + end) / 2, s, op.microbatch, ha="center", va="center", size=7)
     ax.set(title=f"{SAYS[name]}: {alone[name].makespan:g} units", xlim=(0, 33.2))
     ax.set(yticks=range(n), ylabel="stage")
