@@ -231,19 +231,19 @@ against("DeepSeek-V3", lambda n: n * (512 + 64) / sides, 128)
 print("*: more devices than KV heads, see exercise 2")
 
 # %% [markdown]
-# The stars mark a limit: **n must divide the number of heads**. With 8 KV heads the all-to-all
-# works for up to 8 devices, or up to 2 if `tensor=4` has already sharded the heads. DeepSeek-V3 computes the
-# keys of all 128 heads from one latent of 576 numbers per position, which is cheaper to gather.
+# The stars mark a limit: **n must divide the number of heads**. With 8 KV heads the all-to-all works for up to
+# 8 devices, or up to 2 if `tensor=4` has already sharded the heads. DeepSeek-V3 computes the keys of all 128
+# heads from one latent of 576 numbers per position, which is cheaper to gather.
 #
 # ## The ring, by hand
 #
 # A ring needs one more idea: two softmaxes over different keys can be merged if you know the sum of
 # exponentials of each. The merged result is the mean of the two, weighted by those sums. The program stores
-# the logarithm of the sum, as FlashAttention does. It has no shared heads; you can paste it into an empty
-# file. The program counts, by device and step, the query-key pairs that causal attention allows. They measure
-# the work: two matmuls of width K per pair and head. (If a query sees no key, the log is -1e30 and its weight
-# 0. This program saves the keys of every step for the backward pass. A ring that
-# should save memory in training sends them around again instead.)
+# the logarithm of the sum, as FlashAttention does. Every query head has its own KV head here. You can paste
+# the program into an empty file. It counts, by device and step, the query-key pairs that causal attention
+# allows. They measure the work: two matmuls of width K per pair and head. (If a query sees no key, the log is
+# -1e30 and its weight 0. This program saves the keys of every step for the backward pass. To save memory in
+# training, a ring sends them around again instead.)
 #
 # > **Predict.** The positions are sharded in order: device 0 has the first 16, device 3 the last. Each of the
 # > four steps takes as long as its busiest device needs. Time is counted in pairs, and the 2,080 allowed
@@ -312,18 +312,6 @@ my_prediction = None  # pairs
 busiest = np.asarray(pairs).max(axis=0)  # pairs: [device, step]
 lesson.predicted("the ring takes", my_prediction, int(busiest.sum()), "pairs")
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "A table of four devices by four steps of the ring: each cell has the device whose keys have arrived and the number of allowed pairs; device 0 has no work after its first step, device 3 has 256 pairs in each later step."}}
-figure, ax = plt.subplots(figsize=(5.4, 3))
-for i, r in np.ndindex(n, n):
-    face = (*plt.matplotlib.colors.to_rgb(green), 0.75 * float(pairs[i, r]) / 256)
-    ax.add_patch(plt.Rectangle((r, i), 1, 1, facecolor=face, edgecolor="black", lw=0.6))
-    says = f"keys of {(i - r) % n}\n{pairs[i, r]} pairs"
-    ax.text(r + 0.5, i + 0.5, says, ha="center", va="center", size=9)
-middle = np.arange(n) + 0.5
-ax.set(xlim=(0, n), ylim=(n, 0), xticks=middle, yticks=middle, ylabel="device")
-ax.set(xticklabels=[f"step {r}" for r in range(n)], yticklabels=range(n))
-title = ax.set_title("In order: keys move down one device per step, work is uneven")
-
 # %% tags=["remove-cell"]
 assert np.asarray(pairs).sum(axis=1).tolist() == [136, 392, 648, 904]
 assert busiest.sum() == 904 and round(1 - 520 / 904, 2) == 0.42, "42% idle"
@@ -338,6 +326,21 @@ assert busiest.sum() == 904 and round(1 - 520 / 904, 2) == 0.42, "42% idle"
 #
 # ## Zig-zag
 #
+# Here are the steps of the ring again:
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "A table of four devices by four steps of the ring: each cell has the device whose keys have arrived and the number of allowed pairs; device 0 has no work after its first step, device 3 has 256 pairs in each later step."}}
+figure, ax = plt.subplots(figsize=(5.4, 3))
+for i, r in np.ndindex(n, n):
+    face = (*plt.matplotlib.colors.to_rgb(green), 0.75 * float(pairs[i, r]) / 256)
+    ax.add_patch(plt.Rectangle((r, i), 1, 1, facecolor=face, edgecolor="black", lw=0.6))
+    says = f"keys of {(i - r) % n}\n{pairs[i, r]} pairs"
+    ax.text(r + 0.5, i + 0.5, says, ha="center", va="center", size=9)
+middle = np.arange(n) + 0.5
+ax.set(xlim=(0, n), ylim=(n, 0), xticks=middle, yticks=middle, ylabel="device")
+ax.set(xticklabels=[f"step {r}" for r in range(n)], yticklabels=range(n))
+title = ax.set_title("In order: keys move down one device per step, work is uneven")
+
+# %% [markdown]
 # Later positions have more work, so each device should get an early chunk and a late chunk. Split the
 # sequence into 2n chunks, and give device i **chunk i and chunk 2n - 1 - i**. The ring's code stays the same,
 # because the positions are sent with the keys. Only the assignment of positions to devices changes.
@@ -440,6 +443,8 @@ times = float(costs(zz)[0])
 lesson.predicted("the busiest of 8", my_prediction, times, "x", within=0.15)
 
 # %% [markdown]
+# ### Layouts by document
+#
 # Two layouts take documents into account. **Zig-zag in each document** splits every document into its own 2n
 # chunks. The remaining positions, fewer than 2n per document, go to the devices in turn. **Greedy** assigns
 # blocks of 32 positions in order of decreasing work, each to the device with the least work so far that still
@@ -601,8 +606,8 @@ for way in ("gather", "ring", "all_to_all"):
     print(f"{way:10} sends {wire:7,.0f} bytes: {kinds}")
 
 # %% [markdown]
-# All three match a single-device run. (H = G here, so the all-to-all sends about half the bytes of the
-# all-gather.) The layout is zig-zag over the whole sequence, and blocks of other documents are not skipped.
+# All three match a single-device run. The layout is zig-zag over the whole sequence, and blocks of other
+# documents are not skipped.
 #
 # ## Exercise 1: two softmaxes
 #
