@@ -1,18 +1,18 @@
 # %% [markdown]
 # # 07 · Expert parallelism
 #
-# **Question.** A mixture-of-experts layer has 256 MLPs (experts), and each token uses 8 of them. Experts and
-# tokens are both sharded over the devices. Which tokens are sent where, and how much of this communication is
-# exposed?
+# A mixture-of-experts (MoE) layer has many MLPs, the *experts*, and each token uses only k of them. Expert
+# parallelism (EP) stores each expert on one device, and sends each token to the devices of its experts.
 #
-# **Why it hurts not to know.** Sparse layers save FLOPs but communicate a lot: between GPU nodes the
-# all-to-all can take several times as long as the matmuls. And a model with a router bug still trains. Half
-# of the experts are idle, or no expert can specialize, but the loss goes down.
+# You want it because experts have many parameters but compute little per token. With FSDP, every device
+# gathers all experts of a layer, which can take as long as its matmuls. With EP only tokens are sent. But this
+# is an all-to-all: between GPU nodes it can take several times as long as the matmuls. And a model that uses
+# only half of its experts still trains.
 #
 # *Prerequisites:* chapters 01 (`shard_map`, collectives), 02, 03. *Mesh:* `expert=8`, simulated.
 # *Runs in* 40 s on 2 cores. *Reading takes* 25 minutes, 50 with the exercises.
 
-# %%
+# %% tags=["hide-input"]
 from devices import simulate_devices
 
 simulate_devices(8)
@@ -22,21 +22,72 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from chapters import lesson
+from chapters import lesson, opening
+
+# %% tags=["hide-input"]
+GiB, tokens, away = 2**30, opening.TOKENS // 8, 7 / 8
+mlp = 3 * opening.D * opening.F
+attention = opening.PARAMETERS - mlp
+total = attention + 8 * mlp  # parameters of the layer
+state = {"gradients": 4 * total / 8 / GiB, "optimizer state": 8 * total / 8 / GiB}
+weights = lambda used: {"weights": (4 * total / 8 + 2 * used) / GiB} | state
+scores_flops = 4 * opening.N * opening.H * tokens * 4096 / 2
+attend_ms = opening.compute_ms(2 * attention * tokens + scores_flops)
+experts_ms = opening.compute_ms(2 * 2 * mlp * tokens)
+
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Memory bars of eight devices and a timeline, before and after: with FSDP 5.4 GiB each and a long all-gather before the compute; with expert parallelism 3.1 GiB and short messages between the matmuls."}}
+all_ms, own_ms = (opening.network_ms(2 * x * away) for x in (total, attention))
+trade_ms = opening.network_ms(2 * tokens * opening.D * 2 * away)
+there = own_ms + attend_ms + trade_ms
+opening.before_after(
+    opening.Scene("FSDP: weights go to the tokens", weights(total),
+                  [("", all_ms, attend_ms),
+                   ("experts", all_ms + attend_ms, experts_ms)],
+                  [("all-gather", 0, all_ms)]),
+    opening.Scene("EP: tokens go to the weights", weights(attention + mlp),
+                  [("", own_ms, attend_ms), ("experts", there, experts_ms)],
+                  [("", 0, own_ms), ("", there - trade_ms, trade_ms),
+                   ("", there + experts_ms, trade_ms)]),
+    "One layer with 8 experts, 2 per token", "expert")  # fmt: skip
+for at, says in ((there + 0.3, "dispatch"), (there + experts_ms + 0.5, "combine")):
+    text = plt.gcf().axes[3].text(at, 1, says, va="center", size=8)
 
 # %% [markdown]
+# The figure shows the attention of Llama 3 8B with eight MLPs of its size, as in Mixtral 8x7B, on eight H100s
+# with 8,192 tokens each, without activations. FSDP gathers all weights of the layer, EP only those of
+# attention. Times are arithmetic at peak speed, for the forward pass of this layer alone.
+#
+# > **Predict.** Eight devices hold two of 16 experts each. Each token chooses 2 of the 16 at random. What
+# > percentage of the tokens has none of its experts on its own device?
+
+# %%
+my_prediction = None  # percent
+rng = np.random.default_rng(0)
+n, E, k, tokens = 8, 16, 2, 512
+choices_Nk = np.argsort(rng.random((tokens, E)), axis=1)[:, :k]  # k experts, at random
+home_N1 = np.arange(tokens)[:, None] * n // tokens  # the device with the token
+holder_Nk = choices_Nk // (E // n)  # the device with the expert
+none_at_home = np.mean((holder_Nk != home_N1).all(axis=1))
+lesson.predicted("no expert at home", my_prediction, 100 * none_at_home, "%", 0.05)
+at_home = np.mean(holder_Nk == home_N1)
+print(f"{at_home:.1%} of the choices have their expert on the token's own device")
+assert abs(at_home - 1 / n) < 0.03, "a random expert should be local once in n"
+
+# %% [markdown]
+# Only one choice in n has its expert on the token's own device. Without communication, three quarters of the
+# tokens would skip the layer, and the model would still train. So the tokens have to be sent to the devices
+# of their experts (*dispatch*), and the results have to be sent back (*combine*).
+#
 # ## What a router does
 #
-# A dense transformer layer has one MLP. A mixture-of-experts (MoE) layer has E of them, called *experts*. A
-# small matrix, the *router*, gives each token one score per expert. The layer picks the k experts with the
+# A small matrix, the *router*, gives each token one score per expert. The layer picks the k experts with the
 # highest scores (`top_k`). It sums the outputs of these experts, each weighted by a *gate*: the expert's
-# score divided by the sum of the k chosen scores.
+# score divided by the sum of the k chosen scores. The scores are a softmax over all experts (Switch,
+# Mixtral), or a sigmoid per expert (DeepSeek-V3), which makes them independent of each other.
 #
-# The scores are a softmax over all experts (Switch, Mixtral), or a sigmoid per expert (DeepSeek-V3), which
-# makes them independent of each other.
-#
-# The letters are those of `model.py`: N tokens, E experts, D the model width, M the hidden dimension of an
-# expert, k experts per token. A *choice* is one (token, expert) pair, so there are A = N k choices.
+# The letters are N tokens, E experts, D the model width and M the hidden width of an expert. A *choice* is one
+# (token, expert) pair, so there are A = N k choices.
 
 # %%
 logits_E = jnp.array([2.0, -1.0, 0.5, 1.5])  # of one token, for four experts
@@ -46,71 +97,69 @@ for name, score in (("softmax", jax.nn.softmax), ("sigmoid", jax.nn.sigmoid)):
     print(f"{name}: experts {experts_k}, scores {chosen_k}, gates {gates_k}")
 
 # %% [markdown]
-# Both scores pick the same two experts here. The choice itself has no gradient. The router learns only
-# through the gates of the chosen experts.
+# The choice itself has no gradient. The router learns only through the gates of the chosen experts.
 #
-# Each token needs the FLOPs of k experts, while the number of parameters grows with E. So shard the
-# parameters by expert: device d of n stores experts d E/n up to (d + 1) E/n. This is *expert parallelism*
-# (EP), with the mesh axis `expert`. The tokens are sharded over this axis too. Otherwise n devices would
-# compute the same attention.
-#
-# First try it without communication: each device applies only its own experts to its own tokens. How many
-# choices does it skip?
-
-# %%
-rng = np.random.default_rng(0)
-n, E, k, tokens = 8, 16, 2, 512
-choices_Nk = np.argsort(rng.random((tokens, E)), axis=1)[:, :k]  # k experts, at random
-home_N1 = np.arange(tokens)[:, None] * n // tokens  # the device with the token
-holder_Nk = choices_Nk // (E // n)  # the device with the expert
-at_home = np.mean(holder_Nk == home_N1)
-none_at_home = np.mean((holder_Nk != home_N1).all(axis=1))
-print(f"{at_home:.1%} of the choices have their expert on the token's own device;")
-print(f"{none_at_home:.1%} of the tokens have none of their experts there")
-assert abs(at_home - 1 / n) < 0.03, "a random expert should be local once in n"
-
-# %% [markdown]
-# Only about one choice in n has its expert on the token's own device. Three quarters of the tokens would skip
-# the layer, and the model would still train. So the tokens have to be sent to the devices of their experts
-# (*dispatch*), and the results have to be sent back (*combine*).
+# Each token needs the FLOPs of k experts, while the number of parameters grows with E. So device d of n, along
+# the mesh axis `expert`, stores experts d E/n up to (d + 1) E/n. The tokens are sharded over this axis too.
+# Otherwise n devices would compute the same attention.
 #
 # ## Dispatch and combine with an all-to-all
 #
 # In an all-to-all, each device sends a different block to each other device. The block size is fixed at
-# compile time, but the routing changes in every step. So each device reserves a fixed number X of *slots* per
+# compile time, but routing changes in every step. So each device reserves a fixed number X of *slots* per
 # expert, and writes each token into the next free slot of every expert that it chose. The all-to-all then
-# sends blocks of slots.
+# sends blocks of slots. (X is per device here; `model.py` counts slots per sequence.)
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Four devices with eight blocks each. Before the all-to-all each device has all colors; after it each has one color."}}
-figure, axes = plt.subplots(2, figsize=(6, 4.6))
-before = "Before: each device has slots for all experts"
-after = "After: each device has all slots of its own experts"
-for ax, title in zip(axes, (before, after), strict=True):
-    for device, place in np.ndindex(4, 8):
-        source, expert = device, place
-        if ax is axes[1]:
-            source, expert = place % 4, 2 * device + place // 4
-        colour = lesson.DEVICES[expert // 2]
-        ax.barh(device, 0.94, left=place, height=0.8, color=colour, alpha=0.75)
-        text = f"{source}→{expert}"
-        ax.text(place + 0.47, device, text, ha="center", va="center", size=9)
-    ax.set(title=title, yticks=range(4), ylabel="device", xticks=[])
-    ax.invert_yaxis()
-meaning = "block i→j: X slots from device i for expert j; color: device of the expert"
-axes[1].set_xlabel(meaning)
-labels = axes[1].xaxis.label.set_size(9)
+# %% tags=["hide-input"]
+CHOSEN = {"A": (0, 1, 1, 3, 1), "B": (2, 0, 3, 3, 2)}  # the expert of each token
+slot_of, lost = {}, []
+for device, experts in CHOSEN.items():
+    for number, expert in enumerate(experts, 1):
+        place = experts[: number - 1].count(expert)
+        if place < 2:
+            slot_of[device, expert, place] = f"{device}{number}"
+        else:
+            lost.append(f"{device}{number}: expert {expert} is full, dropped")
+
+
+def slot(ax, x, y, says, expert):
+    purple = plt.matplotlib.colors.to_rgb(lesson.COLORS["expert"])
+    shade = (*purple, 0.25 + 0.4 * (expert // 2)) if says else "none"
+    ax.add_patch(plt.Rectangle((x, y), 0.9, 0.7, facecolor=shade, edgecolor="black"))
+    ax.text(x + 0.45, y + 0.35, says or "empty", ha="center", va="center", size=8)
+
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Slots of two devices for four experts with two slots each. Before the all-to-all, token A5 finds expert 1 full and is dropped, and seven of sixteen slots are empty; after it, device A has all slots of experts 0 and 1, and device B those of experts 2 and 3."}}
+figure, axes = plt.subplots(2, figsize=(6, 4.2))
+titles = "Before: all experts, own tokens", "After: own experts, all tokens"
+for ax, title in zip(axes, titles, strict=True):
+    after = ax is axes[1]
+    for device, expert, place in np.ndindex(2, 4, 2):
+        says = slot_of.get(("AB"[device], expert, place))
+        x, y = 2.2 * expert + place, device
+        if after:
+            x, y = 4.4 * (expert % 2) + 2 * device + place, expert // 2
+        slot(ax, x, 1.4 * y, says, expert)
+        if place == 0 and (not after or device == 0):
+            x, style = x + (2 if after else 1), dict(size=8, ha="center")
+            ax.text(x, 1.4 * y + 0.95, f"expert {expert}", **style)
+    ax.set(title=title, xlim=(-0.1, 8.7), ylim=(2.5, -0.1), xticks=[])
+    ax.set_yticks((0.35, 1.75), ("device A", "device B"))
+    ax.spines[:].set_visible(False)
+axes[1].set_xlabel("; ".join(lost))
 
 # %% [markdown]
 # **Before an all-to-all over `expert`, a device has [E, X, D] slots with its own tokens. Afterwards it has
-# [E/n, n X, D] slots with the tokens of its experts. A second all-to-all reverses this.** The figure shows
-# four devices and eight experts.
+# [E/n, n X, D] slots with the tokens of its experts. A second all-to-all reverses this.** In the figure, each
+# of five tokens per device chooses one of four experts, and X = 2.
 #
 # If more than X tokens on a device choose the same expert, the excess tokens are *dropped*: they skip this
 # expert. Empty slots are still sent and multiplied. With t tokens on a device, an expert gets k t/E choices
 # on average, and X is that mean times the *capacity factor*.
 #
 # > **Predict.** A device has 64 tokens. Each token chooses 2 of 16 experts at random. The capacity factor
-# > is 1, so there are exactly as many slots as choices. What percentage of the choices is dropped?
+# > is 1, so there are exactly as many slots as choices. What percentage of the choices is dropped? (Within 15%
+# > counts as right. The choices of one expert are roughly Poisson-distributed with mean 8.)
 
 # %%
 my_prediction = None  # percent
@@ -130,28 +179,28 @@ def dropped(factor, t, popular=0.0):
 lesson.predicted("dropped", my_prediction, 100 * dropped(1, 64), "%", within=0.15)
 
 # %%
-print("factor         1   1.25    1.5      2")
+print("factor      1.25    1.5      2")
 for t, popular in ((64, 0), (4096, 0), (64, 1), (4096, 1)):
-    shares = [dropped(factor, t, popular) for factor in (1, 1.25, 1.5, 2)]
+    shares = [dropped(factor, t, popular) for factor in (1.25, 1.5, 2)]
     router = "some experts preferred" if popular else "all experts equal"
     print(f"t = {t:4}  " + "".join(f"{one:7.1%}" for one in shares), router)
 assert dropped(1.25, 4096) < 0.001, "noise should average out over many tokens"
 assert dropped(1.25, 4096, 1) > 0.05, "a preference should not average out"
 
 # %% [markdown]
-# Random choices are balanced only on average: some experts get too many tokens, while others have empty
-# slots. With more tokens per device this noise averages out, and a capacity factor of 1.25 drops nothing.
+# Random choices are balanced only on average. With more tokens per device this noise averages out, and a
+# capacity factor of 1.25 drops nothing.
 #
 # A preference does not average out. If the router prefers some experts (here: a normal random number is added
-# to each logit), a factor of 1.25 drops 8% of the choices, for any number of tokens. So a capacity requires a
-# balanced router (see below). To never drop a choice, each device needs one slot per token for every expert.
+# to each logit), a factor of 1.25 drops 8% of the choices, for any number of tokens. To never drop a choice,
+# each device needs one slot per token for every expert.
 #
 # ## The program by hand
 #
 # The next four cells are the whole layer in plain JAX. You can paste them into an empty file. The reference
 # on one device, `on_one`, sends *every* token through *every* expert and weights the outputs with the gates,
-# most of which are 0. It has no slots: it finds the dropped choices by comparing each choice with all earlier
-# choices on the same device.
+# most of which are 0. It finds dropped choices by comparing each choice with all earlier ones on the same
+# device.
 
 # %% tags=["by-hand"]
 import os
@@ -173,8 +222,8 @@ def route(w, x_ND, bias_E=0.0):
 
 
 # %% tags=["by-hand"]
-def feed_forward(w, rows_eAD):  # A rows for each of this device's e experts
-    return jax.nn.relu(rows_eAD @ w["up_EDM"]) @ w["down_EMD"]
+def feed_forward(w, rows_eXD):  # the rows of each of this device's e experts
+    return jax.nn.relu(rows_eXD @ w["up_EDM"]) @ w["down_EMD"]
 
 
 def on_device(w, x_tD, slots):  # t: this device's tokens; beyond slots: dropped
@@ -182,8 +231,8 @@ def on_device(w, x_tD, slots):  # t: this device's tokens; beyond slots: dropped
     chosen_AE = jax.nn.one_hot(experts_tk.reshape(-1), E, dtype=int)
     place = experts_tk, ((chosen_AE.cumsum(0) - 1) * chosen_AE).sum(1).reshape(-1, k)
     sent_EXD = jnp.zeros((E, slots, D)).at[place].set(x_tD[:, None], mode="drop")
-    rows_eAD = jax.lax.all_to_all(sent_EXD, "expert", 0, 1, tiled=True)
-    back_EXD = jax.lax.all_to_all(feed_forward(w, rows_eAD), "expert", 1, 0, tiled=True)
+    rows_eXD = jax.lax.all_to_all(sent_EXD, "expert", 0, 1, tiled=True)  # n X rows
+    back_EXD = jax.lax.all_to_all(feed_forward(w, rows_eXD), "expert", 1, 0, tiled=True)
     out_tkD = back_EXD.at[place].get(mode="fill", fill_value=0)  # dropped ones get 0
     return (gates_tk[..., None] * out_tkD).sum(1)
 
@@ -231,11 +280,10 @@ assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "this test needs dropped tok
 # - `all_to_all(x, "expert", 0, 1)` splits dim 0 (experts) into n blocks, and concatenates the received
 #   blocks along dim 1.
 # - The backward pass needs no extra code. The transpose of an all-to-all is the opposite all-to-all. The
-#   gradient of an expert is complete on its device, because all tokens that chose it were sent there. The
 #   router is replicated, so JAX sums its gradient over `expert` (chapter 02).
 #
-# With 8 slots, both versions drop the same choices, because `on_one` counts each device's tokens
-# separately. So which tokens are dropped depends on the number of devices.
+# With 8 slots, both versions drop the same choices, because `on_one` counts each device's tokens separately.
+# So which tokens are dropped depends on the number of devices.
 #
 # ## Dropless: gather the tokens instead
 #
@@ -263,9 +311,8 @@ def gathered(w, x_tD):
 
 
 # %% [markdown]
-# > **Predict.** Eight devices, k = 2, capacity factor 1. This program sends every token to every device, even
-# > if it is not needed there. In the forward pass, how many times as many bytes does a device send as with
-# > all-to-alls?
+# > **Predict.** Eight devices, k = 2, capacity factor 1. This program sends every token to every device. In the
+# > forward pass, how many times as many bytes does a device send as with all-to-alls?
 
 
 # %%
@@ -278,16 +325,16 @@ def compiled_on(n, device):
     return layer, lesson.compiled(layer, mesh, w, x_ND)
 
 
-my_prediction = None  # times
 by_slots = lambda n: lambda w, x_tD: on_device(w, x_tD, slots=k * N // n // E)
 sent = {}
 for m in (2, 4, 8):
     found = [compiled_on(m, how)[1] for how in (by_slots(m), gathered)]
     sent[m] = [one.total.wire_bytes for one in found]
-ratio = sent[8][1] / sent[8][0]
-lesson.predicted("bytes, gathered / all-to-all", my_prediction, ratio, "times")
 
 # %%
+my_prediction = None  # times
+ratio = sent[8][1] / sent[8][0]
+lesson.predicted("bytes, gathered / all-to-all", my_prediction, ratio, "times")
 for one in found:
     lesson.listed(one)
 for how in (by_slots(8), gathered):  # forward and backward
@@ -303,17 +350,52 @@ dropless = compiled_on(8, gathered)[0](w, x_ND)
 assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing"
 
 # %% [markdown]
-# Each device has t = N/n tokens. The all-to-all sends k (n - 1)/n copies of each token, times the capacity
-# factor, and the all-gather sends n - 1. So gathering sends **n/k times** the bytes, divided by that
-# factor. If k > n, gathering sends less: a token goes to each device once, rather than once per chosen
-# expert. And nothing is dropped, and no slot is empty.
+# The all-to-all sends k (n - 1)/n copies of each token, times the capacity factor, and the all-gather sends
+# n - 1. So gathering sends **n/k times** the bytes, divided by that factor. If k > n, gathering sends less: a
+# token goes to each device once, rather than once per chosen expert.
 #
 # The other cost is memory. The arrays above have N k rows, because in the worst case all choices belong to
 # this device. On average only 1/n of them do. A kernel can skip the other rows, as `kernels/grouped.py` does,
-# but their memory is still allocated. JAX's
-# [`ragged_all_to_all`](https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html) sends each
-# device only what it needs. It does [not run on CPUs](https://github.com/jax-ml/jax/issues/34755), and also
-# needs a worst-case buffer.
+# but their memory is still allocated.
+#
+# ## Dropless with all-to-alls
+#
+# All-to-alls can be dropless, too. Each device sorts its k t choices by expert, and writes them into one block
+# per device. Here a block has room for all k t choices. A second array has the expert of each row. The
+# receiver sorts by it, and uses the same grouped matmul:
+
+
+# %%
+def exchanged(w, x_tD):
+    e = w["up_EDM"].shape[0]  # experts of a device
+    gates_tk, experts_tk, _ = route(w, x_tD)
+    order_a = jnp.argsort(experts_tk.reshape(-1))  # a: the choices of this device
+    expert_a = experts_tk.reshape(-1)[order_a]
+    to_a = expert_a // e  # the device of each choice
+    place = to_a, jnp.arange(len(to_a)) - jnp.searchsorted(to_a, to_a)
+    trade = lambda x: jax.lax.all_to_all(x, "expert", 0, 0, tiled=True)
+    blocks = (E // e, len(to_a))  # one per device, with room for the worst case
+    sent = jnp.zeros((*blocks, D)).at[place].set(x_tD[order_a // k])
+    rows = trade(sent).reshape(-1, D)
+    group = trade(jnp.full(blocks, e).at[place].set(expert_a % e)).reshape(-1)
+    by_group, sizes_e = jnp.argsort(group), jnp.bincount(group, length=e + 1)[:e]
+    up = jax.nn.relu(jax.lax.ragged_dot(rows[by_group], w["up_EDM"], sizes_e))
+    out = jax.lax.ragged_dot(up, w["down_EMD"], sizes_e)
+    out = jnp.zeros_like(out).at[by_group].set(out)  # in the order of arrival
+    out_a = trade(out.reshape(*blocks, D))[place] * gates_tk.reshape(-1)[order_a, None]
+    return jnp.zeros_like(x_tD).at[order_a // k].add(out_a)
+
+
+# %%
+dropless = compiled_on(8, exchanged)[0](w, x_ND)
+assert lesson.same(dropless, on_one(w, x_ND, N)), "the exchange should drop nothing"
+print("dropless all-to-alls match a single-device run")
+
+# %% [markdown]
+# This program sends blocks that are mostly empty.
+# [`ragged_all_to_all`](https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html) sends only
+# the filled rows, k (n - 1)/n copies of each token. It does [not run on
+# CPUs](https://github.com/jax-ml/jax/issues/34755), and also needs a buffer for the worst case.
 #
 # ## Node-limited routing
 #
@@ -341,8 +423,8 @@ free = nodes_of(scores).sum(axis=1)
 lesson.predicted("nodes reached", my_prediction, free.mean(), within=0.03)
 
 # %% [markdown]
-# So send a token only once to each node, and copy it there over NVLink. This saves a third of the transfers
-# between nodes. DeepSeek-V3 goes further: with *node-limited routing*
+# So send a token only once to each node, and copy it there over NVLink (figure below). This saves a third of
+# the transfers between nodes. DeepSeek-V3 goes further: with *node-limited routing*
 # ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 2.1.2), a token reaches at most 4 nodes. It first
 # picks the 4 nodes whose two best scores have the largest sum, and then 8 experts on those nodes.
 
@@ -369,30 +451,37 @@ for name, copies in transfers.items():
     print(f"{name:19} {copies:.2f} transfers between nodes per token, {kB:5.1f} kB")
 assert transfers["one per node"] < 0.67 * transfers["one per expert"]
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Bar chart of tokens by the number of nodes they reach: mostly five or six without a limit, four with it."}}
-figure, axes = plt.subplots(figsize=(5, 2.8))
-for one, label, shift, colour in (
-    (free, "free choice", -0.2, lesson.NEUTRAL),
-    (few, "at most 4 nodes", 0.2, lesson.COLORS["expert"]),
-):
-    share = 100 * np.bincount(one, minlength=nodes + 1) / drawn
-    axes.bar(np.arange(nodes + 1) + shift, share, width=0.4, color=colour, label=label)
-axes.set(xlabel="nodes that a token reaches, of 8", ylabel="tokens, %", xlim=(1.5, 8.5))
-axes.set(title="A limit reduces the nodes that a token is sent to")
-legend = axes.legend()
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two nodes of four GPUs, twice. Above, GPU 0 sends a token to three GPUs of the other node in three transfers. Below, it sends the token once, and the receiving GPU forwards it to two others in its node."}}
+figure, axes = plt.subplots(2, figsize=(5.8, 4.2))
+WAYS = {
+    "One copy per expert: 3 transfers between nodes": ((0, 2), (0, 5), (0, 6), (0, 8)),
+    "One copy per node: 1 transfer between nodes": ((0, 2), (0, 5), (5, 6), (5, 8)),
+}
+for ax, (title, hops) in zip(axes, WAYS.items(), strict=True):
+    for x in (0, 1, 2, 3, 5, 6, 7, 8):
+        box = dict(facecolor="none", edgecolor="black", lw=0.8)
+        ax.add_patch(plt.Rectangle((x - 0.35, -0.35), 0.7, 0.7, **box))
+        says = "token" if x == 0 else "expert" if x in (2, 5, 6, 8) else ""
+        ax.text(x, 0, says, ha="center", va="center", size=8)
+    for a, b in hops:
+        between = a < 4 < b  # InfiniBand; else NVLink
+        colour = lesson.COLORS["expert"] if between else lesson.NEUTRAL
+        arrow = dict(arrowstyle="-|>", color=colour, lw=2 if between else 1)
+        arrow["connectionstyle"] = "arc3,rad=-0.35"
+        ax.annotate("", (b, 0.38), (a, 0.38), arrowprops=arrow)
+    ax.set(title=title, xlim=(-0.6, 8.6), ylim=(-0.5, 2.4), yticks=[])
+    ax.set_xticks((1.5, 6.5), ("node 0, four GPUs", "node 1, four GPUs"))
 
 # %% [markdown]
 # A token now takes 4 x 7/8 = 3.5 transfers; the plain all-to-all takes 8 x 7/8 = 7, twice the bytes.
-# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs,
-# sends each token to a node once and forwards it there over NVLink. An all-gather also sends a token to
-# each node once, but always to *all* nodes.
+# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs, does
+# this. An all-gather also sends a token to each node once, but always to *all* nodes.
 #
 # ## Is the communication exposed?
 #
-# Simulated devices cannot show time, so this section computes times from the planner's hardware table. Take
-# the forward pass of a layer of DeepSeek-V3: D = 7168, M = 2048, 8 of 256 experts. As in the paper, dispatch
-# sends fp8 (1 byte per number) and combine sends bfloat16 (2 bytes). Matmuls run in bfloat16 at the peak of
-# the chip. First, the bandwidths:
+# These times are not measured, but computed from peak speeds, for the forward pass of a layer of DeepSeek-V3:
+# D = 7168, M = 2048, 8 of 256 experts. As in the paper, dispatch sends fp8 (1 byte per number) and combine
+# sends bfloat16 (2 bytes). Matmuls are in bfloat16. First, the bandwidths:
 
 # %% tags=["hide-input"]
 from config import MeshConfig
@@ -421,8 +510,8 @@ for place, m in PLACES.items():
 # More bytes don't always take longer. On a torus, much of an all-to-all has to cross the middle, so the
 # bandwidth on these two TPU slices is 1.7 and 3 times lower than for an all-gather. Over two nodes of H100s,
 # gathering sends twice the bytes in half the time, because each token is sent to the other node once rather
-# than four times. So gathering is faster even beyond n = k: up to n = 16 in this list. At n = 64 it needs too
-# much memory: N k rows are 4,096 * 64 * 8 * 7,168 * 2 bytes, or 30 GB.
+# than four times. At n = 64, gathering needs too much memory: N k rows are 4,096 * 64 * 8 * 7,168 * 2 bytes,
+# or 30 GB.
 #
 # Now compare the all-to-alls with the matmuls. Would more tokens per device help?
 
@@ -444,18 +533,17 @@ CASES = {
     "v5p:4x4x4": ("v5p:4x4x4", None),
     "8 H100": ("h100:8", None),
     "16 H100": ("h100:16", None),
-    "16 H100, once": ("h100:16", 1.0),
+    "16 H100, once per node": ("h100:16", 1.0),
     "64 H100": ("h100:64", None),
     "64 H100, 4 nodes": ("h100:64", transfers["at most 4 nodes"]),
 }
+print("per token of a device:  compute  communication  ratio")
 for name, (place, copies) in CASES.items():
     compute, weights, comm = (1e6 * s for s in seconds(place, 1, copies))
-    times = f"communication {comm:.2f} us, {comm / compute:.1f} times as long"
-    print(f"{name:16} per token: compute {compute:.2f} us, {times}")
-    equal = f"as long as computing {weights / compute:.0f} tokens"
-    print(f"{'':16} reading the weights: {weights:.0f} us, {equal}")
-    longest = f"from {weights / comm:.0f} tokens on" if comm > compute else "never"
-    print(f"{'':16} communication takes longest: {longest}")
+    print(f"{name:22} {compute:5.2f} us {comm:11.2f} us {comm / compute:6.1f}")
+compute, weights, comm = (1e6 * s for s in seconds("h100:64", 1))
+print(f"64 H100: reading the weights from HBM takes {weights:.0f} us, as long as")
+print(f"computing {weights / compute:.0f} tokens or communicating {weights / comm:.0f}")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Microseconds against tokens per device. On v5p communication stays below compute; on 64 H100 it is above from about 35 tokens on."}}
 figure, axes = plt.subplots(2, figsize=(5.5, 6), sharex=True, sharey=True)
@@ -479,20 +567,18 @@ axes[1].set_title("64 H100: more tokens do not help")
 label = axes[1].set_xlabel("tokens per device; gray area: latency dominates")
 
 # %% [markdown]
-# With few tokens, the matmuls take as long as reading their weights from HBM: 105 us on 64 H100. Up to 35
-# tokens per device, the all-to-all would take less than that, but there latency dominates. Each of the 63
-# other GPUs gets 896 bytes per token, and below about 50 kB per message, latency exceeds the transfer time.
-# That holds for up to 56 tokens (the gray area).
+# With few tokens, the matmuls take as long as reading their weights from HBM, and latency dominates the
+# all-to-all: each of the 63 other GPUs gets 896 bytes per token, and below about 50 kB per message, or 56
+# tokens (the gray area), latency exceeds the transfer time.
 #
-# From 148 tokens on, compute and communication grow at the same rate, so **their ratio is fixed. It depends
-# on M and on the bandwidth, not on the batch.** The all-to-all takes 0.6 of the compute time on v5p, at any
-# size, and 0.5 in one H100 node. It takes 2.4 times the compute time on two nodes, and 4.2 times on eight.
-# If a token is sent to a node only once, two nodes need 0.6. With at most 4 nodes per token, eight nodes
-# need 2.1. (Forwarding over NVLink is not counted.)
+# With more tokens, compute and communication grow at the same rate, so **their ratio is fixed. It depends on
+# M and on the bandwidth, not on the batch.** Sending a token to each node only once makes the all-to-all on
+# two nodes four times as fast. (Forwarding over NVLink is not counted.)
 #
 # The all-to-alls of a token cannot overlap with its own matmuls. They can overlap with another microbatch,
 # with attention, or with shared experts. DeepSeek-V3 reports a ratio of about 1:1 between nodes, and overlaps
-# the communication of one microbatch with the compute of another (DualPipe, section 3.2.1).
+# the communication of one microbatch with the compute of another (DualPipe, section 3.2.1). Chapter 09 lists
+# the threshold for M with those of the other axes.
 #
 # ## Load balancing
 #
@@ -501,8 +587,8 @@ label = axes[1].set_xlabel("tokens per device; gray area: latency dominates")
 # chosen even more often.
 #
 # To see this, use a toy problem with 8 kinds of text. The tokens of each kind are scattered around a
-# different center, and the layer has to learn a different matrix for each kind. Everything runs on one
-# device, without capacity. `load` is the fraction of the choices that an expert gets.
+# different center, and the layer has to learn a different matrix for each kind, on one device and without
+# capacity. `load` is the fraction of the choices that an expert gets.
 
 # %% tags=["hide-input"]
 import optax
@@ -597,21 +683,23 @@ ticks = axes[2].set_xticks([])
 
 # %% [markdown]
 # Without a remedy, half of the experts are idle. The error still falls, so you don't see this. With the
-# selection bias, all or nearly all experts work, averaged over 20 steps. In a single step one expert can
-# still get several times the mean load, because here all tokens of a kind switch experts together. For the
-# same reason the error is hardly better than without a remedy. Models of real text did better with the bias
-# than with the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
+# selection bias, all or nearly all experts work, averaged over 20 steps. But in this toy problem all tokens of
+# a kind switch experts together, so the error is hardly better than without a remedy. Models of real text did
+# better with the bias than with the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
 #
-# Both remedies need the load of the step's *whole batch*. On a mesh this is an all-reduce of E numbers, 1 kB
-# for 256 experts. The bias must also be *identical* on all devices. It has no gradient, so no all-reduce of
-# gradients keeps the copies equal.
+# Both remedies need the load of the step's *whole batch*, an all-reduce of E numbers. Many frameworks computed
+# the balancing loss per microbatch on each device, and averaged it. But the mean of products is not the
+# product of means: then the few sequences of each microbatch have to use all experts equally. With the loads
+# of the whole batch, models of up to 42.8 billion parameters reached a better perplexity, and experts
+# specialized by domain ([arXiv:2501.11873](https://arxiv.org/abs/2501.11873)). The bias must also be
+# *identical* on all devices: no all-reduce of gradients keeps the copies equal.
 #
 # ## In `model.py`
 #
-# `model.with_capacity` is `on_device` from above, with slots counted per sequence. `model.dropless` is
-# `gathered`, with a custom kernel for the grouped matmuls. It is the default (`--model.capacity_factor 0`).
-# `model.router_statistics` sums the counts over all devices before `model.balance_loss` multiplies them.
-# `optimizer.update_selection_bias` moves the bias once per step.
+# `model.with_capacity` is `on_device` from above. `model.dropless` is `gathered`, with a custom kernel for the
+# grouped matmuls. It is the default (`--model.capacity_factor 0`). `model.router_statistics` sums the counts
+# over all devices before `model.balance_loss` multiplies them. `optimizer.update_selection_bias` moves the
+# bias once per step.
 #
 # ## Exercise 1: the number of slots
 #
@@ -1003,7 +1091,7 @@ assert check_loss(lambda *_: ...) == lesson.NOTHING
 #
 # Bytes are per device in the forward pass, for t tokens of width D in bfloat16 and a capacity factor of 1.
 #
-# | | all-to-all of slots | gathered tokens (dropless) |
+# | | all-to-all of slots | gathered tokens |
 # |---|---|---|
 # | in letters | `x_tD → [E, X, D] ⇄ [e, n X, D]`, times `w_eDM` | `x_tD → x_ND`, sorted, times `w_eDM`, `partial_ND → y_tD` |
 # | each device stores | E/n experts, t tokens, E X slots | E/n experts, t tokens, N tokens and N k rows |
@@ -1012,14 +1100,7 @@ assert check_loss(lambda *_: ...) == lesson.NOTHING
 # | bytes sent | 2 * 2 k t D (n - 1)/n | 2 * 2 t D (n - 1), which is n/k times as much |
 # | dropped | choices beyond X | nothing |
 # | exposed | yes, unless it overlaps with another microbatch, attention or shared experts | the same |
-# | use it if | n is well above k, and the router is balanced | n is at most about k; in this chapter's examples up to n = 16 on a torus and over two nodes |
-#
-# | devices, for D = 7168, M = 2048, k = 8 | time of all-to-alls / compute time |
-# |---|---|
-# | 64 TPU v5p | 0.6 with fp8 dispatch, 0.8 with bfloat16 both ways: can overlap with an equal amount of work |
-# | one node of 8 H100 | 0.5 |
-# | two nodes of 8 H100 | 2.4; or 0.6 if a token is sent to a node once, as with an all-gather or with DeepEP |
-# | eight nodes of 8 H100 | 4.2; or 2.1 with at most 4 nodes per token: use wider experts, or overlap more work |
+# | use it if | n is well above k, and the router is balanced (or, dropless, with `ragged_all_to_all`) | n is at most about k |
 #
 # | here | JAX | PyTorch | Megatron-LM |
 # |---|---|---|---|
@@ -1032,8 +1113,7 @@ assert check_loss(lambda *_: ...) == lesson.NOTHING
 # ## Three lines to keep
 #
 # 1. Tokens are sent to their experts, and the outputs back: two all-to-alls forward and two backward, each
-#    with k copies of a token. Gathering sends n/k times as much, drops nothing, and is often faster up to
-#    about 16 devices.
+#    with k copies of a token. Gathering sends n/k times as much, and drops nothing.
 # 2. Communication and compute both grow with the tokens, so a larger batch does not change their ratio. It
 #    depends on the expert width, the bandwidth and the number of nodes per token.
 # 3. Load balancing needs the loads of the whole batch: sum them over devices before you multiply, compare
