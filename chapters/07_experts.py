@@ -936,155 +936,223 @@ assert check_narrowest(narrowest) == lesson.NOTHING
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague moved the training above to eight devices: the hand-written layer, with enough slots for every
-# token, the squared error and the load-balancing loss. Each device reads a different file, with one of the
-# 8 kinds of text. Nothing is dropped. On the same batches, one device reaches an error below 0.1; eight do
-# not.
+# A colleague moved the training above to several devices, with a dense layer before the experts. With Adam,
+# the curves of one and eight devices are the same, so the program is accepted. With momentum and clipping
+# eight devices learn faster, although batches, weights and the first error are equal.
 
 
 # %%
-def device_loss(w, x_tD, y_tD):
-    """The loss, and (error, loads) for the log; the same on all devices."""
-    out_tD = on_device(w, x_tD, slots=x_tD.shape[0])
-    squares = jax.lax.psum(jnp.sum((out_tD - y_tD) ** 2), "expert")
-    error = squares / (n * y_tD.size)
-    _, experts_tk, scores_tE = route(w, x_tD)
+SHARDED = "up_EDM", "down_EMD"  # over the axis; other weights are replicated
+
+
+def local_loss(w, x_tD, y_tD):
+    """The loss of this device's tokens, and their error for the log."""
+    h_tD = x_tD + x_tD @ w["mix_DD"]
+    error = jnp.mean((on_device(w, h_tD, slots=len(x_tD)) - y_tD) ** 2)
+    _, experts_tk, scores_tE = route(w, h_tD)
     load_E, score_E = statistics(experts_tk, scores_tE)
-    balance = E * jnp.sum(load_E * score_E)
-    balance, load_E = jax.lax.pmean((balance, load_E), "expert")
-    return error + 0.1 * balance, (error, load_E)
+    load_E = jax.lax.pmean(load_E, "expert")  # of the whole batch
+    return error + 0.1 * E * jnp.sum(load_E * score_E), error
 
 
-def loss_on(device_loss):
-    split = jax.P("expert")
-    specs = {"router_DE": jax.P(), "up_EDM": split, "down_EMD": split}, split, split
-    eight = jax.shard_map(device_loss, mesh=mesh, in_specs=specs, out_specs=jax.P())
-    return lambda w, bias_E, x_ND, y_ND: eight(w, x_ND, y_ND)
+def reduced(d_w):
+    """Average the gradients of replicated weights. An expert has one device."""
+    mean = lambda d: jax.lax.pmean(d, "expert")
+    return {at: d if at in SHARDED else mean(d) for at, d in d_w.items()}
 
 
-# %% mystnb={"image": {"alt": "Error against steps: one device falls to 0.07, while eight devices stay above 0.3."}}
-eight = train(loss_on(device_loss))
-figure, axes = plt.subplots(figsize=(5, 3))
-for name, errors, colour in (
-    ("one device", RUNS["balancing loss"][0], lesson.NEUTRAL),
-    ("eight devices", eight[0], lesson.COLORS["expert"]),
-):
-    axes.plot(errors, color=colour, label=name)
-axes.set(xlabel="step", ylabel="error", ylim=(0, 2), title="Same batches, same start")
-legend = axes.legend()
-error, load_E = end(eight)
-busiest, at_rest = load_E.max(), (load_E < 0.25).sum()
-one, _ = end(RUNS["balancing loss"])
-print(f"error at the end: {one:.3f} on one device, {error:.3f} on eight")
-print(f"eight devices: top load {busiest:.1f} times the mean, {at_rest} experts idle")
-assert one < 0.1 and error > 2.5 * one and at_rest <= 1, "as the text says"
+# %%
+def norm_of(d_w):
+    """Count replicated gradients once, and experts from all devices."""
+    squares = {at: jnp.sum(d**2) for at, d in d_w.items()}
+    experts = jax.lax.psum(sum(squares[at] for at in SHARDED), "expert")
+    others = sum(x for at, x in squares.items() if at not in SHARDED)
+    return jnp.sqrt(experts + others)
+
+
+def gradients(w, x_tD, y_tD):
+    """Gradients of the batch's mean loss, their norm, and the mean error."""
+    vary = lambda x: jax.lax.pcast(x, "expert", to="varying")
+    own = {at: x if at in SHARDED else vary(x) for at, x in w.items()}
+    d_w, error = jax.grad(local_loss, has_aux=True)(own, x_tD, y_tD)
+    d_w = reduced(d_w)
+    return d_w, norm_of(d_w), jax.lax.pmean(error, "expert")
+
+
+# %%
+first_w = start | {"mix_DD": np.float32(rng.normal(size=(D, D)) / 8)}
+
+
+def on_devices(devices, gradients):
+    auto, split = (jax.sharding.AxisType.Auto,), jax.P("expert")
+    devices = jax.make_mesh((devices,), ("expert",), axis_types=auto)
+    specs = {at: split if at in SHARDED else jax.P() for at in first_w}
+    ins, outs = (specs, split, split), (specs, jax.P(), jax.P())
+    return jax.shard_map(gradients, mesh=devices, in_specs=ins, out_specs=outs)
+
+
+def fit(devices, optimizer, most):
+    """Error and gradient norm of each step; most: the norm to clip at."""
+
+    def step(state, batch):
+        d_w, norm, error = on_devices(devices, gradients)(state[0], *batch)
+        d_w = jax.tree.map(lambda d: d * jnp.minimum(1, most / norm), d_w)
+        changes, moments = optimizer.update(d_w, state[1])
+        return (optax.apply_updates(state[0], changes), moments), (error, norm)
+
+    run = jax.jit(lambda w: jax.lax.scan(step, (w, optimizer.init(w)), BATCHES))
+    return [np.asarray(one) for one in run(first_w)[1]]
+
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Error against steps in two panels: with Adam the curves of one and eight devices coincide; with momentum and clipping they differ."}}
+BATCHES = [np.stack(one) for one in zip(*map(draw, range(200)), strict=True)]
+OPTIMIZERS = {
+    "Adam": (optax.adam(0.01), np.inf),
+    "momentum, clipped": (optax.sgd(0.1, momentum=0.9), 1.0),
+}
+figure, axes = plt.subplots(1, 2, figsize=(6.4, 3), sharey=True)
+FITS = {}
+for ax, (name, how) in zip(axes, OPTIMIZERS.items(), strict=True):
+    for devices, style in ((1, dict(color=lesson.NEUTRAL, lw=3, alpha=0.5)),
+                           (8, dict(color=lesson.COLORS["expert"], lw=1))):  # fmt: skip
+        error, norm = FITS[name, devices] = fit(devices, *how)
+        ax.plot(error, label=f"n = {devices}", **style)
+        print(f"{name:18} n = {devices}: first error {error[0]:.3f}, first gradient "
+              f"norm {norm[0]:5.1f}, last errors {error[-20:].mean():.3f}")  # fmt: skip
+    ax.set(title=name, xlabel="step", ylim=(0, 2))
+axes[0].set_ylabel("error")
+legend = axes[0].legend()
+
+# %% tags=["remove-cell"]
+last = {at: errors[-20:].mean() for at, (errors, _) in FITS.items()}
+assert abs(last["Adam", 8] / last["Adam", 1] - 1) < 0.1, last
+assert abs(last["momentum, clipped", 8] / last["momentum, clipped", 1] - 1) > 0.2, last
+assert FITS["Adam", 8][1][0] > 4 * FITS["Adam", 1][1][0], "the norm shows it"
 
 # %% [markdown]
-# No expert is idle. Fix `device_loss`. The check compares loss and gradient with one device, on two batches.
+# Fix the program. The check compares gradients, norm and error on 2 and 4 devices with one device.
 
 
 # %% tags=["hide-input"]
 import functools
 
 
-def measured(loss):
-    """fn(step) -> loss, error, loads, gradient of one batch."""
+@jax.jit
+def dense_gradients(w, x_ND, y_ND):
+    def loss(w):
+        h_ND = x_ND + x_ND @ w["mix_DD"]
+        error = jnp.mean((on_one(w, h_ND, N) - y_ND) ** 2)
+        load_E, score_E = statistics(*route(w, h_ND)[1:])
+        return error + 0.1 * E * jnp.sum(load_E * score_E), error
 
-    @functools.cache  # it is called several times per batch
-    def of(step):
-        (total, (error, load_E)), grads = run(start, jnp.zeros(E), *draw(step))
-        return total, error, load_E, grads
+    return jax.grad(loss, has_aux=True)(w)
 
-    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+def changed(change):
+    """fn(devices, step) -> one device's result with change(name, gradient, devices)."""
+
+    def of(devices, step):
+        d_w, error = dense_gradients(first_w, *draw(step))
+        d_w = {at: change(at, np.asarray(d), devices) for at, d in d_w.items()}
+        return d_w, np.sqrt(sum((d**2).sum() for d in d_w.values())), error
+
     return of
 
 
-def parts_loss(balance_of):
-    """On one device; balance_of(loads, scores) of the n parts is the balancing loss."""
+# %% tags=["hide-input"]
+def by_group(experts, others):
+    return changed(lambda at, d, n: d * (experts(n) if at in SHARDED else others(n)))
 
-    def loss(w, bias_E, x_ND, y_ND):
-        error, (_, load_E) = dense_loss(0)(w, bias_E, x_ND, y_ND)
-        _, experts_Nk, scores_NE = route(w, x_ND)
-        parts = experts_Nk.reshape(n, -1, k), scores_NE.reshape(n, -1, E)
-        balance = E * balance_of(*jax.vmap(statistics)(*parts))
-        return error + 0.1 * balance, (error, load_E)
 
-    return measured(loss)
+def of_all(d, devices):
+    parts = d.reshape(devices, -1, *d.shape[1:]).sum(0, keepdims=True)
+    return np.repeat(parts, devices, axis=0).reshape(d.shape)
+
+
+mixed = lambda times: lambda at, d, n: times(n) * of_all(d, n) if at in SHARDED else d
+one, all_n = (lambda n: 1), (lambda n: n)
 
 
 # %% tags=["hide-input"]
-ONE = measured(dense_loss(0.1))
-whole_product = lambda l, s: (l.mean(0) * s.mean(0)).sum()
-HINTS = {
-    "Unchanged. Should each device use all experts, or only the whole batch?":
-        lambda l, s: (l * s).sum(1).mean(),
-    "The same bug, 8 times as strong: you still multiply before you sum.":
-        lambda l, s: (l * s).sum(),
-    "64 times too strong: you summed both means.":
-        lambda l, s: n * n * whole_product(l, s),
-    "8 times too strong: you summed one of the means.":
-        lambda l, s: n * whole_product(l, s),
-    "8 times too weak: did you average twice?": lambda l, s: whole_product(l, s) / n,
-    "Without a balancing loss it trains, but experts are idle.": lambda l, s: 0.0,
+BAD_GRADIENTS = {
+    "Unchanged. Which gradients differ from one device, and by what factor?":
+        by_group(all_n, one),
+    "The experts are right now. The other gradients are n times too small.":
+        by_group(one, lambda n: 1 / n),
+    "All in proportion, but n times too large: gradients of a sum of mean losses.":
+        by_group(all_n, all_n),
+    "The experts are right now. The other gradients are n times too large.":
+        by_group(one, all_n),
+    "The experts' gradients are n times too small: divided twice?":
+        by_group(lambda n: 1 / n, one),
+    "You averaged the gradients of different experts.": changed(mixed(one)),
+    "You added up the gradients of different experts.": changed(mixed(all_n)),
 }  # fmt: skip
 
 
-# %% tags=["hide-input"]
-MISTAKES = [(parts_loss(balance_of), hint) for hint, balance_of in HINTS.items()]
+# %% tags=["hide-input", "hide-output"]
+def check_gradients(answer):
+    @functools.cache
+    def meshed(devices):
+        return jax.jit(on_devices(devices, lesson.answered(answer)))
+
+    run = lambda devices, step: meshed(devices)(first_w, *draw(step))
+    mistakes = [(mistake, hint) for hint, mistake in BAD_GRADIENTS.items()]
+    right, done = by_group(one, one), "Right: all gradients match one device."
+    return lesson.diagnose(run, [(4, 0), (2, 7)], right, mistakes, done, 1e-3)
 
 
-def check_loss(device_loss):
-    tried = measured(loss_on(lesson.answered(device_loss)))
-    done = "Right: loss and gradient match a single-device run."
-    return lesson.diagnose(tried, [(0,), (7,)], ONE, MISTAKES, done, share=1e-3)
-
-
-# %% tags=["hide-output"]
-print(check_loss(device_loss))
+print(check_gradients(gradients))
 
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The load-balancing loss is a product of two means, and the mean of products is not the product of means.
-# So average first, `load_E, score_E = jax.lax.pmean((load_E, score_E), "expert")`, and multiply afterwards.
-# The product is then the same on all devices. (It is enough to average `load_E` alone: the mean of the
-# products is then right, and you send only E numbers.) The original code forces each device's *own* tokens
-# to spread equally over all experts. A kind of text that is on only one device then cannot have its own
-# experts, even if the whole batch would be balanced. The logged loads don't show the bug: they are
-# balanced.
+# `reduced` divides the gradients of the replicated weights by n, but not those of the experts: `pmean` is a
+# sum divided by n. An expert got the tokens of all devices, and the backward pass brought their gradients to
+# it. So its gradient is already a sum over n devices, each of which has taken the mean over its own N/n
+# tokens. Divide it by n: `d / jax.lax.axis_size("expert")`. (Or divide each local loss by n, and use `psum`.)
 #
-# [Demons in the Detail](https://arxiv.org/abs/2501.11873) found this bug in large-scale MoE training.
-# Frameworks computed the load-balancing loss per micro-batch of a few sequences, and averaged it over
-# devices. With loads summed over the whole batch, models of up to 42.8 billion parameters reached a better
-# perplexity, and their experts specialized by domain. Megatron-LM [added
-# it](https://github.com/NVIDIA/Megatron-LM/issues/1498) on request, citing that paper. Here each device has a
-# single kind of text, which is the extreme case. With shuffled text the damage is smaller and harder to see.
-# DeepSeek-V3 also balances within each sequence, but on purpose, with a weight of 0.0001.
+# Adam divides each gradient by its own running size, so a constant factor cancels. Momentum does not: it gives
+# the experts larger steps than asked for, and clipping by a norm that the experts dominate gives all other
+# weights smaller ones. That this run learns faster is luck. The printed norm shows the bug at the first step.
+#
+# In August 2025, a user found the gradients of experts exactly twice as large with two expert-parallel GPUs,
+# in code that follows torchtitan, with equivalent loss curves
+# ([pytorch#160285](https://github.com/pytorch/pytorch/issues/160285)). In July 2026, a new unit test that
+# compares gradients found the same in Megatron-FSDP v2
+# ([#5956](https://github.com/NVIDIA/Megatron-LM/pull/5956)). MegaBlocks had fixed it in 2023
+# ([#20](https://github.com/databricks/megablocks/pull/20)), and [its author
+# explains](https://github.com/databricks/megablocks/issues/86) the factor.
 # </details>
 
 
 # %% tags=["remove-cell"]
-def mended(before=lambda x: jax.lax.pmean(x, "expert"), after=lambda x: x, weight=0.1):
+def mended(experts=lambda d, n: d / n, others=lambda d, n: jax.lax.pmean(d, "expert")):
     def device(w, x_tD, y_tD):
-        _, (error, load_E) = device_loss(w, x_tD, y_tD)
-        own = before(statistics(*route(w, x_tD)[1:]))
-        balance = after(E * jnp.sum(own[0] * own[1]))
-        return error + weight * balance, (error, load_E)
+        vary = lambda x: jax.lax.pcast(x, "expert", to="varying")
+        own = {at: x if at in SHARDED else vary(x) for at, x in w.items()}
+        d_w, error = jax.grad(local_loss, has_aux=True)(own, x_tD, y_tD)
+        size = jax.lax.axis_size("expert")
+        how = lambda at: experts if at in SHARDED else others
+        d_w = {at: how(at)(d, size) for at, d in d_w.items()}
+        return d_w, norm_of(d_w), jax.lax.pmean(error, "expert")
 
-    return check_loss(device)
+    return check_gradients(device)
 
 
-total = lambda x: jax.lax.psum(x, "expert")
-mean = lambda x: jax.lax.pmean(x, "expert")
-assert "Unchanged" in check_loss(device_loss)
-assert "Right" in mended()
-assert "Right" in mended(lambda x: (mean(x[0]), x[1]), mean)
-assert "8 times as strong" in mended(lambda x: x, total)
-assert "64 times" in mended(total)
-assert "one of the means" in mended(lambda x: (total(x[0]), mean(x[1])))
-assert "idle" in mended(weight=0.0)
-assert "too weak" in mended(weight=0.1 / n)
-assert check_loss(lambda *_: ...) == lesson.NOTHING
+mean = lambda d: jax.lax.pmean(d, "expert")
+total = lambda d: jax.lax.psum(d, "expert")
+hints = list(BAD_GRADIENTS)
+assert check_gradients(gradients) == hints[0], check_gradients(gradients)
+assert mended().startswith("Right"), mended()
+assert mended(others=lambda d, n: mean(d) / n) == hints[1]
+assert mended(lambda d, n: d, lambda d, n: total(d)) == hints[2]
+assert mended(others=lambda d, n: total(d)) == hints[3]
+assert mended(lambda d, n: d / n**2) == hints[4]
+vary = lambda x: jax.lax.pcast(x, "expert", to="varying")
+assert mended(lambda d, n: vary(mean(d))) == hints[5]
+assert mended(lambda d, n: vary(total(d))) == hints[6]
+assert check_gradients(lambda *_: ...) == lesson.NOTHING
 
 # %% [markdown]
 # ## In one table
