@@ -298,6 +298,8 @@ assert 79 < counted < 81
 # If everything were recomputed, 6 FLOPs out of 8 would count: 75%. Not recomputing the last matmuls adds
 # five points. So a run with remat at 40% MFU reaches half of what is possible.
 #
+# ### Six meshes
+#
 # Now compare meshes, all with remat. The planner needs equal stages, so plan 128 layers instead of 126.
 
 # %%
@@ -348,7 +350,7 @@ print(kept.refusal().split("; try")[0])
 # MaxText publishes step times of dense models on single TPU slices, with the scripts that made them
 # ([configs](https://github.com/AI-Hypercomputer/maxtext/tree/main/src/maxtext/configs/tpu)). No constant of the
 # planner was fitted to them. (Cloud names count cores on v4 and v5p: `v5p-128` is 64 chips, here `v5p:4x4x4`;
-# see the [glossary](../docs/glossary.md).)
+# see the [glossary](../glossary.md).)
 
 # %% tags=["hide-input"]
 SLICE = {("v4", 64): "v4:4x4x4", ("v5e", 256): "v5e:16x16", ("v5p", 64): "v5p:4x4x4",
@@ -625,7 +627,9 @@ assert long.sched.microbatches == 1
 # wait. *If sequences are sixteen times longer, there are sixteen times fewer*. `context` shards each sequence,
 # so use it instead of `fsdp`.
 #
-# What does `context` cost? By the table, a layer sends 12 G K T bytes during 6 W T/n_c FLOPs (plus those of
+# ### The cost of `context`
+#
+# By the table, a layer sends 12 G K T bytes during 6 W T/n_c FLOPs (plus those of
 # attention, which only help). The times are equal at **n_c = W/(2 G K) · bandwidth/peak**, for any T. For 405B
 # over one network card, this gives:
 
@@ -644,8 +648,7 @@ seen(llama("fsdp=128,context=16,tensor=8", T=131_072))
 #
 # ## One sheet of thresholds
 #
-# *peak* is FLOP/s of a device, *bandwidth* its bytes/s in one
-# direction, N its tokens per pass.
+# *peak* is FLOP/s of a device, *bandwidth* its bytes/s in one direction, N its tokens per pass.
 #
 # | threshold | what it assumes | value | chapter |
 # |---|---|---|---|
@@ -1037,7 +1040,7 @@ assert [*lengths.values()] == [32, 32, 16]
 # | axis | JAX, PyTorch | Megatron-LM | a device stores | forward | backward | bytes | exposed? | when |
 # |---|---|---|---|---|---|---|---|---|
 # | `data` | `psum` of gradients; DDP, outer dim of HSDP | DP | `x_bD`, all weights | nothing | sum of gradients | 8 P/(n_s n_f n_t) with `fsdp` inside | at the end of a step | slowest network: pods |
-# | `fsdp` | `all_gather`; `fully_shard` (FSDP2), ZeRO-3 | Megatron-FSDP | `x_bD`, `w_dF` | all-gather `w_DF` | all-gather, reduce-scatter | 6 P/(n_s n_t) per pass | can be prefetched | N > (peak/bandwidth) P/active: v4 1,019, v5p 850, one H100 node 2,198, two 2,472 |
+# | `fsdp` | `all_gather`; `fully_shard` (FSDP2), ZeRO-3 | Megatron-FSDP | `x_bD`, `w_dF` | all-gather `w_DF` | all-gather, reduce-scatter | 6 P/(n_s n_t) per pass | can be prefetched | if overlapped: N > (peak/bandwidth) P/active: v4 1,019, v5p 850, one H100 node 2,198, two 2,472 |
 # | `tensor` | `all_gather`, `psum_scatter`; `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` | TP with `--sequence-parallel` | `x_btD`, `w_Df` | all-gather `x`, reduce-scatter `y` | the same, twice | 22 N D (n_t - 1) L | yes: needed at once | fewer sequences or tokens; v4, v5p: an axis of 4 to 16; H100: up to 8, also in two nodes |
 # | `stage` | `ppermute`; `Schedule1F1B`, `ScheduleInterleaved1F1B` | PP | L/n_s layers | `x` to the next | `dx` to the previous | 4 N D L at most | its bubble is | H100 from two nodes on, N < 2,472; rarely on v4, v5p, one node |
 # | `context` | `ppermute` ring; `context_parallel` | CP | `x_btD`, `t = T/n` | all-gather keys, values | reduce-scatter their gradients | 12 G K T L per sequence | a ring overlaps some | fewer sequences than groups; n_c < 273 (v4), 328 (v5p), 190 (node), 21 (two) |
