@@ -1,19 +1,20 @@
 # %% [markdown]
 # # 10 · The decoder-only transformer
 #
-# **Question.** Which model do the other chapters shard? Which axis can shard which of its dims, where do
-# its FLOPs and bytes come from, and how do you check the model before you shard it?
+# A decoder-only transformer predicts the next token from all tokens before it. Each of its layers adds the
+# outputs of attention and of a feed-forward layer to a residual stream.
 #
-# **Why it hurts not to know.** You test a mesh by comparing it with one device. If the model has a bug on
-# one device, every mesh agrees with it. The loss does not reveal the bug: of the three models trained
-# below, the one with the lowest loss is broken.
+# The other chapters shard this model: this page shows which axis can shard which of its dims, and where its
+# FLOPs come from. It also shows how to check the model on one device. If it has a bug there, every mesh has
+# it, and the loss does not reveal it: of the three models trained below, the one with the lowest loss is
+# broken.
 #
 # *Prerequisites:* chapters 00 to 02 (cost of a matmul, collectives, gradients), and 03 to 09, which shard
 # this model. If you do not know transformers, read this page first. *Mesh:* `data=8`, at the end
-# `data=2,fsdp=2,tensor=2`, simulated. *Runs in* 40 s on 2 cores; reading takes 35 minutes, the exercises an
-# hour.
+# `data=2,fsdp=2,tensor=2`, simulated. *Runs in* 40 s on 2 cores. *Reading takes* 35 minutes, the exercises
+# an hour.
 
-# %%
+# %% tags=["hide-input"]
 from devices import simulate_devices
 
 simulate_devices(8)
@@ -25,7 +26,7 @@ import optax
 
 import config
 import sharding
-from chapters import lesson
+from chapters import lesson, opening
 from generate.cache import empty_cache
 from plan import costs, hardware
 
@@ -35,10 +36,53 @@ import os
 
 os.environ.setdefault("XLA_FLAGS", quick)  # compile quickly: the programs are small
 
+# %% tags=["hide-input"] mystnb={"image": {"alt": "One layer on eight devices. With all activations saved, they are 1.1 of 1.5 GiB per device, and a step is forward and backward, 12 ms. With activation checkpointing they are less than 0.1 GiB, and the forward pass runs again before the backward pass, 16 ms."}}
+GiB, share = 2**30, opening.PARAMETERS / opening.DEVICES
+tokens = opening.TOKENS // opening.DEVICES  # of a device
+heads_out = opening.N * opening.H  # numbers per token: queries, attention output
+saved = 4 * opening.D + 2 * heads_out + 2 * opening.K * opening.H + 3 * opening.F
+pairs_flops = 4 * tokens * (4096 // 2) * heads_out
+forward = opening.compute_ms(2 * opening.PARAMETERS * tokens + pairs_flops)
+gather = opening.network_ms(7 * 2 * share)
+
+
+def layer(title, numbers, passes):
+    """FSDP with bfloat16 weights; float32 gradients, master weights and moments."""
+    held = {"weights": 2 * share, "gradients": 4 * share, "optimizer state": 12 * share}
+    held["activations"] = 2 * numbers * tokens
+    runs = [("forward", 0, forward), ("forward\nagain", forward, forward)][:passes]
+    work = [*runs, ("backward", passes * forward, 2 * forward)]
+    sends = [("", 0, gather), ("", forward, gather)]
+    sends.append(("", (passes + 2) * forward, 2 * gather))
+    return opening.Scene(title, {k: x / GiB for k, x in held.items()}, work, sends)
+
+
+all_saved = layer("Every activation is saved", saved, 1)
+recomputed = layer("Activation checkpointing", opening.D, 2)
+title = "Activation checkpointing: less memory, a third more compute"
+opening.before_after(all_saved, recomputed, title, "fsdp")
+
 # %% [markdown]
+# This is a step of one layer of Llama 3 8B on `fsdp=8`, with 8,192 tokens per device in sequences of 4,096.
+# The backward pass needs the activations of the forward pass. With **activation checkpointing** (*remat* in
+# JAX), the layer saves only its input, and computes the rest again. (Times are arithmetic at peak speed. In
+# blue: two gathers of the weights, and the reduce-scatter of the gradients.)
+#
+# > **Predict.** The layer has width 4,096, 32 query heads and 8 key-value heads of dim 128, and a
+# > feed-forward layer with hidden dim 14,336. What fraction of its 218 million weights is in attention?
+
+# %%
+my_prediction = None  # between 0 and 1
+in_heads = 2 * opening.D * (heads_out + opening.K * opening.H)
+fraction = in_heads / opening.PARAMETERS
+lesson.predicted("in attention", my_prediction, fraction, within=0.1)
+
+# %% [markdown]
+# Only a fifth: keys and values have few heads, and the feed-forward layer has three large matrices.
+#
 # ## A complete decoder
 #
-# The model fits into 45 lines that you can paste into an empty file. The name of an array ends with one
+# The model fits into 45 lines. The name of an array ends with one
 # letter per dim, so the name gives its shape, and `draw` below reads the shape from the name. The whole
 # guide uses these letters:
 #
@@ -156,7 +200,7 @@ lesson.predicted(said, my_prediction, untrained, "nats", within=0.02)
 assert abs(untrained - np.log(V) - 0.5) < 0.1, "not 1/2 above ln V any more"
 
 # %% [markdown]
-# The loss is half a nat worse than that of the uniform model. After the last norm, the logits are random
+# The loss is half a nat above that of the uniform model. After the last norm, the logits are random
 # numbers of variance 1, and the mean of their exponentials is e^(1/2). So a healthy initial loss is ln V +
 # 1/2. A much higher loss means that some weight is initialized too large. On a mesh, the usual cause is a
 # fan-in computed from the *shard*: the matmul with `down_FD` sums over all F, even if a device stores only
@@ -207,9 +251,9 @@ def stepper(**other):
     return step
 
 
-def train(step, w):
+def train(step, w, count=STEPS):
     moments, losses = adam.init(w), []
-    for number in range(STEPS):
+    for number in range(count):
         w, moments, value = step(w, moments, rows(number))
         losses.append(float(value))
     return w, losses
@@ -263,8 +307,8 @@ for name, swap in swaps.items():
 
 # %% [markdown]
 # The checks find both bugs and tell them apart. (The small shift of the right model is rounding.) `mixed`
-# learns nearly as well as the right model. But it has memorized positions 0 to 71, each with its own wrong
-# angles, and its outputs change if a text starts at a different position.
+# has memorized positions 0 to 71, each with its own wrong angles, and its outputs change if a text starts
+# at a different position.
 #
 # Both bugs are common. Four model classes of `transformers` leak the future from v5.9 on ([issue
 # 48745](https://github.com/huggingface/transformers/issues/48745)). `mixed` was in a course on building GPT
@@ -438,7 +482,7 @@ for y, (_, letters) in enumerate(bars):
     label = f"{letters[:-2]} twice" if times == 2 else letters
     note = f"{label}, {wide:,}" + (": needs a sum" if y in (4, 6) else "")
     axes.text(wide + 300, y, note, va="center", size=9)
-axes.set(title="With tensor=8, the red arrays stay on their devices")
+axes.set(title="tensor=8: red arrays need no communication")
 axes.set_xlabel("numbers per token")
 axes.set(xlim=(0, 42_000), xticks=[0, 10_000, 20_000, 30_000])
 axes.set_yticks(range(7), [name for name, _ in bars])
@@ -462,8 +506,8 @@ for chip, bandwidth in ((h100, nvlink), (v5p, ring)):
 
 # %% [markdown]
 # On both chips, the all-reduce takes nearly as long as the matmuls before it. That is why `tensor` uses the
-# fastest links. (These times are computed from published peak numbers; simulated devices cannot measure
-# time. Latency, about 1 µs per hop, matters below about 50 kB: here with at most 6 tokens, as in decoding.)
+# fastest links. (These times are arithmetic at peak speed. Latency, about 1 µs per hop, matters below about
+# 50 kB: here with at most 6 tokens, as in decoding.)
 #
 # ## Where the FLOPs are
 #
@@ -503,9 +547,8 @@ for chip in (h100, v5p):
 # layers, and three times as many with the backward pass: 12LHK · T/2 per token. This equals 6P at T =
 # P/(LHK).
 #
-# This matters for load-balancing. Each token costs the same FLOPs in weight matrices, but not in attention.
-# If 6P dominates, equal numbers of tokens are equal work. If attention dominates, a late token costs more
-# than an early one, and devices with equal chunks of a row have unequal work (06).
+# If attention dominates, a late token costs more than an early one, and devices with equal chunks of a row
+# have unequal work (06).
 #
 # ## Exercise 2: count the FLOPs
 #
@@ -653,14 +696,14 @@ for name, way in zip(("at once", "in 16 chunks"), ways, strict=True):
 
 # %% [markdown]
 # The logits are computed twice: four matmuls instead of three. The remaining memory stores the split weight
-# `w_DV` and the gradients of its chunks (other compilers do this differently).
+# `w_DV` and the gradients of its chunks.
 #
-# Why chunks of the vocabulary, and not of the tokens? Each chunk of tokens adds to the gradient of the
-# whole `w_DV`, which is complete only after the last chunk. A chunk of the vocabulary sees all tokens, so
-# the gradient of its part of `w_DV` is complete at once. With `fsdp`, this gradient can be reduce-scattered
-# while the next chunk is computed. Tensor parallelism can shard V in the same way (04).
+# Why not chunks of the tokens? Each chunk of tokens adds to the gradient of the whole `w_DV`, which is
+# complete only after the last chunk. A chunk of the vocabulary sees all tokens, so the gradient of its part
+# of `w_DV` is complete at once. With `fsdp`, this gradient can be reduce-scattered while the next chunk is
+# computed.
 #
-# Do not chunk if the logits fit into memory. For 8,192 tokens of Llama 3 8B, the fourth matmul takes 9 ms
+# Do not chunk if the logits fit. For 8,192 tokens of Llama 3 8B, the fourth matmul takes 9 ms
 # at peak out of a step of 430 ms on an H100, and 19 ms out of 920 ms on a TPU v5p.
 
 # %% tags=["remove-cell"]
@@ -709,11 +752,6 @@ assert counted_bytes == 61 * (512 + 64) * 2
 # total. But all heads use the same latent, so `tensor` cannot shard it. Each of 8 devices stores all of it,
 # while Llama's eight KV heads are sharded over eight devices.
 #
-# The two caches also differ in arithmetic intensity (FLOPs per byte read). Each new token reads the whole
-# cache once. In Llama, H/G = 4 query heads use each key. In DeepSeek, all 128 heads use each latent, first
-# as a key and then as a value. So decoding with MLA can be compute-bound, while decoding with grouped-query
-# attention is memory-bound.
-#
 # **Experts** (07) replace the feed-forward layer by E smaller ones, and each token uses only a few. All
 # experts need memory, but a token costs only the FLOPs of the experts it uses: DeepSeek-V3 has 671 billion
 # parameters, and a token uses 37 billion. The axis `expert` can shard the new dim E; tokens are then sent
@@ -722,9 +760,8 @@ assert counted_bytes == 61 * (512 + 64) * 2
 # ## In `model.py`
 #
 # The project's model is the same function, written for the shards of one device, with a collective for each
-# partial sum. It shares no code with this page, so the two can check each other. The next cells run it with
-# the trained weights, sharded over `data=2,fsdp=2,tensor=2`, and compare its logits with those of the
-# program by hand.
+# partial sum. It shares no code with this page. The next cells run it with the trained weights, sharded
+# over `data=2,fsdp=2,tensor=2`, and compare its logits with those of the program by hand.
 
 # %% tags=["hide-input"]
 import model
@@ -894,15 +931,20 @@ for wrong, hint in (
 # %% [markdown]
 # ## A bug to find
 #
-# The model is too large to initialize on one device, so each device draws random numbers for its own
-# shards. `start` runs without errors, `check_vma` is on, and the weights have the right shapes, variances
-# and shardings. Seed and data are the same on both meshes, but the losses are not. Fix `start`.
-
+# This trainer shards heads and F over `tensor`. The model is too large to initialize on one device, so each
+# device draws its own shards. It runs without errors, `check_vma` is on, and all weights have the right
+# shapes, variances and shardings. Seed, data and settings are the same on every mesh, and the loss falls on
+# each. But with more devices along `tensor`, it falls less. Fix it.
 
 # %%
+letters = lambda name: name.split("_")[1]
+spec = lambda name: P(*("tensor" if x in "HGF" else None for x in letters(name)))
+LAYERS = [{name: spec(name) for name in fan_in}] * L
+W_SPECS = {"table_VD": P(), "layers": LAYERS, "head_DV": P()}
+
+
 def start(mesh, seed=5):
-    """The weights of all layers; a device samples its shard of heads and of F."""
-    letters = lambda name: name.split("_")[1]
+    """The weights; a device draws its shards of heads and of F."""
 
     def draw_shards():
         n = jax.lax.axis_size("tensor")
@@ -912,16 +954,46 @@ def start(mesh, seed=5):
             own_shape = [size[x] // n if x in "HGF" else size[x] for x in letters(name)]
             return jax.random.normal(key, own_shape) / fan_in[name] ** 0.5
 
-        return [{name: own(key, name) for key, name in zip(row, fan_in, strict=True)}
-                for row in keys]  # fmt: skip
+        return [dict(zip(fan_in, map(own, row, fan_in), strict=True)) for row in keys]
 
-    spec = lambda name: P(*("tensor" if x in "HGF" else None for x in letters(name)))
-    out_specs = [{name: spec(name) for name in fan_in}] * L
-    drawn = jax.shard_map(draw_shards, mesh=mesh, in_specs=(), out_specs=out_specs)
+    drawn = jax.shard_map(draw_shards, mesh=mesh, in_specs=(), out_specs=LAYERS)
     return w | {"layers": jax.jit(drawn)()}
 
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Two loss curves over 120 steps that start together; the one initialized with tensor=4 stays above the one with tensor=1."}}
+# %%
+def sharded_loss(w, row_bT):
+    """The mean loss of all devices' rows."""
+    x_bTD = w["table_VD"][row_bT[:, :-1]]
+    for one in w["layers"]:
+        partial_bTD = attention(one, norm(x_bTD), turn, CAUSAL_TS)
+        x_bTD += jax.lax.psum(partial_bTD, "tensor")
+        gate_bTf, up_bTf = (norm(x_bTD) @ one[name] for name in ("gate_DF", "up_DF"))
+        partial_bTD = (jax.nn.silu(gate_bTf) * up_bTf) @ one["down_FD"]
+        x_bTD += jax.lax.psum(partial_bTD, "tensor")
+    log_p_bTV = jax.nn.log_softmax(norm(x_bTD) @ w["head_DV"])
+    target_bT1 = row_bT[:, 1:, None]
+    log_p_bT1 = jnp.take_along_axis(log_p_bTV, target_bT1, axis=-1)
+    return jax.lax.psum(-log_p_bT1.sum() / (B * T), "data")
+
+
+# %%
+def run_on(mesh, count=STEPS):
+    """The first weights, and the loss of each step."""
+    by_device = jax.value_and_grad(sharded_loss)
+    specs = dict(in_specs=(W_SPECS, P("data")), out_specs=(P(), W_SPECS))
+    on_mesh = jax.shard_map(by_device, mesh=mesh, **specs)
+
+    @jax.jit
+    def step(w, moments, row_BT):
+        value, grads = on_mesh(w, row_BT)
+        change, moments = adam.update(grads, moments)
+        return optax.apply_updates(w, change), moments, value
+
+    first = start(mesh)
+    return first, train(step, first, count)[1]
+
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two loss curves over 120 steps that start together; the one with tensor=4 stays above the one with tensor=1."}}
 def tensor_mesh(data, tensor):
     kinds = (AxisType.Auto,) * 2
     few = jax.devices()[: data * tensor]
@@ -931,45 +1003,51 @@ def tensor_mesh(data, tensor):
 figure, axes = plt.subplots(figsize=(5, 2.8))
 runs = {}
 for n, colour in ((1, lesson.NEUTRAL), (4, lesson.COLORS["tensor"])):
-    drawn_weights = jax.tree.map(np.asarray, start(tensor_mesh(1, n)))
-    runs[n] = train(steps["right"], drawn_weights)[1]
+    runs[n] = run_on(tensor_mesh(1, n))[1]
     smooth = np.convolve(runs[n], np.ones(10) / 10, "valid")
     last = np.mean(runs[n][-20:])
     label = f"tensor={n}: first {runs[n][0]:.2f}, last 20 steps {last:.2f}"
     axes.plot(np.arange(9, STEPS), smooth, color=colour, label=label)
 axes.set(title="Same settings, higher loss on four devices")
-axes.set(xlabel="step", ylabel="loss, nats per byte, mean of 10 steps")
+axes.set(xlabel="step", ylabel="loss, mean of 10 steps")
 legend = axes.legend(loc="upper right")
 
 
 # %% tags=["hide-input"]
-def shards_of(start, data, tensor):
-    """For each weight: the share of distinct shards, and its scale for its fan-in."""
-    layers = lesson.answered(start)(tensor_mesh(data, tensor))["layers"]
-    found = [[len({np.asarray(one[name]).tobytes() for one in layers}) / L,
+def facts_of(run, data, tensor):
+    """Parity with one device; the share of distinct shards; each weight's scale."""
+    first, _ = lesson.answered(run)(tensor_mesh(data, tensor), 0)
+    first = jax.tree.map(np.asarray, first)
+    layers = first["layers"]
+    found = [[len({one[name].tobytes() for one in layers}) / L,
               float(not np.array_equal(one["gate_DF"], one["up_DF"]))]
              for one in layers for name in fan_in]  # fmt: skip
     for one in layers:
         for name in fan_in:
-            x = np.asarray(one[name])
-            at = [letter in "HGF" for letter in name.split("_")[1]].index(True)
-            parts = {part.tobytes() for part in np.split(x, tensor, axis=at)}
-            spread = round(4 * np.std(x) * fan_in[name] ** 0.5)
+            at = [letter in "HGF" for letter in letters(name)].index(True)
+            parts = {part.tobytes() for part in np.split(one[name], tensor, axis=at)}
+            spread = round(4 * np.std(one[name]) * fan_in[name] ** 0.5)
             found.append([len(parts) / tensor, spread])
-    return np.array(found)
+    found = np.array([[1.0, 1.0], *found])
+    if data > 1 and np.array_equal(found, expected(tensor)):  # right so far: train
+        first, losses = run(tensor_mesh(data, tensor), 2)
+        on_one = train(steps["right"], jax.tree.map(np.asarray, first), 2)[1]
+        found[0, 0] = lesson.same(np.array(losses), np.array(on_one))
+    return found
 
 
-def expected(tensor, differ=1, out=1.0, gates=1.0):
-    """What `shards_of` returns if shards differ or not, or outputs are too large."""
+# %% tags=["hide-input"]
+def expected(tensor, differ=1, out=1.0, gates=1.0, parity=1.0):
+    """What `facts_of` returns if shards differ or not, or outputs are too large."""
     spread = lambda name: round(4 * (out if name in ("out_HKD", "down_FD") else 1))
     share = 1 if differ else 1 / tensor
-    ones = [[1.0, gates]] * (L * len(fan_in))
+    ones = [[parity, 1.0], *[[1.0, gates]] * (L * len(fan_in))]
     return np.array(ones + [[share, spread(name)] for name in fan_in] * L)
 
 
 # %% tags=["hide-input", "hide-output"]
-def check_start(answer):
-    run = lambda data, tensor: shards_of(answer, data, tensor)
+def check_run(answer):
+    run = lambda data, tensor: facts_of(answer, data, tensor)
     right = lambda data, tensor: expected(tensor)
     large = "Some weights are too large. How many terms does the unsharded sum have?"
     hints = [
@@ -980,28 +1058,31 @@ def check_start(answer):
          "With more devices, the loss is still higher. And: " + large),
         (lambda data, tensor: expected(tensor, gates=0.0),
          "The loss is right now, but two weights of a layer are identical."),
+        (lambda data, tensor: expected(tensor, parity=float(data == 1)),
+         "From the same first weights, the losses now differ from one device's."),
     ]  # fmt: skip
     done = "Fixed: the model on four devices is as wide as on one."
     return lesson.diagnose(run, [(1, 2), (2, 4)], right, hints, done)
 
 
-print(check_start(start))
+print(check_run(run_on))
 
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# All devices use the same random key, so all have the *same* shard. Shards that start equal get equal
-# gradients and stay equal. The model behaves like one with 3 heads and F = 40, but costs as much as one
-# with 12 heads and F = 160. One line is missing after `n = ..`:
+# In `start`, all devices use the same random key, so all have the *same* shard. Shards that start equal get
+# equal gradients and stay equal. The model behaves like one with 3 heads and F = 40, but costs as much as
+# one with 12 heads and F = 160. One line is missing after `n = ..`:
 #
 # ```python
 # own_seed = jax.random.fold_in(jax.random.key(seed), jax.lax.axis_index("tensor"))
 # ```
 #
 # Then split `keys` from `own_seed`. `check_vma` cannot detect the bug, because shards may have equal
-# values. It is even better to compute each random entry from its index in the unsharded array, as
-# `parameters.init` does. Then the weights are the same on every mesh, and you can compare the first losses.
-# Here they differ by 0.1 nats, as they would with a different seed.
+# values. Parity tests cannot either, because they give all meshes the same first weights. It is even better
+# to compute each random entry from its index in the unsharded array, as `parameters.init` does. Then the
+# weights are the same on every mesh, and you can compare the first losses. Here they differ by 0.1 nats, as
+# they would with a different seed.
 #
 # **Where it happened.** Some trainers gave all tensor-parallel ranks the same seed, for example
 # [ms-swift](https://github.com/modelscope/ms-swift/pull/7944). With CPU offload, PyTorch's `fully_shard`
@@ -1012,52 +1093,46 @@ print(check_start(start))
 # rejects it.
 # </details>
 
-
 # %% tags=["remove-cell"]
-def mended(mesh, seed=5, fold=("tensor",), narrow=False, one_key=False):
-    letters = lambda name: name.split("_")[1]
+import inspect
 
-    def draw_shards():
-        n = jax.lax.axis_size("tensor")
-        key = jax.random.key(seed)
-        for axis in fold:
-            key = jax.random.fold_in(key, jax.lax.axis_index(axis))
-        keys = jax.random.split(key, (L, len(fan_in)))
-
-        def own(key, name):
-            cut = [size[x] // (n if x in "HGF" else 1) for x in letters(name)]
-            less = n if narrow and name in ("out_HKD", "down_FD") else 1
-            return jax.random.normal(key, cut) / (fan_in[name] / less) ** 0.5
-
-        each = lambda row: zip(row, fan_in, strict=True)
-        used = lambda row, k: row[0] if one_key else k
-        draw_row = lambda row: {name: own(used(row, k), name) for k, name in each(row)}
-        return [draw_row(row) for row in keys]
-
-    spec = lambda name: P(*("tensor" if x in "HGF" else None for x in letters(name)))
-    out_specs = [{name: spec(name) for name in fan_in}] * L
-    drawn = jax.shard_map(draw_shards, mesh=mesh, in_specs=(), out_specs=out_specs)
-    return w | {"layers": jax.jit(drawn)()}
+BUGGY = "\n\n".join(map(inspect.getsource, (start, sharded_loss, run_on)))
+KEYS, DRAW = "split(jax.random.key(seed), (", "jax.random.normal(key, own_shape)"
 
 
-def drawn_whole(mesh, seed=5):
-    return start(tensor_mesh(1, 1), seed)
+def changed(*swaps):
+    space, text = dict(globals()), BUGGY
+    for old, new in swaps:
+        assert old in text, old
+        text = text.replace(old, new)
+    exec(text, space)
+    return space["run_on"]
 
 
+axis_key = "split(jax.random.fold_in(jax.random.key(seed), jax.lax.axis_index({})), ("
+own_key = KEYS, axis_key.format('"tensor"')
+all_axes = KEYS, axis_key.format('("data", "tensor")')
+narrow = DRAW, DRAW + " * (n**0.5 if name[0] in 'od' else 1)"
+one_key = "map(own, row, fan_in)", "map(own, [row[0]] * len(row), fan_in)"
+one_device = "jax.tree.map(np.asarray, start(tensor_mesh(1, 1)))"
+whole = "first = start(mesh)", f"first = {one_device}"
+no_sum = 'x_bTD += jax.lax.psum(partial_bTD, "tensor")', "x_bTD += partial_bTD"
+twice = "-log_p_bT1.sum() / (B * T)", "-2 * log_p_bT1.sum() / (B * T)"
 assert np.mean(runs[4][-20:]) - np.mean(runs[1][-20:]) > 0.05, "the bug no longer shows"
 for answer, hint in (
-    (mended, "Fixed"),
-    (drawn_whole, "Fixed"),
-    (start, "Unchanged"),
-    (partial(start, seed=6), "Unchanged"),
-    (partial(mended, narrow=True), "Some weights are too large"),
-    (partial(mended, narrow=True, fold=()), "And: Some weights"),
-    (partial(mended, one_key=True), "two weights of a layer are identical"),
-    (partial(mended, fold=("data", "tensor")), "It stops"),
-    (lambda mesh: None, "Nothing there"),
+    (changed(own_key), "Fixed"),
+    (changed(whole), "Fixed"),
+    (run_on, "Unchanged"),
+    (changed(own_key, narrow), "Some weights are too large"),
+    (changed(narrow), "And: Some weights"),
+    (changed(own_key, one_key), "two weights of a layer are identical"),
+    (changed(own_key, twice), "the losses now differ"),
+    (changed(own_key, no_sum), "It stops"),
+    (changed(all_axes), "It stops"),
+    (lambda mesh, count: None, "Nothing there"),
     (..., "Nothing there"),
 ):
-    assert hint in check_start(answer), (hint, check_start(answer))
+    assert hint in check_run(answer), (hint, check_run(answer))
 
 # %% [markdown]
 # ## In one table
