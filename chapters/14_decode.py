@@ -71,19 +71,19 @@ my_prediction = None  # times
 P8 = 8_030_261_248  # weights of Llama 3 8B
 
 
-def products_s(chip, rows, weights=P8):
+def matmuls_s(chip, rows, weights=P8):
     """Seconds of all matmuls with weights: compute or memory, whichever is longer."""
     flops, read = 2 * weights * rows, 2 * weights
     return max(flops / chip.peak_flops_per_s, read / chip.hbm_bytes_per_s)
 
 
 v5e, v5p, h100 = (CHIPS[key] for key in ("v5e", "v5p", "h100"))
-per_read = products_s(h100, 8192) / 8192
-ratio = products_s(h100, 1) / per_read
+per_read = matmuls_s(h100, 8192) / 8192
+ratio = matmuls_s(h100, 1) / per_read
 lesson.predicted("generated / prompt", my_prediction, ratio, "times", 0.03)
 print("us per token:    prompt tokens     generated tokens")
 for chip in (v5e, v5p, h100):
-    read, written = products_s(chip, 8192) / 8192, products_s(chip, 1)
+    read, written = matmuls_s(chip, 8192) / 8192, matmuls_s(chip, 1)
     print(f"{chip.name:12}{1e6 * read:16.1f}{1e6 * written:21,.0f}")
 
 # %% [markdown]
@@ -221,31 +221,31 @@ for name, (weights, _, numbers, all_heads) in MODELS.items():
           f"{all_heads / numbers:10.0f} times{long:>16}")  # fmt: skip
 
 # %% [markdown]
-# Each decode step reads the weights once, and the cache of every sequence.
+# Each decode step reads the weights once, and the cache of every text.
 #
-# > **Predict.** Take Llama 3 8B and sequences of 8,192 tokens. For how many sequences does a step read as
-# > many bytes of cache as of weights?
+# > **Predict.** Take Llama 3 8B and texts of 8,192 tokens. For how many texts does a step read as many
+# > bytes of cache as of weights?
 
 # %%
-my_prediction = None  # sequences
+my_prediction = None  # texts
 sequence_bytes = 8192 * kept["Llama 3 8B"]
 equal = 2 * P8 / sequence_bytes
-print(f"a sequence: {sequence_bytes / 1e9:.2f} GB, the weights: {2 * P8 / 1e9:.2f} GB")
-lesson.predicted("equal bytes at", my_prediction, round(equal), "sequences", 0.05)
+print(f"a text: {sequence_bytes / 1e9:.2f} GB, the weights: {2 * P8 / 1e9:.2f} GB")
+lesson.predicted("equal bytes at", my_prediction, round(equal), "texts", 0.05)
 
 # %% tags=["remove-cell"]
 assert round(equal) == 15, "the page says 15"
 
 # %% [markdown]
-# For only 15, far below the ridge of 295. A larger batch does not help here: **the sequences share the
-# weights, but each has its own cache.** H/G query heads use each byte of cache, with one FLOP each (a
-# multiplication and an addition per two bytes). That is 4 FLOPs per byte for Llama 3 8B, so reading the
-# cache is memory-bound at any batch size. A step of B sequences of S tokens takes about
+# For only 15, far below the ridge of 295. A larger batch does not help here: **the texts share the weights,
+# but each has its own cache.** H/G query heads use each byte of cache, with one FLOP each (a multiplication
+# and an addition per two bytes). That is 4 FLOPs per byte for Llama 3 8B, so reading the cache is
+# memory-bound at any batch size. A step of B texts of S tokens takes about
 #
 # $$t = \max\left(\frac{2PB}{\text{FLOP/s}}, \frac{2P}{\text{bytes/s}}\right) +
 # \frac{B\,S \cdot \text{cache bytes per token}}{\text{bytes/s}}$$
 #
-# How does throughput grow with the batch size, and how does it change the latency of each sequence?
+# How does throughput grow with the batch size, and how does it change the latency of each text?
 
 # %% mystnb={"image": {"alt": "Tokens per second against milliseconds per token for four context lengths on one H100: short contexts rise steeply until they are compute-bound, long ones flatten early and end where the memory is full."}}
 batches = np.unique(np.geomspace(1, 1024, 60).astype(int))
@@ -253,7 +253,7 @@ figure, ax = plt.subplots(figsize=(5.6, 3.8))
 for S, shade in ((512, 0.3), (2048, 0.5), (8192, 0.75), (32768, 1)):
     bytes_each = S * kept["Llama 3 8B"]
     cache_s = bytes_each / h100.hbm_bytes_per_s
-    step_s = [products_s(h100, B) + B * cache_s for B in batches]
+    step_s = [matmuls_s(h100, B) + B * cache_s for B in batches]
     most = int((h100.memory_bytes - 2 * P8) / bytes_each)
     fits = batches <= most
     ms, rate = 1e3 * np.array(step_s), batches / np.array(step_s)
@@ -261,7 +261,7 @@ for S, shade in ((512, 0.3), (2048, 0.5), (8192, 0.75), (32768, 1)):
     ax.plot(ms[fits][-1], rate[fits][-1], "o", color=lesson.NEUTRAL, alpha=shade)
     text, end = f"S = {S:,}", (ms[fits][-1], rate[fits][-1])
     ax.annotate(text, end, (6, -4), textcoords="offset points")
-    print(f"S = {S:6,}: at most {1 / cache_s:7,.0f} tokens/s; {most} sequences fit")
+    print(f"S = {S:6,}: at most {1 / cache_s:7,.0f} tokens/s; {most} texts fit")
 ax.set(xlabel="latency, ms per token", ylabel="throughput, tokens/s of one H100")
 title = ax.set_title("A larger batch is nearly free until the caches dominate")
 limits = ax.set(xlim=(4, 45), ylim=(100, 60_000), xticks=[5, 10, 20, 40])
@@ -441,7 +441,7 @@ link = layout(config.MeshConfig(tensor=16), Topology.parse("v5e:4x4"))["tensor"]
 alike = 12e-6 * link.bytes_per_s / wire_bytes("all-reduce", 2 * D70, 16)
 assert 34 < alike < 36, alike
 assert round(8.192e6 * per_read) == 133, "the page says 133 ms"
-assert round(8192 * per_read / products_s(h100, 1)) == 28, "the page says 28 steps"
+assert round(8192 * per_read / matmuls_s(h100, 1)) == 28, "the page says 28 steps"
 assert round(wire_bytes("all-gather", W70, 16) / 1e9) == 132
 
 # %% [markdown]
@@ -504,7 +504,7 @@ for slots_ in (8, 32):
         print(f"{slots_:2} slots, {name:10}: {took:6,} steps, {used:.0%} of slots busy")
 
 # %% [markdown]
-# A larger static batch has a longer longest text, and wastes more.
+# The larger a static batch, the longer its longest text, and the more slots wait.
 #
 # A cache with space for the longest text in every slot wastes memory: only 20% to 38% of such
 # caches [held tokens](https://arxiv.org/abs/2309.06180). vLLM's *PagedAttention* allocates small blocks of
