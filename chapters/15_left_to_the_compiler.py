@@ -389,6 +389,7 @@ print(check_names(mesh_axes))
 # the first whose mesh axis is still free.
 # </details>
 
+
 # %% tags=["remove-cell"]
 def solution_1(table, names):
     axes = []
@@ -410,6 +411,7 @@ assert check_names(mesh_axes) == check_names(...) == lesson.NOTHING
 # per group of `data`, width D, hidden width F, float32, a mesh of `data=d` and `model=m`. With activation
 # checkpointing a layer runs forward twice. Collectives run on rings. Leave out the loss. (Count the
 # collectives in the source above. What does the recomputed forward pass need?)
+
 
 # %% tags=["hide-input"]
 def bytes_of(sums, gathers, weights_1, weights_2):
@@ -668,6 +670,7 @@ print("losses:", ", ".join(f"{loss:.4f}" for loss in trained(program)))
 # %% [markdown]
 # Fix the program: a device may store a quarter of the weights and 1% more, and the losses must stay those
 # of one device.
+
 
 # %% tags=["hide-input"]
 @cache
