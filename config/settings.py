@@ -205,7 +205,7 @@ class ModelConfig:
     routed_scaling: Positive = 1.0  # multiply the gates by this factor
     # weight of the load-balancing loss (arXiv:2101.03961); 0: off
     balance_loss: Annotated[NotNegative, Affects.TRAINING] = 0.0
-    # tokens over which its loads are counted. batch: any mesh gives the same loss; microbatch: no extra forward pass
+    # tokens that it counts; microbatch: no extra forward pass, but the mesh changes the loss
     balance_over: Annotated[Literal["batch", "microbatch"], Affects.TRAINING] = "batch"
     # step size of the load-balancing bias that is added to the router's scores (arXiv:2408.15664); 0: no bias
     balance_rate: Annotated[NotNegative, Affects.TRAINING] = 0.0
