@@ -872,8 +872,8 @@ assert "a string" in check_better(lambda: 16) and said(...) == lesson.NOTHING
 # ## A bug to find
 #
 # A colleague trains the four layers on `data=2,context=2,tensor=2`: `context` shards positions, as `tensor`
-# does, and without attention it needs no communication in a layer. The program sums gradients itself, once per
-# step. So it passes `check_vma=False` to `shard_map` (the default is True), as if it were written in PyTorch.
+# does, and without attention it needs no communication in a layer. As in PyTorch, every device stores its own
+# arrays (dim 0 of each weight is the device), and the program sums gradients itself, once per step.
 
 
 # %%
@@ -885,6 +885,16 @@ examples = draw(4, 8, D), draw(4, 8, D), np.float32(draw(4, 8) < 0.5)
 start = w | {"up_LDF": 0.35 * w["up_LDF"]}
 
 
+def scattered(w, sizes):
+    """What each device stores: a row per device, in the order of the mesh."""
+    places, tensor = sizes[0] * sizes[1], sizes[2]
+    cut = lambda name: SPLIT[name].index("tensor") if "tensor" in SPLIT[name] else None
+    parts = {name: [a] * tensor if cut(name) is None else np.split(a, tensor, cut(name))
+             for name, a in w.items()}  # fmt: skip
+    return {name: np.stack(shards * places) for name, shards in parts.items()}
+
+
+# %%
 def forward(w, x_btD):
     def block(x_btD, w):
         h_bTD = lax.all_gather(norm(w["gain_LD"], x_btD), "tensor", axis=1, tiled=True)
@@ -919,6 +929,8 @@ def summed(grads, reduce):
 
 # %%
 def train(sizes, w, reduce=all_reduce, steps=20):
+    """Return the weights of every device, one row each, and the losses."""
+
     def update(w, batch):
         count = lax.psum(jnp.sum(batch[2]), GRID)
         loss, grads = jax.value_and_grad(local_loss)(w, count, *batch)
@@ -926,12 +938,13 @@ def train(sizes, w, reduce=all_reduce, steps=20):
         return w, lax.psum(loss, GRID)
 
     def run(w, *batch):
-        return lax.scan(lambda w, _: update(w, batch), w, None, steps)
+        mine = jax.tree.map(lambda rows: rows[0], w)
+        mine, losses = lax.scan(lambda w, _: update(w, batch), mine, None, steps)
+        return jax.tree.map(lambda a: a[None], mine), losses
 
     mesh = jax.make_mesh(sizes, GRID, axis_types=(auto,) * 3)
-    specs = {"in_specs": (SPLIT, *[P("data", GRID[1:])] * 3), "out_specs": (SPLIT, P())}
-    program = jax.shard_map(run, mesh=mesh, **specs, check_vma=False)
-    return jax.jit(program)(w, *examples)
+    specs = {"in_specs": (P(GRID), *[P("data", GRID[1:])] * 3), "out_specs": (P(GRID), P())}
+    return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(w, *examples)
 
 
 # %% [markdown]
@@ -939,12 +952,15 @@ def train(sizes, w, reduce=all_reduce, steps=20):
 # smoothly. But when it resumes from a checkpoint, its loss is higher. Fix the program.
 
 # %%
-alone = np.asarray(train((1, 1, 1), start)[1])
+alone = np.asarray(train((1, 1, 1), scattered(start, (1, 1, 1)))[1])
 for sizes in ((2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)):
-    trained, curve = train(sizes, start)
+    trained, curve = train(sizes, scattered(start, sizes))
     print(sizes, f"first loss {curve[0]:.3f}, last {curve[-1]:.3f}")
 print(f"one device: first loss {alone[0]:.3f}, last {alone[-1]:.3f}")
-saved = jax.tree.map(np.asarray, trained)  # as a checkpoint: one copy of each shard
+rows = jax.tree.map(np.asarray, trained)
+saved = {"gain_LD": rows["gain_LD"][0], "up_LDF": np.concatenate(rows["up_LDF"][:2], 2),
+         "down_LFD": np.concatenate(rows["down_LFD"][:2], 1)}  # fmt: skip
+saved = scattered(saved, (2, 2, 2))  # the checkpoint has one copy of each shard
 on, resumed = train((2, 2, 2), trained)[1], train((2, 2, 2), saved)[1]
 print(f"step 21: {on[0]:.3f} if the run continues, {resumed[0]:.3f} if it resumes")
 
@@ -990,11 +1006,12 @@ def local_gradients(*sizes):
 
     def one(w, *batch):
         count = lax.psum(jnp.sum(batch[2]), GRID)
-        return jax.tree.map(lambda g: g[None], jax.grad(local_loss)(w, count, *batch))
+        mine = jax.tree.map(lambda rows: rows[0], w)
+        return jax.tree.map(lambda g: g[None], jax.grad(local_loss)(mine, count, *batch))
 
-    specs = {"in_specs": (SPLIT, *[P("data", GRID[1:])] * 3), "out_specs": P(GRID)}
-    run = jax.jit(jax.shard_map(one, mesh=mesh, **specs, check_vma=False))
-    return mesh, jax.tree.map(np.asarray, run(start, *examples))
+    specs = {"in_specs": (P(GRID), *[P("data", GRID[1:])] * 3), "out_specs": P(GRID)}
+    run = jax.jit(jax.shard_map(one, mesh=mesh, **specs))
+    return mesh, jax.tree.map(np.asarray, run(scattered(start, sizes), *examples))
 
 
 # %% tags=["hide-input", "hide-output"]
@@ -1005,17 +1022,13 @@ def after_sums(reduce, *sizes):
     rows = lambda tree, pick: {name: pick(grad) for name, grad in tree.items()}
     one = lambda g: rows(summed(rows(g, lambda x: x[0]), reduce), lambda x: x[None])
     specs = {"in_specs": P(GRID), "out_specs": P(GRID)}
-    found = jax.jit(jax.shard_map(one, mesh=mesh, **specs, check_vma=False))(grads)
+    found = jax.jit(jax.shard_map(one, mesh=mesh, **specs))(grads)
     return jax.tree.map(np.asarray, found)
 
 
 def on_one_device(*sizes):
     """The right gradients for every device: the shards of one device's gradients."""
-    places, tensor = int(np.prod(sizes)) // sizes[2], sizes[2]
-    dim = {"gain_LD": None, "up_LDF": 2, "down_LFD": 1}
-    shards = {k: [g] * tensor if dim[k] is None else np.split(g, tensor, dim[k])
-              for k, g in GRADS.items()}  # fmt: skip
-    return {name: np.stack(parts * places) for name, parts in shards.items()}
+    return scattered(GRADS, sizes)
 
 
 # %% tags=["hide-input", "hide-output"]
@@ -1038,9 +1051,9 @@ print(check_all_reduce(all_reduce))
 # for them that is right. The gain is replicated along three, and its gradient is never summed over the
 # middle one, `context`. `lax.psum(grad, tuple(axes))` is right. From the first step, the gains of the two
 # `context` halves drift apart, each trained on its own positions. A checkpoint saves one of the copies. When
-# it is restored, the other half gets gains that it was never trained with. With `check_vma=True` and weights
-# cast to varying, as in 1F1B above, JAX refuses the program on every mesh, and names the axis that
-# `all_reduce` leaves out.
+# it is restored, the other half gets gains that it was never trained with. JAX's check of varying values finds
+# nothing, because arrays that belong to a device may differ. If the gain had the spec `P()`, JAX would refuse the
+# program, and name the axis that `all_reduce` leaves out.
 #
 # Three published bugs are of this kind. In NeMo Automodel, weights replicated along `tensor` drifted apart,
 # and a reload from a checkpoint showed it
@@ -1061,7 +1074,7 @@ for wrong, hint in WRONG_SUMS:
     assert check_all_reduce(wrong) == hint, hint
 assert check_all_reduce(...) == check_all_reduce(lambda *_: None) == lesson.NOTHING
 assert "Not yet" in check_all_reduce(lambda grad, axes: over(list)(grad, axes) / 3)
-mended = np.asarray(train((2, 2, 2), start, over(list))[1])
+mended = np.asarray(train((2, 2, 2), scattered(start, (2, 2, 2)), over(list))[1])
 assert lesson.same(mended, alone), "the fix is not enough"
 assert abs(curve[0] - alone[0]) < 1e-4 and not lesson.same(curve, alone, 1e-3)
 assert resumed[0] > on[0] * 1.02, "the loss no longer jumps"
