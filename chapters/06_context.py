@@ -11,7 +11,7 @@
 # order, devices are idle for up to half of attention's time.
 #
 # *Prerequisites:* chapters 01 (`shard_map`, six collectives) and 02 (gradients). *Mesh:* `context=4`, then
-# 8, simulated. *Runs in* 40 s on 2 cores. *Reading takes* 25 minutes, and the exercises an hour.
+# 8, simulated. *Runs in* 50 s on 2 cores. *Reading takes* 25 minutes, and the exercises an hour.
 
 # %% tags=["hide-input"]
 from devices import simulate_devices
@@ -515,7 +515,7 @@ title = figure.suptitle("With documents, zig-zag is not balanced", size=11)
 # keys and values of s positions for the next step, 4GKs bytes. This overlaps fully if it takes less time than
 # the matmuls:
 #
-# $$s \ge 2\,\frac{G}{H}\cdot\frac{\text{FLOP/s of a device}}{\text{bytes/s to the next device}}$$
+# $$s \ge 2\,\frac{G}{H}\cdot\frac{\text{FLOP/s of a device}}{\text{bandwidth to the next device, bytes/s}}$$
 
 # %%
 from config import MeshConfig
