@@ -872,7 +872,7 @@ assert "a string" in check_better(lambda: 16) and said(...) == lesson.NOTHING
 # ## A bug to find
 #
 # A colleague trains the four layers on `data=2,context=2,tensor=2`: `context` shards positions, as `tensor`
-# does, and without attention it needs no communication in a layer. As in PyTorch, every device stores its own
+# does, and without attention no layer communicates over it. As in PyTorch, every device stores its own
 # arrays (dim 0 of each weight is the device), and the program sums gradients itself, once per step.
 
 
@@ -943,7 +943,8 @@ def train(sizes, w, reduce=all_reduce, steps=20):
         return jax.tree.map(lambda a: a[None], mine), losses
 
     mesh = jax.make_mesh(sizes, GRID, axis_types=(auto,) * 3)
-    specs = {"in_specs": (P(GRID), *[P("data", GRID[1:])] * 3), "out_specs": (P(GRID), P())}
+    ins = P(GRID), *[P("data", GRID[1:])] * 3
+    specs = {"in_specs": ins, "out_specs": (P(GRID), P())}
     return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(w, *examples)
 
 
@@ -1007,7 +1008,8 @@ def local_gradients(*sizes):
     def one(w, *batch):
         count = lax.psum(jnp.sum(batch[2]), GRID)
         mine = jax.tree.map(lambda rows: rows[0], w)
-        return jax.tree.map(lambda g: g[None], jax.grad(local_loss)(mine, count, *batch))
+        grads = jax.grad(local_loss)(mine, count, *batch)
+        return jax.tree.map(lambda g: g[None], grads)
 
     specs = {"in_specs": (P(GRID), *[P("data", GRID[1:])] * 3), "out_specs": P(GRID)}
     run = jax.jit(jax.shard_map(one, mesh=mesh, **specs))
@@ -1051,9 +1053,9 @@ print(check_all_reduce(all_reduce))
 # for them that is right. The gain is replicated along three, and its gradient is never summed over the
 # middle one, `context`. `lax.psum(grad, tuple(axes))` is right. From the first step, the gains of the two
 # `context` halves drift apart, each trained on its own positions. A checkpoint saves one of the copies. When
-# it is restored, the other half gets gains that it was never trained with. JAX's check of varying values finds
-# nothing, because arrays that belong to a device may differ. If the gain had the spec `P()`, JAX would refuse the
-# program, and name the axis that `all_reduce` leaves out.
+# it is restored, the other half gets gains that it was never trained with. JAX's check finds nothing, because
+# arrays that belong to a device may differ. If the gain had the spec `P()`, JAX would refuse the program, and
+# name the axis.
 #
 # Three published bugs are of this kind. In NeMo Automodel, weights replicated along `tensor` drifted apart,
 # and a reload from a checkpoint showed it
