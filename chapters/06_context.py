@@ -631,8 +631,6 @@ def ring_with(merge, times):
         for _ in range(1, n):
             travelling = [jax.lax.ppermute(x, "context", ONWARD) for x in travelling]
             so_far = merge(*so_far, *meet(q_sHK, at_s, *travelling)[:2])
-            if not isinstance(so_far, tuple) or len(so_far) != 2:
-                raise ValueError("return two things, mixed_HsK and log_sum_Hs")
         return so_far[0].swapaxes(0, 1)
 
     return np.asarray(on_mesh(device)(times * q_SHK, k_SHK, v_SHK, in_order))
@@ -757,7 +755,6 @@ BAD_TRADES = [
     (by_formula(lambda n, H, G: 4 * max(n, G)), "Queries and results have H heads."),
     (by_formula(lambda n, H, G: 2 * H), "Keys and values are exchanged, too."),
     (by_formula(lambda n, H, G: 2 * max(n, G)), "Queries and results are missing."),
-    (by_formula(lambda n, H, G: 2 * G, lambda n: n - 1), "That gathers keys."),
 ]  # fmt: skip
 
 
@@ -804,14 +801,12 @@ def windowed():
 
 # %% tags=["hide-input"]
 def window_of(steps):
-    """A device's program: attention in a window, and its pairs."""
-
     def device(q_sHK, k_sHK, v_sHK, at_s):
         travelling, scores, values, pairs = (k_sHK, v_sHK, at_s), [], [], 0
         for step in range(steps + 1):
             if step:
-                onward = lambda x: jax.lax.ppermute(x, "context", ONWARD)
-                travelling = [*map(onward, travelling)]
+                send = lambda x: jax.lax.ppermute(x, "context", ONWARD)
+                travelling = list(map(send, travelling))
             k, v, at = travelling
             seen = (at_s[:, None] >= at) & (at_s[:, None] - at < WINDOW)
             score = jnp.einsum("sHK,SHK->HsS", q_sHK, k) / K**0.5
@@ -819,8 +814,7 @@ def window_of(steps):
             values.append(v)
             pairs += jnp.sum(seen)
         weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1))
-        mixed = jnp.einsum("HsS,SHK->sHK", weights, jnp.concatenate(values))
-        return mixed, pairs[None]
+        return jnp.einsum("HsS,SHK->sHK", weights, jnp.concatenate(values)), pairs[None]
 
     return device
 
@@ -828,7 +822,6 @@ def window_of(steps):
 # %% tags=["hide-input"]
 @functools.cache
 def ring_window(order, steps):
-    """Results in the order of the text, pairs by device."""
     order = np.array(order)
     specs = dict(mesh=mesh, in_specs=(cut,) * 4, out_specs=(cut, cut))
     four = jax.jit(jax.shard_map(window_of(steps), **specs))
