@@ -48,16 +48,16 @@ def axes_table() -> str:
 
 
 def head(path: Path) -> dict[str, str]:
-    """Return the title, question, mesh and run time of a chapter, from its first cell."""
+    """Return the number, the title and the first sentences of a chapter, at most 200 characters of them if possible."""
     first = re.split(r"(?m)^# %%.*$", path.read_text(encoding="utf-8"))[1]
-    text = " ".join(re.sub(r"(?m)^# ?", "", first).split())
-    find = lambda pattern: ((match := re.search(pattern, text)) and match[1].strip()) or ""
-    return {
-        "number": path.stem[:2],
-        "title": find(r"^# \d\d · (.*?)(?= \*\*|$)"),
-        "question": find(r"\*\*Question\.\*\* (.*?)(?= \*\*)"),
-        "needs": find(r"\*Runs in\* (.*?)[.*]*$"),
-    }
+    title, summary, *_ = [" ".join(part.split()) for part in re.sub(r"(?m)^# ?", "", first).strip().split("\n\n")]
+    sentences = re.split(r"(?<=[.?!]) (?=[A-Z*`])", summary.removeprefix("**Question.** "))
+    says = sentences[0]
+    for sentence in sentences[1:]:
+        if len(says) + len(sentence) >= 200:
+            break
+        says += f" {sentence}"
+    return {"number": path.stem[:2], "title": re.sub(r"^# \d\d · ", "", title), "says": says}
 
 
 def inline(text: str) -> str:
@@ -69,13 +69,13 @@ def inline(text: str) -> str:
 
 
 def chapter_cards() -> str:
-    """Return the chapters as a list of links, each with its question."""
+    """Return the chapters as a list of links, each with its first sentences."""
     cards = []
     for path in chapters():
         one = head(path)
         cards.append(
             f'<li><a href="chapters/{path.stem}.html"><span class="number">{one["number"]}</span>'
-            f"<strong>{inline(one['title'])}</strong><span>{inline(one['question'])}</span></a></li>"
+            f"<strong>{inline(one['title'])}</strong><span>{inline(one['says'])}</span></a></li>"
         )
     return f'<ol class="chapter-cards">{"".join(cards)}</ol>'
 

@@ -184,7 +184,7 @@ def test_the_mesh_shows_what_each_device_holds():
         return inside.reduce((sum, [, , width, height]) => sum + width * height, 0) / (w * h);
       };
       const tiles = [...document.querySelectorAll("#mesh-explorer .devices svg")];
-      return { first: document.querySelector("#mesh-explorer").firstElementChild.querySelector(".devices") !== null,
+      return { first: document.querySelector("#mesh-explorer > div").querySelector(".devices") !== null,
                shares: tiles.map((svg) => [0, 1, 2].map((which) => share(svg, which))) };"""
     [seen] = evaluate({"page": "mesh_explorer.html?model=llama3_8b&mesh=stage=2,fsdp=2,tensor=2", "script": script})
     assert seen["first"]

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from docs import build, cards
+from docs import build, cards, notebooks, reference
 from tests.site.browser import evaluate
 
 pytestmark = pytest.mark.site
@@ -52,6 +52,15 @@ def test_a_shared_link_shows_a_card():
         head = picture.read_bytes()[:24]
         assert head.startswith(b"\x89PNG") and struct.unpack(">II", head[16:24]) == cards.PIXELS, name
     assert "<title>Axis by Axis: a runnable guide" in pages()["index.html"]
+
+
+def test_every_chapter_has_a_card():
+    """Catches a card whose title runs into the text, or that does not say what the chapter is about."""
+    for path in notebooks.chapters():
+        one = reference.head(path)
+        assert path.read_text(encoding="utf-8").splitlines()[1] == f"# # {one['number']} · {one['title']}"
+        assert one["says"].endswith((".", "?")), one
+        assert 30 < len(one["says"]) < 250 and "**Question" not in one["says"], one
 
 
 FOUND = """const finished = () => /finished/i.test(document.querySelector("#search-results")?.innerText ?? "");
