@@ -39,14 +39,17 @@ globalThis.AxisAddress = {
 
 const NUMBER = String.raw`-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?`;
 
-// The answers that a cell prints: [{what, value, text, within}], one per call of lesson.predicted.
+// The answers that a cell prints: [{what, value, text, within}], one per call of lesson.predicted. If the label of a call is
+// not a plain string, the next line of the form "label: number unit." is its answer.
 function answersOf(code, output) {
-  const calls = [...code.matchAll(/lesson\.predicted\(\s*f?"([^"]+)"([\s\S]*?)(?=lesson\.predicted\(|$)/g)], lines = output.split("\n");
-  return calls.flatMap(([, what, rest]) => {
-    const line = lines.find((one) => one.startsWith(`${what}: `)), found = line?.slice(what.length + 2).match(`^(${NUMBER})( [^.(]*)?`);
-    if (!found) return [];
-    const within = Number(rest.match(/within=([\d.]+)/)?.[1] ?? 0.005);
-    return [{ what, value: Number(found[1].replaceAll(",", "")), text: found[0].trim(), within }];
+  const printed = output.split("\n").flatMap((line) => {
+    const found = line.match(`^(.*?): (${NUMBER})( [^.,(]*)?(?:\\.(?: \\(.*\\))?|, as .*|\\. You .*)$`);
+    return found ? [{ what: found[1], value: Number(found[2].replaceAll(",", "")), text: `${found[2]}${found[3] ?? ""}`.trim() }] : [];
+  });
+  return code.split("lesson.predicted(").slice(1).flatMap((call) => {
+    const label = call.match(/^\s*"([^"]+)"/)?.[1], at = label ? printed.findIndex((one) => one.what === label) : 0;
+    const [answer] = at < 0 ? [] : printed.splice(at, 1);
+    return answer ? [{ ...answer, within: Number(call.match(/within=([\d.]+)/)?.[1] ?? 0.005) }] : [];
   });
 }
 

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from config import AXES
+from docs import build
 from tests.site.browser import evaluate
 
 pytestmark = pytest.mark.site
@@ -41,6 +42,42 @@ def test_an_answer_is_folded_until_the_reader_predicts():
     assert "2 times as much" in seen["twice"]["said"]
     assert seen["right"]["said"].startswith(f"Right: {seen['wanted']}")
     assert seen["visible"]
+
+
+def test_every_prediction_of_every_chapter_is_folded():
+    """Catches an answer that is visible because its label is computed, or its line has an unusual form."""
+    script = """const cells = [...document.querySelectorAll(".cell")].filter((one) => !one.closest("details.answer"));
+      const asking = cells.filter((one) => one.querySelector(".cell_input")?.textContent.includes("lesson.predicted("));
+      const calls = (cell) => cell.querySelector(".cell_input").textContent.split("lesson.predicted(").length - 1;
+      const fields = (cell) => cell.nextElementSibling?.matches(".prediction")
+        ? cell.nextElementSibling.querySelectorAll("input").length : 0;
+      return { folded: asking.length,
+               open: asking.filter((cell) => fields(cell) !== calls(cell)).map((cell) => cell.textContent) };"""
+    chapters = [path.relative_to(build.HTML).as_posix() for path in sorted((build.HTML / "chapters").glob("*.html"))]
+    chapters = [name for name in chapters if name not in build.forwards()]
+    assert chapters
+    for name, seen in zip(chapters, evaluate(*({"page": name, "script": script} for name in chapters)), strict=True):
+        assert seen["folded"] and not seen["open"], (name, seen["open"])
+
+
+ANSWERS = """
+const row = ({ what, value, text, within }) => [what, value, text, within];
+const cell = (code, ...lines) => answersOf(code, lines.join("\\n")).map(row);
+return [
+  cell('lesson.predicted(what, mine, times, "times")', "3 times: 1",
+       "all-reduce: 8 bytes, a device sends 14", "ratio: 2.5 times."),
+  cell('lesson.predicted(f"{kind} of [{s}]", mine, n, "bytes", within=0.1)', "all-reduce of [B, D]: 1,024 bytes."),
+  cell('lesson.predicted("a", x, 1)\\nlesson.predicted("b", y, 2)', "b: 2.", "a: 1.234e+05."),
+];
+"""
+
+
+def test_an_answer_is_found_in_what_a_cell_prints():
+    """Catches a line of other output that is taken for the answer, and a label that is not a plain string."""
+    assert evaluate({"page": "index.html", "script": ANSWERS}) == [[
+        [["ratio", 2.5, "2.5 times", 0.005]], [["all-reduce of [B, D]", 1024, "1,024 bytes", 0.1]],
+        [["a", 123400, "1.234e+05", 0.005], ["b", 2, "2", 0.005]],
+    ]]  # fmt: skip
 
 
 def test_nothing_is_folded_without_javascript():
