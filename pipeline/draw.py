@@ -36,7 +36,7 @@ def paint(axes, sched: Schedule, F: float, B: float, W: float, inches: float) ->
 
 def paint_spans(axes, sched: Schedule, found: Simulation, inches: float, form: str) -> None:
     """Draw what each stage does over time on matplotlib axes; the makespan is the given number of inches wide."""
-    colours = {"F": "#4c78a8", "B": "#f2a33a", "W": "#59a14f"}
+    colours = {"F": "#f6d6a6", "B": "#e08a1e", "W": "#94540d"}  # shades of the axis `stage`
     names = {"F": "forward", "B": "backward", "W": "weight gradients, if delayed"}
     for (op, s), (start, end) in found.spans.items():
         alpha = 1 - 0.6 * op.chunk / max(sched.chunks - 1, 1)  # later chunks are lighter
@@ -45,7 +45,7 @@ def paint_spans(axes, sched: Schedule, found: Simulation, inches: float, form: s
         if points > 6:
             size = min(9, points / len(str(op.microbatch)))
             axes.text((start + end) / 2, s, op.microbatch, ha="center", va="center", size=size,
-                      color="white" if alpha > 0.6 else "black")  # fmt: skip
+                      color="white" if op.kind == "W" else "black")  # fmt: skip
     for kind in sorted({op.kind for op in sched.orders[0]}, key=KINDS.index):
         axes.bar(0, 0, color=colours[kind], label=names[kind])
     axes.set(yticks=range(sched.stages), yticklabels=[f"stage {s}" for s in range(sched.stages)],
