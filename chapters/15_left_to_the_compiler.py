@@ -570,7 +570,7 @@ assert check_between(lambda x: pin(x, "data", "model")).startswith("196,984")
 assert "right" in check_between(lambda x: pin(x, ("data", "model")))
 assert "same program" in check_between(lambda x: x)
 assert "more than before" in check_between(lambda x: pin(x))
-assert "not enough" in check_between(lambda x: pin(x, None, None, "model"))
+assert "not enough" in check_between(lambda x: pin(x, "model"))
 assert "values have changed" in check_between(lambda x: 2 * x)
 assert check_between(lambda x: pin(x, "nodel")).startswith("It stops")
 assert check_between(between) == check_between(None) == lesson.NOTHING
