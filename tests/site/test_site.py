@@ -249,3 +249,13 @@ def test_the_tests_of_a_chapter_are_not_shown():
         for cell in hidden:
             longest = max(cell.source.splitlines(), key=len)
             assert longest.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") not in words, path.stem
+
+
+def test_folded_code_is_named():
+    """Catches several equal bars in a row, which don't say which of them a reader can skip."""
+    for page in (build.HTML / "chapters").glob("[0-9]*.html"):
+        if page.name in {name.rpartition("/")[2] for name in build.forwards()}:
+            continue
+        text = page.read_text(encoding="utf-8")
+        assert text.count("Show the imports") == 1, page.name
+        assert "Show the code of the figure" in text and "Show code cell source" not in text, page.name
