@@ -6,8 +6,8 @@
 # automatic SPMD partitioning, and it is how MaxText, T5X and most JAX programs are written.
 #
 # Why would you want it? The program is the one for a single device, so any mesh works without a change.
-# Why would you not? You no longer see what is communicated, and one missing annotation can cost ten times
-# the bytes without changing the result.
+# Why would you not? You no longer see what is communicated, and a wrong annotation can cost several times
+# the memory and the bytes without changing the result.
 #
 # *Prerequisites:* chapters 01 (sharding, collectives), 03 (FSDP), 04 (tensor parallelism).
 # *Mesh:* `data=2,model=4`, simulated. *Runs in* 40 s on 2 cores. *Reading takes* 30 minutes, 75 with the
@@ -158,21 +158,21 @@ for function, axis_type in ways.items():
 # **What the partitioner does.** The first two functions contain no collective. XLA starts from the
 # shardings that it knows, those of the inputs and the constraints, and propagates them through all
 # operations, forward and backward, until every array has one. Then it replaces each operation by the
-# operation of one device, and inserts collectives where the shards that are there are not the shards that
-# are needed. A matmul over a sharded dim leaves partial sums, so it adds an all-reduce. A dim that is
+# operation of one device, and inserts a collective wherever an operation needs another sharding than its
+# input has. A matmul over a sharded dim leaves partial sums, so it adds an all-reduce. A dim that is
 # sharded and must be whole needs an all-gather. A dim that moves from one axis to another needs an
 # all-to-all. The result is one program that every device runs: SPMD, single program, multiple data. GSPMD
 # was the first partitioner of this kind in XLA; its successor is Shardy.
 #
-# All three compile to the same program here. The first two are still the program of one device. If you
-# delete their annotations, they compute the same, with whatever communication the partitioner chooses.
+# All three have one all-reduce here. The first two are still the program of one device. If you delete
+# their annotations, they compute the same, with whatever communication the partitioner chooses.
 #
 # ## Logical axis names
 #
 # With constraints, a large model has hundreds of specs, and each names mesh axes. To try another
 # partitioning you would edit all of them. So T5X, Flax and MaxText give each dim of an array a **logical
 # axis name**, such as `batch` or `hidden`, and keep one table that maps logical names to mesh axes. This
-# is the whole idea of `flax.partitioning`:
+# is the whole idea of T5X's `partitioning` module:
 
 # %% tags=["hide-input"]
 lesson.source(partition.rules, partition.spec)
@@ -203,7 +203,7 @@ title = figure.suptitle(title, x=0.02, ha="left")
 # section 2.2). **1D parameters** are sharded over `model` only, as in tensor parallelism. **2D
 # parameters** are also sharded over `data`, and gathered for each layer, as in FSDP. **1D activations**
 # are replicated over `model` between the layers. **2D activations** are sharded over it too, which saves
-# memory as Megatron's sequence parallelism does.
+# as much memory as Megatron's sequence parallelism, which shards the positions instead of the width.
 #
 # ## Four partitionings, three ways
 #
@@ -291,27 +291,30 @@ legend = axes.legend(fontsize=9, loc="upper left")
 # | 2D | 2D | constraints | 13.15 GB | 3.36 GB | 2.59 GiB | 515 ms |
 # | 2D | 2D | shard_map | 9.07 GB | 7.25 GB | 1.98 GiB | 494 ms |
 #
-# - **1D/1D**: the same program three times.
-# - **1D/2D**: the constraints win by 3%. The compiler splits gathers into chunks and sends them during
-#   the matmuls (104 `collective-permute` in place of 24 collectives). It sends a quarter more bytes, and
-#   exposes fewer.
-# - **2D parameters**: the hand-written collectives win by 4 to 5%. Here the chunks make the matmuls
-#   slower, by 11%, and the program stores up to 31% more.
-# - **Explicit sharding** is between the two. Each ambiguous operation has the result that you chose.
-# - The constraints took up to three times as long to compile: 92 s against 31 s for 2D/2D, on 2 cores.
+# By simulated step time:
 #
-# Exposed bytes are those that do not overlap with a matmul. Our hand-written layer overlaps nothing here:
-# it asks for a whole gather, and then for the matmul. Chapter 04's ring exchange, written by hand, is the
-# answer to that.
+# - **1D/1D**: the same collectives three times. Explicit sharding takes 0.5% longer, as its matmuls are
+#   cut differently.
+# - **1D/2D**: constraints win by 3%. The compiler splits gathers into chunks (`collective-permute`) and
+#   sends them during the matmuls. It sends a quarter more bytes than the hand-written program, and
+#   exposes 44% fewer.
+# - **2D/1D**: explicit sharding and the hand-written program are within 1%. With constraints the step
+#   takes 5% longer.
+# - **2D/2D**: the hand-written program wins, by 3% over explicit sharding and 4% over constraints, which
+#   also store 31% more. They took three times as long to compile: 92 s against 31 s, on 2 cores.
+#
+# Exposed bytes are those that do not overlap with a matmul. The hand-written layer asks for a whole
+# gather and then for the matmul. Of its five transfers of activations per layer, only one overlaps.
+# Chapter 04's ring exchange, written by hand, is the answer to that.
 #
 # ## When to leave it to the compiler
 #
 # On this slice, for this layer, the compiler's programs are within 6% of ours in either direction. So
 # leave dense layers to the compiler, with a constraint on every activation between layers, and check the
 # bytes. Write the collectives yourself if the communication *is* the algorithm: a pipeline schedule (05),
-# ring attention (06), the exchange of tokens between experts (07). The partitioner sees single
-# operations, and none of these is a property of one operation. `shard_map` works inside `jit`, so one
-# program can use both.
+# ring attention (06), the exchange of tokens between experts (07). The partitioner decides operation by
+# operation, and each of these spans many operations. `shard_map` works inside `jit`, so one program can
+# use both.
 #
 # Whichever you choose, count what the compiled program sends. A wrong `psum` changes the result, and
 # parity with one device finds it. A missing constraint changes only the bytes.
@@ -785,14 +788,14 @@ assert check_program(None) == lesson.NOTHING
 # | PyTorch | DTensor with `parallelize_module` | DTensor placements | `torch.distributed` calls |
 # | Megatron | | | its column- and row-parallel layers |
 #
-# The partitionings: 1D parameters and 1D activations are tensor parallelism; 1D/2D adds sequence
-# parallelism; 2D/1D adds FSDP; 2D/2D has both.
+# The partitionings: 1D parameters and 1D activations are tensor parallelism; 1D/2D also shards the
+# activations between layers, as sequence parallelism does; 2D/1D adds FSDP; 2D/2D has both.
 #
 # ## Three lines to keep
 #
 # 1. Under `jit` a sharding is an annotation: it never changes the result, only what is stored and sent.
-# 2. The partitioner is good at single matmuls, and on TPU it even overlaps them. It does not find an
-#    algorithm.
+# 2. The partitioner is good at single matmuls, and on TPU it even overlaps them. It does not invent ring
+#    attention or a pipeline.
 # 3. Count the bytes of every compiled program, because a missing constraint changes nothing else.
 #
 # **Sources.** T5X, [arXiv:2203.17189](https://arxiv.org/abs/2203.17189), section 2.2. GSPMD,
