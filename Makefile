@@ -56,6 +56,7 @@ help: ## list every command
 # python -m bench.soak #: kill and resume a run repeatedly, and check that results stay bitwise identical
 # python bench/deadlock.py #: reproduce a deadlock of simulated devices with JAX alone
 # python -m docs.eight_meshes #: train one model on eight meshes, and plot the figure in the README
+# python -m docs.pictures #: list the published training steps next to their plans
 # python -m docs.settings #: write docs/settings.md from config/
 # python -m chapters #: run the chapters of the guide, and print how long each takes
 # python -m docs.build #: build the guide's site from its chapters, and serve it; needs extra-site

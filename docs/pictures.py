@@ -4,12 +4,18 @@
 """
 
 import csv
+import dataclasses
 import functools
+import json
 import math
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import tyro
+
+from errors import exit_status
 
 COLOURS = {"data": "#8c6d4f", "stage": "#e08a1e", "fsdp": "#3f74b5", "expert": "#9a5fb0", "context": "#3f9a4d",
            "tensor": "#cf4446"}  # as chapters/lesson.py has them, without importing JAX  # fmt: skip
@@ -269,20 +275,6 @@ def published_title(steps) -> str:
     return f"{len(steps)} published steps: mean error {mean:.1%}, largest {worst:.1%}"
 
 
-def published_scatter(axes) -> None:
-    """Draw planned against published seconds per step on Matplotlib axes: one dot a run, and the diagonal."""
-    steps = published_steps()
-    ends = [0.8 * min(step.published_s for step in steps), 1.25 * max(step.published_s for step in steps)]
-    axes.loglog(ends, ends, color="gray", linewidth=1, zorder=0)
-    for chip, mark in CHIP_MARKS.items():
-        these = [step for step in steps if step.chip == chip]
-        axes.scatter([step.published_s for step in these], [step.planned_s for step in these], marker=mark,
-                     color="black", label=f"TPU {chip}", s=30)  # fmt: skip
-    axes.set(xlim=ends, ylim=ends, xlabel="published by MaxText, s per step", ylabel="planned, s per step")
-    axes.legend(frameon=False, loc="upper left")
-    axes.set_title(published_title(steps), loc="left", size=10)
-
-
 def published_svg_mark(chip: str, x: float, y: float, title: str) -> str:
     inside = f"<title>{title}</title>"
     paint = 'fill="currentColor" fill-opacity="0.75"'
@@ -294,7 +286,7 @@ def published_svg_mark(chip: str, x: float, y: float, title: str) -> str:
 
 
 def planned_and_published() -> str:
-    """Draw `published_scatter` as SVG, with the name and the error of each run as its tooltip."""
+    """Draw planned against published seconds as SVG, with the name and the error of each run as its tooltip."""
     steps = published_steps()
     low, high, left, top, side = math.log10(5), math.log10(130), 46, 10, 260
     place = lambda seconds: (math.log10(seconds) - low) / (high - low) * side
@@ -329,13 +321,29 @@ def planned_and_published() -> str:
     )
 
 
-def main() -> None:
+HELP = """e.g. python -m docs.pictures
+
+List the training steps that MaxText published for one TPU slice next to the planner's expected times."""
+
+
+@dataclasses.dataclass
+class Arguments:
+    json: bool = False  # print one line of JSON per step instead of a table
+
+
+@exit_status
+def main(argv: list[str] | None = None) -> None:
+    args = tyro.cli(Arguments, args=argv, prog="python -m docs.pictures", description=HELP, use_underscores=True)
     steps = published_steps()
     for step in steps:
-        print(f"{step.name:18} {step.mesh:20} planned {step.planned_s:6.2f} s   published {step.published_s:6.2f} s   "
-              f"{step.error:+6.1%}")  # fmt: skip
-    print(published_title(steps))
+        if args.json:
+            print(json.dumps(step._asdict() | {"error": step.error}))
+        else:
+            times = f"planned {step.planned_s:6.2f} s   published {step.published_s:6.2f} s   {step.error:+6.1%}"
+            print(f"{step.name:18} {step.mesh:20} {times}")
+    if not args.json:
+        print(published_title(steps))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

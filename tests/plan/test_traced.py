@@ -212,15 +212,15 @@ def test_chapter_04_gathers_and_scatters(as_a_reader_runs_it):
     }  # fmt: skip
 
 
-def test_chapter_05_sends_twice_per_tick():
-    """Catches ticks that are not counted, and a missing backward pass within a tick."""
+def test_chapter_05_sends_once_per_tick_and_back():
+    """Catches ticks that are not counted, and a backward pass whose messages are."""
     chapter = by_hand("05", "n", "Z", "N", "D", "RING", "pass_on", "varying", "layer", "partial_loss")
     n, Z, N, D = (chapter[name] for name in "nZND")
-    step = jax.shard_map(chapter["one_f_one_b"], in_specs=(P("stage"), P(), P()), out_specs=(P(), P("stage")))
+    step = jax.value_and_grad(jax.shard_map(chapter["gpipe"], in_specs=(P("stage"), P(), P()), out_specs=P()))
     one = traced.read(step, shape(n, D, D), *[shape(Z, N, D)] * 2, mesh=mesh_of(f"stage={n}"))
-    ticks = Z + 2 * (n - 1)
+    ticks = Z + n - 1
     assert one.wire_by_axes == {"stage": ticks * 2 * 4 * N * D + 2 * (n - 1) / n * 4}
-    assert one.flops == ticks * 4 * 2 * N * D * D  # the layer twice, and two backward
+    assert one.flops == ticks * 3 * 2 * N * D * D  # the layer, and two matmuls backward
 
 
 def test_chapter_06_sends_keys_around_a_ring():
