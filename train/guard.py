@@ -59,12 +59,14 @@ class SkipWatch:
         self.write("skip", taken, loss=loss, grad_norm=norm, skipped_steps=total, bad=len(bad), first=first, last=last)
         log(f"step {taken:>5}/{self.cfg.run.steps}  skipped: {why} (skipped so far: {total})")
         if in_a_row >= self.LIMIT:
-            first, o = taken - in_a_row + 1, self.cfg.optim
+            first, o, run = taken - in_a_row + 1, self.cfg.optim, self.cfg.run
             raise UserError(
                 f"steps {first} to {taken} were skipped, {in_a_row} in a row. At step {taken}, {why}. The parameters "
-                f"have not changed since step {first - 1}. Inspect one with --replay {first}; then start again with a "
-                f"lower --optim.lr (now {o.lr}), more --optim.warmup_steps (now {o.warmup_steps}), a smaller "
-                f"--optim.clip_norm (now {o.clip_norm}), or --model.precision float32"
+                f"have not changed since step {first - 1}. Inspect one with --replay {first}; if the batches are the "
+                "cause, skip them with --data.skip. Otherwise start another run, with another --run.name and a lower "
+                f"--optim.lr (now {o.lr}), more --optim.warmup_steps (now {o.warmup_steps}), a smaller "
+                f"--optim.clip_norm (now {o.clip_norm}), or --model.precision float32. With --init-from "
+                f"{run.dir}/{run.name} it starts from the parameters of the latest checkpoint"
             )
 
 

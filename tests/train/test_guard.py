@@ -196,16 +196,24 @@ def test_a_mean_loss_ignores_values_that_are_not_finite():
 
 
 def test_ten_skipped_steps_in_a_row_stop_the_run(home, monkeypatch):
-    """Catches a run that wastes a night on a state that no longer changes, and one that stops after nine steps."""
+    """Catches a run that wastes a night on a state that no longer changes, one that stops after nine steps, and advice
+    that the trainer refuses."""
     fail_at(monkeypatch, {2, 3, *range(5, STEPS)})
-    status, out, err = run(flags(home, "--run.name", "stopped"))
+    argv = flags(home, "--run.name", "stopped")
+    status, out, err = run(argv)
     assert status == 2 and "Traceback" not in err
     assert err.startswith("error: steps 6 to 15 were skipped, 10 in a row. At step 15, the gradient norm is ")
-    assert "The parameters have not changed since step 5. Inspect one with --replay 6; then start again with" in err
-    for advice in ("--optim.lr (now 0.003)", "--optim.warmup_steps (now 2)", "--optim.clip_norm (now 1.0)",
-                   "--model.precision float32"):  # fmt: skip
-        assert advice in err
+    assert "The parameters have not changed since step 5. Inspect one with --replay 6; if the" in err
     directory = home / "runs" / "stopped"
+    for advice in ("--data.skip", "another --run.name", "--optim.lr (now 0.003)", "--optim.warmup_steps (now 2)",
+                   "--optim.clip_norm (now 1.0)", "--model.precision float32", f"--init-from {directory}"):  # fmt: skip
+        assert advice in err
+    for change in (("--optim.lr", "0.001"), ("--model.precision", "mixed")):
+        argv_of_check = [*argv, "--run.check", "only", *change]
+        status, _, err = run(argv_of_check)
+        assert status == 2 and f"was started with other settings: {change[0][2:]} is " in err
+        status, out, _ = run([*argv_of_check, "--run.name", "next", "--init-from", str(directory)])
+        assert status == 0 and "starts at step 0" in out
     assert [row["step"] for row in rows(directory, "skip")] == [3, 4, *range(6, 16)]
     assert not rows(directory, "end") and "done" not in out
 
