@@ -375,13 +375,15 @@ def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, lis
     line numbers of all instructions that begin, continue or end it).
 
     On TPU a collective may be spread over several fusions, which overlap it with compute. Each of these fusions repeats
-    the instruction, but it is listed only once.
+    the instruction, but it is listed only once. Several such collectives may have the same channel, and different
+    chains.
     """
     begun, found = collections.defaultdict(list), {}
     for place, one in enumerate(program.computations[name].values()):
         for where, inner in collectives_in(program, name, one):
             copied = '"async_collective_fusion_config"' in inner.attributes
-            key = inner.attribute("channel_id=", r"(\d+)") if copied else (where, inner.name)
+            shared = inner.attribute("channel_id=", r"(\d+)"), inner.attribute("chain_id=", r'"(\d+)"')
+            key = shared if copied else (where, inner.name)
             begun[one.name].append(key)
             two_parts = copied or "-start" in one.opcode + inner.opcode
             found.setdefault(key, (where, inner, two_parts, []))[-1].append(place)

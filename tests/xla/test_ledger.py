@@ -442,6 +442,13 @@ def test_tpu_text_is_read():
     assert found.totals_by("axes")["fsdp"] == ledger.Total(12, 12 * matrix * 3 / 4, 6 * matrix * 3 / 4)
 
 
+def test_collectives_of_one_channel_are_told_apart_by_their_chain():
+    """Catches gathers of several weights in a loop counted as one: the TPU compiler gives them the same channel."""
+    start, fusion = TPU.split("%async_collective_fusion.103", 1)
+    text = start + "%async_collective_fusion.103" + fusion.replace('chain_id="0"', 'chain_id="1"')
+    assert ledger.read(text, {"fsdp": 4, "tensor": 2}).totals_by("kind")["all-gather"].count == 12
+
+
 @pytest.mark.parametrize("window, pairs", [
     ("size=3 pad=1_1", 5 * 3 - 2),  # both ends lose one
     ("size=3 stride=2", 2 * 3),
