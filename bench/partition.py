@@ -4,6 +4,8 @@ The four partitionings are those of section 2.2 of the T5X paper (arXiv:2203.171
 `model` (1D) or over `data` and `model` (2D). Between layers, activations are sharded over `data` (1D) or over both
 (2D). Each is written with explicit sharding in types, with sharding constraints, and with `shard_map`.
 
+With `--step` the programs are two training steps of one model: `bench/explicit.py`, and this trainer's.
+
 Bytes and seconds are for one device and one step. GB = 1e9 bytes, GiB = 2^30.
 """
 
@@ -23,19 +25,29 @@ import tyro
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+import model
+import optimizer
+import parameters
+import pipeline
+import sharding
+from bench import explicit
+from config import Config, preset, replace
 from devices import use_devices
 from errors import UserError, exit_status
-from plan import compiled, hardware, replayed
+from plan import compiled, hardware, planner, replayed
 from xla import ledger, replay
 
 HELP = """e.g. python -m bench.partition
      python -m bench.partition --topology v5e:4x4
+     python -m bench.partition --step --topology v5e:4x4 --mesh fsdp=16
 
 Partition one stack of dense layers in four ways, each written in three ways, and compare the compiled programs.
 
 Without --topology, eight simulated devices run small programs, and the results are compared with one device.
 
-With --topology, larger programs are compiled for a TPU slice and simulated: 7 minutes on 2 cores, needs no TPU."""
+With --topology, larger programs are compiled for a TPU slice and simulated: 7 minutes on 2 cores, needs no TPU.
+
+With --step, compare two training steps of dense_124m: explicit sharding under jit, and this trainer's shard_map."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +207,9 @@ def arrays(sizes: Sizes):
     return weights, draw(sizes.input, 1), draw(sizes.input, 1)
 
 
-def worst_error(found, wanted) -> tuple[float, str]:
+def worst_error(found, wanted, prefix: str = "w_") -> tuple[float, str]:
     """Return the largest error of the loss or a gradient, relative to its largest entry, and its name."""
-    named = lambda result: {"loss": result[0]} | {f"gradient of w_{name}": one for name, one in result[1].items()}
+    named = lambda result: {"loss": result[0]} | {f"gradient of {prefix}{name}": one for name, one in result[1].items()}
     error = lambda a, b: float(np.abs(np.float32(a) - np.float32(b)).max() / np.abs(np.float32(b)).max())
     return max((error(named(found)[name], one), name) for name, one in named(wanted).items())
 
@@ -235,31 +247,138 @@ def measure(way: Way, params: int, activations: int, sizes: Sizes, devices, topo
     return row | {"worst_error": error, "worst": name}
 
 
+# The whole training step ----------------------------------------------------------------------------------------------
+
+STEPS = ("explicit", "shard_map")
+SMALL_MODEL = {
+    "model.vocab_size": 96, "model.d_model": 24, "model.n_layers": 3, "model.n_heads": 4, "model.n_kv_heads": 2,
+    "model.d_head": 8, "model.d_ff": 40, "model.precision": "float32", "data.seq_len": 16, "data.batch_size": 8,
+}  # fmt: skip
+
+
+def step_config(mesh: str, topology: hardware.Topology | None) -> Config:
+    """Return the settings of both steps: dense_124m, or a small model of its kind for simulated devices."""
+    cfg = preset("dense_124m", mesh=mesh, **{"work.remat": "full"} | ({} if topology else SMALL_MODEL))
+    explicit.check(cfg)
+    device_tokens = cfg.data.tokens_per_step // (cfg.mesh.data * cfg.mesh.fsdp)
+    cfg = replace(cfg, **{"work.loss_chunk": device_tokens // explicit.CHUNKS})  # both store as many logits at a time
+    return planner.plan(cfg, topology).cfg
+
+
+def draw_batch(cfg: Config) -> dict[str, np.ndarray]:
+    """Draw a batch with two documents in each sequence, and random target weights."""
+    rng, (B, T) = np.random.default_rng(0), (cfg.data.batch_size, cfg.data.seq_len)
+    cut_B1, place_BT = rng.integers(1, T, (B, 1)), np.tile(np.arange(T), (B, 1))
+    second_BT = place_BT >= cut_B1
+    draw = lambda: rng.integers(0, cfg.model.vocab_size, (B, T), dtype=np.int32)
+    return {"tokens_BT": draw(), "targets_BT": draw(), "positions_BT": np.int32(place_BT - second_BT * cut_B1),
+            "segments_BT": np.int32(1 + second_BT), "weights_BT": np.float32(rng.uniform(0.5, 2, (B, T)))}  # fmt: skip
+
+
+def step_mesh(way: str, cfg: Config, topology: hardware.Topology | None) -> Mesh:
+    mesh = compiled.topology_mesh(cfg.mesh, str(topology)) if topology else sharding.make_mesh(cfg.mesh)
+    return explicit.explicit_mesh(mesh) if way == "explicit" else mesh
+
+
+def step_error(way: str, cfg: Config) -> tuple[float, str]:
+    """Compute loss and gradients on simulated devices; return the worst error against this trainer on one device."""
+    alone = replace(cfg, mesh="data=1")
+    one, mesh, batch = sharding.make_mesh(alone.mesh), step_mesh(way, cfg, None), draw_batch(cfg)
+    w = jax.tree.map(np.asarray, parameters.init(model.declare(cfg.model), one, 0))
+    value, _, grads = pipeline.loss_and_grads(alone, one)(w, batch, 0)
+    if way == "explicit":
+        state, described = explicit.shapes(cfg, mesh)
+        placed = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), (w, batch), (state.params, described))
+        with jax.set_mesh(mesh):
+            found = jax.jit(explicit.loss_and_grads(cfg))(*placed)
+    else:
+        ours, _, our_grads = pipeline.loss_and_grads(cfg, mesh)(w, batch, 0)
+        found = ours, our_grads
+    named = lambda result: (result[0], sharding.flatten_named(result[1]))
+    return worst_error(named(found), named((value, grads)), prefix="")
+
+
+def measure_step(way: str, cfg: Config, topology: hardware.Topology | None) -> dict:
+    """Compile a training step and return its numbers. On simulated devices, also compare it with one device."""
+    mesh, begin = step_mesh(way, cfg, topology), time.perf_counter()
+    if way == "explicit":
+        described = explicit.shapes(cfg, mesh)
+        with jax.set_mesh(mesh):
+            program, _ = compiled.compile_lowered(explicit.train_step(cfg, mesh).lower(*described))
+    else:
+        program, _ = compiled.compile_lowered(optimizer.train_step(cfg, mesh).lower(*compiled.shapes(cfg, mesh)))
+    compile_s, text = time.perf_counter() - begin, program.as_text()
+    found, memory = ledger.read(text, mesh, compiled.shares(cfg, text)), program.memory_analysis()
+    row = {
+        "way": way, "compile_s": compile_s, "wire_bytes": found.total.wire_bytes,
+        "exposed_bytes": found.total.exposed_bytes,
+        "sent": {kind: total.wire_bytes for kind, total in found.totals_by("kind").items()},
+        "peak_bytes": memory.peak_memory_in_bytes if topology else memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes,
+    }  # fmt: skip
+    if topology:
+        played = replayed.simulate(cfg, topology, mesh, text)
+        return row | {"step_s": played.seconds, "seconds": dict(played.causes)}
+    error, name = step_error(way, cfg)
+    return row | {"worst_error": error, "worst": name}
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Arguments:
     topology: str = ""  # a TPU slice of 16 chips to compile for, such as v5e:4x4 or v4:4x2x2; "": simulated devices
     json: bool = False  # print one line of JSON per program instead of a table
+    step: bool = False  # compare two training steps of dense_124m, or of a small model without --topology
+    mesh: str = ""  # with --step: the axes data, fsdp and tensor; "": fsdp=16 with --topology, else fsdp=4,tensor=2
 
 
 def show(rows: list[dict], topology: hardware.Topology | None) -> None:
     """Print the programs as a table: one row each."""
-    heads = ["parameters", "activations", "written with", "collectives", "sent", "exposed", "peak", "compile"]
+    whole = "sent" in rows[0]  # training steps
+    heads = [] if whole else ["parameters", "activations"]
+    heads += ["written with", "sent by kind" if whole else "collectives", "sent", "exposed", "peak", "compile"]
     heads += ["simulated step"] if topology else ["worst error"]
     table = rich.table.Table(*heads, box=None, pad_edge=False)
-    size = (lambda n: f"{n / 1e9:.2f} GB") if topology else (lambda n: f"{n:,} B")
+    size = (lambda n: f"{n / 1e9:.2f} GB") if topology else (lambda n: f"{n:,.0f} B")
     for row in rows:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in row["collectives"].items())
+        counts = {kind: size(n) for kind, n in row["sent"].items()} if whole else row["collectives"]
+        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         last = f"{1e3 * row['step_s']:.0f} ms" if topology else f"{row['worst_error']:.1e} {row['worst']}"
         sizes = [size(row[name]) for name in ("wire_bytes", "exposed_bytes", "peak_bytes")]
-        dims = f"{row['params']}D", f"{row['activations']}D"
+        dims = () if whole else (f"{row['params']}D", f"{row['activations']}D")
         table.add_row(*dims, row["way"], kinds, *sizes, f"{row['compile_s']:.1f} s", last)
     rich.console.Console(width=170).print(table)
+
+
+def report(row: dict, what: str, args: Arguments) -> None:
+    """Print a program's JSON, or on stderr that it is done."""
+    if args.json:
+        print(json.dumps(row), flush=True)
+    else:
+        print(f"compiled {what}", file=sys.stderr, flush=True)
+
+
+def compare_steps(args: Arguments, topology: hardware.Topology | None) -> None:
+    if not topology:
+        use_devices(8)
+    cfg, rows = step_config(args.mesh or ("fsdp=16" if topology else "fsdp=4,tensor=2"), topology), []
+    for way in STEPS:
+        rows.append(measure_step(way, cfg, topology))
+        report(rows[-1], f"the training step, {way}", args)
+    if not args.json:
+        show(rows, topology)
 
 
 @exit_status
 def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, args=argv, prog="python -m bench.partition", description=HELP, use_underscores=True)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
+    if args.mesh and not args.step:
+        raise UserError(f"--mesh {args.mesh} applies only to the training step; add --step")
+    if args.step:
+        return compare_steps(args, topology)
     if topology and topology.devices != 16:
         raise UserError(f"topology {args.topology}: the mesh is data=4,model=4, and needs 16 chips; "
                         f"this slice has {topology.devices}; use v5e:4x4, v6e:4x4 or v5p:4x2x2")  # fmt: skip
@@ -273,10 +392,7 @@ def main(argv: list[str] | None = None) -> None:
         for name, way in WAYS.items():
             row = {"way": name} | measure(way, params, activations, sizes, devices, topology, data)
             rows.append(row)
-            if args.json:
-                print(json.dumps(row), flush=True)
-            else:
-                print(f"compiled {params}D parameters, {activations}D activations, {name}", file=sys.stderr, flush=True)
+            report(row, f"{params}D parameters, {activations}D activations, {name}", args)
     if not args.json:
         show(rows, topology)
 

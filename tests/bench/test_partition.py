@@ -4,11 +4,17 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
-from bench import partition
+import optimizer
+import sharding
+from bench import explicit, partition
 from bench.partition import PARTITIONINGS, SMALL, WAYS
+from config import preset
+from errors import UserError
 from plan import compiled, hardware
+from tests.helpers import assert_gradients_close
 
 DATA, MODEL = 2, 4
 
@@ -65,6 +71,50 @@ def test_a_slice_of_another_size_is_refused(capsys):
     """Catches a traceback from the mesh for a slice whose chips are not 16."""
     assert partition.main(["--topology", "v5e:4x8"]) == 2
     assert "the mesh is data=4,model=4, and needs 16 chips; this slice has 32" in capsys.readouterr().err
+
+
+# The whole training step ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param("data=2,fsdp=2,tensor=2"), pytest.param("fsdp=2,tensor=2", marks=pytest.mark.repeat)]
+)
+def test_the_step_with_explicit_sharding_equals_one_device(mesh):
+    """Catches a difference from `model.py`, or a sharding that changes the loss or any parameter's gradient."""
+    worst = partition.step_error("explicit", partition.step_config(mesh, None))
+    assert worst[0] < 1e-5, worst
+
+
+def test_the_step_with_explicit_sharding_updates_like_ours():
+    """Catches another optimizer, or moments that are sharded differently and so are replaced by zeros."""
+    cfg = partition.step_config("fsdp=4", None)
+    ours, theirs = (partition.step_mesh(way, cfg, None) for way in ("shard_map", "explicit"))
+    state, batch = optimizer.init(cfg, ours), partition.draw_batch(cfg)
+    place = lambda tree, shapes: jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s.sharding), tree, shapes)
+    placed = tuple(map(place, (state, batch), explicit.shapes(cfg, theirs)))
+    with jax.set_mesh(theirs):
+        found, _ = explicit.train_step(cfg, theirs)(*placed)
+    wanted, _ = optimizer.train_step(cfg, ours)(state, sharding.put(batch, ours))
+    moments = lambda state: sharding.flatten_named(state.optimizer[1].mu)
+    assert_gradients_close(*(jax.tree.map(np.asarray, moments(one)) for one in (found, wanted)), 1e-5, "first moment")
+    step = lambda one: np.concatenate([np.ravel(x) for x in jax.tree.leaves(one.params)])
+    np.testing.assert_allclose(step(found), step(wanted), atol=1e-6)
+
+
+@pytest.mark.parametrize("settings, said", [
+    ({"mesh": "context=2"}, "mesh context=2: the program with explicit sharding has the axes data, fsdp and tensor"),
+    ({"model.tie_embeddings": False}, "is a dense model like dense_124m"),
+])  # fmt: skip
+def test_another_step_is_refused(settings, said):
+    """Catches a comparison of two different models, and a mesh axis that the program would ignore."""
+    with pytest.raises(UserError, match=said):
+        explicit.check(preset("dense_124m", **settings))
+
+
+def test_a_mesh_without_step_is_refused(capsys):
+    """Catches a mesh that the twelve programs ignore."""
+    assert partition.main(["--mesh", "fsdp=16"]) == 2
+    assert "--mesh fsdp=16 applies only to the training step; add --step" in capsys.readouterr().err
 
 
 # The table of chapter 15 ----------------------------------------------------------------------------------------------
