@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import model
 import optimizer
 import sharding
 from bench import explicit, partition
@@ -142,3 +143,38 @@ def test_the_tpu_compiler_makes_what_the_page_shows(row):
     found = partition.measure(WAYS[way], params, activations, partition.LARGE, devices, topology, 4, 4)
     sent, exposed = found["wire_bytes"] / 1e9, found["exposed_bytes"] / 1e9
     assert [sent, exposed, found["peak_bytes"] / 2**30, 1e3 * found["step_s"]] == pytest.approx(shown, rel=0.01)
+
+
+# | written with | all-reduce | all-gather | all-to-all | exposed | peak memory | simulated step |
+STEP_ROW = re.compile(r"# \| (\w+) " + 4 * r"\| ([\d.]+) GB " + r"\| ([\d.]+) GiB \| (\d+) ms \|")
+STEP_ROWS = {way: [*map(float, numbers)] for way, *numbers in STEP_ROW.findall(PAGE.read_text("utf-8"))}
+
+
+def test_the_page_has_both_steps():
+    """Catches a row that the pattern no longer finds."""
+    assert tuple(STEP_ROWS) == partition.STEPS
+
+
+@pytest.mark.tpu
+@pytest.mark.repeat
+@pytest.mark.parametrize("way", partition.STEPS)
+def test_the_tpu_compiler_makes_of_the_step_what_the_page_shows(way):
+    """Catches bytes, memory or simulated seconds of a training step that another version changes."""
+    topology = hardware.Topology.parse("v5e:4x4")
+    found = partition.measure_step(way, partition.step_config("fsdp=16", topology), topology)
+    assert set(found["sent"]) <= {"all-reduce", "all-gather", "all-to-all"}
+    sizes = *(found["sent"].get(kind, 0) for kind in ("all-reduce", "all-gather", "all-to-all")), found["exposed_bytes"]
+    shown = [*(size / 1e9 for size in sizes), found["peak_bytes"] / 2**30, 1e3 * found["step_s"]]
+    assert shown == pytest.approx(STEP_ROWS[way], rel=0.01, abs=0.005)
+
+
+@pytest.mark.tpu
+@pytest.mark.repeat
+def test_a_gain_with_an_unsharded_type_costs_what_the_page_says(monkeypatch):
+    """Catches another size of the page's mistake: a norm whose gain is broadcast to the shape of the activations."""
+    monkeypatch.setattr(explicit, "norm", lambda x, gain, c: model.norm(x, gain, c.norm_eps))
+    topology = hardware.Topology.parse("v5e:4x4")
+    found = partition.measure_step("explicit", partition.step_config("fsdp=16", topology), topology)
+    sent, step = re.search(r"explicit program sent ([\d.]+) GB and took\n# (\d+) ms", PAGE.read_text("utf-8")).groups()
+    shown = [found["wire_bytes"] / 1e9, 1e3 * found["step_s"]]
+    assert shown == pytest.approx([float(sent), float(step)], rel=0.01)
