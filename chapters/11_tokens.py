@@ -27,58 +27,69 @@ import dataset
 from chapters import lesson, opening
 from config import preset
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Eight hosts. Left: each reads 256 KiB of token ids per step, and the devices wait 66 milliseconds before each step of 347. Right: each reads 32 KiB during the step before, and the devices never wait."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Eight hosts. Left: each reads 256 KiB of token ids per step, and the devices wait 328 milliseconds before each step of 347. Right: each reads 32 KiB in 41 milliseconds during the step before, and the devices wait only before the first."}}
 tokens = opening.TOKENS  # of a step
 step_ms = 32 * opening.compute_ms(6 * opening.PARAMETERS * tokens / opening.DEVICES)
-all_ms, own_ms = 1e3 * tokens / 1e6, 1e3 * tokens / opening.DEVICES / 1e6
-read_KiB = 4 * tokens / 2**10
-alone = [("step", all_ms, step_ms), ("step", 2 * all_ms + step_ms, step_ms)]
-loads = [("", 0, all_ms), ("", all_ms + step_ms, all_ms)]
-in_step = opening.Scene("All rows, in the step", {"text read": read_KiB}, alone, loads)
-steps = [("step", own_ms, step_ms), ("step", own_ms + step_ms, step_ms)]
-loads = [("", 0, own_ms), ("", own_ms, own_ms), ("", own_ms + step_ms, own_ms)]
-own_KiB = {"text read": read_KiB / opening.DEVICES}
-ahead = opening.Scene("Own rows, in the background", own_KiB, steps, loads)
-rows = dict(rows=("device", "host\nloads"), units=("KiB per step", "ms"), places="host")
-title = "Devices should never wait for a batch"
-opening.before_after(in_step, ahead, title, **rows)
+all_ms, own_ms = (1e3 * n / 200_000 for n in (tokens, tokens / opening.DEVICES))
+KiB = 4 * tokens / 2**10
+two = lambda name, first, ms, gap: [(name, first + n * (ms + gap), ms) for n in (0, 1)]
+in_step = two("step", all_ms, step_ms, all_ms), two("", 0, all_ms, step_ms)
+loads = [("", start, own_ms) for start in (0, own_ms, own_ms + step_ms)]
+ahead = two("step", own_ms, step_ms, 0), loads
+rows = dict(rows=("device", "host\nloads"), places="host")
+scenes = (
+    opening.Scene("All rows, in the step", {"text read": KiB}, *in_step),
+    opening.Scene("Own rows, in the background", {"text read": KiB / 8}, *ahead),
+)
+title, units = "Devices should never wait for a batch", ("KiB read per step", "ms")
+opening.before_after(*scenes, title, units=units, **rows)
+plt.gcf().legends.clear()
+
+# %% tags=["remove-cell"]
+assert 326 < all_ms < 329 and 40 < own_ms < 42 and 346 < step_ms < 348
 
 # %% [markdown]
-# The figure shows two steps of 32 layers of Llama 3 8B, on eight hosts with one H100 each. (Steps
-# are arithmetic at peak speed. A host is assumed to load a million tokens per second; the page measures
-# yours.)
+# The figure shows two steps of 32 layers of Llama 3 8B, on eight hosts with one H100 each. (Steps are
+# arithmetic at peak speed. A host is assumed to load 200,000 tokens per second, as if it tokenized the text
+# in each step; the page measures yours with stored ids.)
 #
 # Many trainers have no epochs, and start each sequence at a random position
-# ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py), `get_batch`). This takes one line.
+# ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py), `get_batch`).
 #
 # > **Predict.** Such a loader has read as many tokens as the text has. What fraction of the text has it
 # > never read?
 
 
-# %%
-def drawn(N, T, epochs):
+# %% tags=["hide-input"]
+def count_targets(N, T, epochs):
     """How often each token is a target if windows of T start at random positions."""
-    times_N = np.zeros(N, int)
+    count_N = np.zeros(N, int)
     for start in np.random.default_rng(0).integers(N - T, size=epochs * N // T):
-        times_N[start + 1 : start + T + 1] += 1
-    return times_N
+        count_N[start + 1 : start + T + 1] += 1
+    return count_N
 
 
-one, two, three = (drawn(2_000_000, 200, epochs) for epochs in (1, 2, 3))
-my_prediction = None  # between 0 and 1
+one, two, three = (count_targets(2_000_000, 200, epochs) for epochs in (1, 2, 3))
 never = np.mean(one == 0)
+
+# %%
+my_prediction = None  # between 0 and 1
 lesson.predicted("fraction never a target", my_prediction, never, within=0.05)
-print(f"{np.mean(one > 1):.1%} of the tokens were a target more than once")
-print(f"never a target after 2 epochs: {np.mean(two == 0):.1%}", end="")
-print(f", after 3: {np.mean(three == 0):.1%}")
 
 # %% tags=["remove-cell"]
 assert abs(never - np.exp(-1)) < 0.02
 
 # %% [markdown]
 # N is the number of tokens, T the length of a sequence. One random sequence misses a given token with
-# probability `1 - T/N`. All N/T of them miss it with probability `(1 - T/N)^(N/T)`, close to 1/e. About a
-# quarter of the text is read twice or more. Random positions are fine only if you read a small part.
+# probability `1 - T/N`. All N/T of them miss it with probability `(1 - T/N)^(N/T)`, close to 1/e.
+
+# %% tags=["hide-input"]
+print(f"{np.mean(one > 1):.1%} of the tokens were a target more than once")
+print(f"never a target after 2 epochs: {np.mean(two == 0):.1%}", end="")
+print(f", after 3: {np.mean(three == 0):.1%}")
+
+# %% [markdown]
+# Random positions are fine only if you read a small part.
 #
 # ## A run that is interrupted three times
 #
@@ -175,13 +186,13 @@ assert np.mean(stopped[-10:]) < np.mean(whole[-10:]) and stopped_other > whole_o
 rng = np.random.default_rng(0)
 endless = [*rng.permutation(29), *rng.permutation(29)]  # and so on
 figure, axes = plt.subplots(figsize=(6.2, 2.6))
-for place, window in enumerate(endless[:32]):
-    step, row = divmod(place, 8)
+for index, window in enumerate(endless[:32]):
+    step, row = divmod(index, 8)
     hosts = 4 if step < 2 else 2
     host = row * hosts // 8
     shade = dict(color=lesson.NEUTRAL, alpha=0.1 + 0.6 * host / (hosts - 1), lw=0)
     axes.add_patch(plt.Rectangle((row, step), 1, 1, **shade))
-    bold = "bold" if place >= 29 else "normal"
+    bold = "bold" if index >= 29 else "normal"
     axes.text(row + 0.5, step + 0.5, window, ha="center", va="center", weight=bold)
 axes.axhline(2, color="black", lw=1.5)
 axes.set(xlim=(0, 8), ylim=(4, 0), ylabel="step", xticks=[])
@@ -200,7 +211,8 @@ axes.set_xlabel("row; each shade is a host: four before the stop, two after")
 # shuffle never maps two indices to the same window. To get one, use a *Feistel network*: split the bits
 # of i into two halves, XOR one half with a hash of the other, swap the halves, and repeat. The same XOR
 # undoes a round, so each round is invertible and two indices never collide. If the result is not below
-# the number of windows, feed it back in until it is.
+# the number of windows, feed it back in until it is. This stays a permutation, because you can invert
+# it: undo the rounds until the result is again below the number of windows.
 #
 # To check a loader, give it a stream in which **every token is its own serial number**. Then each batch
 # shows what was read, and `np.bincount` counts each target (token to predict). Here is the loader with this
@@ -217,12 +229,12 @@ WINDOWS = -(-N // T)  # the last one is shorter
 
 
 def shuffled(i, count, key):
-    """Place i of a permutation of 0..count-1. Nothing is stored."""
+    """Entry i of a permutation of 0..count-1. Nothing is stored."""
     half = (max(count - 1, 1).bit_length() + 1) // 2
     while True:
         left, right = i >> half, i % 2**half
-        for turn in range(4):
-            hashed = hashlib.sha256(f"{key}, {turn}, {right}".encode()).digest()
+        for round_ in range(4):
+            hashed = hashlib.sha256(f"{key}, {round_}, {right}".encode()).digest()
             left, right = right, left ^ (int.from_bytes(hashed) % 2**half)
         i = (left << half) + right
         if i < count:
@@ -230,25 +242,25 @@ def shuffled(i, count, key):
 
 
 # %% tags=["by-hand"]
-def order(place):
+def order(index):
     """The endless order: a different permutation in each epoch."""
-    epoch, i = divmod(place, WINDOWS)
+    epoch, i = divmod(index, WINDOWS)
     return shuffled(i, WINDOWS, key=epoch)
 
 
 def batch_targets(step):
     """The targets of a step's rows. Works for any step, at any time, on any host."""
-    windows = [order(place) for place in range(step * B, (step + 1) * B)]
+    windows = [order(index) for index in range(step * B, (step + 1) * B)]
     return [stream[w * T + 1 : min((w + 1) * T, N) + 1] for w in windows]
 
 
 later = [batch_targets(step) for step in range(20, 47)]  # could be another process
 first = [batch_targets(step) for step in range(20)]
 seen = np.concatenate([row for step in first + later for row in step])
-times = np.bincount(seen, minlength=N + 1)[1:]
-assert (times == 8).all(), "not once per epoch"
-print(f"47 steps are 8 epochs: each token is a target {times.min()} times")
-print(f"place 7 of 10**12 windows: {shuffled(7, 10**12, key=0):,}")
+count_N = np.bincount(seen, minlength=N + 1)[1:]
+assert (count_N == 8).all(), "not once per epoch"
+print(f"47 steps are 8 epochs: each token is a target {count_N.min()} times")
+print(f"index 7 in an order of 10**12 windows: {shuffled(7, 10**12, key=0):,}")
 
 # %% [markdown]
 # [Grain](https://google-grain.readthedocs.io) does this with a cipher, which is invertible by design
@@ -286,13 +298,13 @@ def merged(parts, pair):
 
 # %%
 def train_bpe(text, vocabulary):
-    times = Counter(regex.findall(tokenizers.GPT2_PATTERN, text))
-    parts = {word: [bytes([b]) for b in word.encode()] for word in times}
+    frequency = Counter(regex.findall(tokenizers.GPT2_PATTERN, text))
+    parts = {word: [bytes([b]) for b in word.encode()] for word in frequency}
     pairs, words_with = Counter(), defaultdict(set)
 
     def count(word, sign):
         for pair in pairwise(parts[word]):
-            pairs[pair] += sign * times[word]
+            pairs[pair] += sign * frequency[word]
             words_with[pair].add(word)
 
     for word in parts:
@@ -314,13 +326,10 @@ print("first ids:", *list(ranks)[256:268])
 print("longest:  ", *sorted(ranks, key=len)[-3:])
 
 # %% [markdown]
-# White space is a word too, so the longest tokens are indentation. A token is a string of bytes, and its
+# A run of spaces is also a word, so the longest tokens are indentation. A token is a string of bytes, and its
 # id, or *rank*, tells in which order the merges created it. To encode text, repeatedly merge the two
 # adjacent tokens whose concatenation has the lowest rank, until no concatenation has a rank. The first k
-# merges do not depend on later ones, so one training run gives you all smaller tokenizers too.
-#
-# > **Predict.** With 1,024 - 256 = 768 merges, how many bytes of *held-out* text does a token represent on
-# > average? (With 256 ids, it is 1 byte.)
+# merges do not depend on later ones, so one training run gives you all smaller tokenizers.
 
 
 # %% tags=["hide-input"]
@@ -355,20 +364,19 @@ theirs = tokenizers.encode(rank_file(1024), held_out)
 assert ours == theirs.tolist()
 print("held-out text: this encoder and tiktoken (OpenAI's encoder) give the same ids")
 
-# %%
-my_prediction = None  # bytes per token
-counted = len(held_out) / len(ours)
-lesson.predicted("bytes per token", my_prediction, counted, "bytes", within=0.1)
-
-# %% tags=["remove-cell"]
-assert 1.8 < counted < 3.5
-
 # %% [markdown]
 # ## Loss per token, bits per byte
 #
 # With fewer tokens for the same text, a run is shorter. But a longer token is harder to predict. The
 # simplest model, the *unigram* model, knows only how often each id occurs. Count the ids in the training
-# text, and measure the loss on held-out text, for tokenizers of eight sizes:
+# text, and measure the loss on held-out text, for tokenizers of eight sizes.
+#
+# *Bits per byte* is the length in bits of the text, compressed with the model, divided by the bytes of the
+# text. For that, a loss in nats is divided by ln 2 = 0.693.
+#
+# > **Predict.** With bytes as tokens, the loss is about 3.14 nats per token, or 4.53 bits per byte. With
+# > 1,024 ids, it is 6.0 nats per token, and a token represents 2.57 bytes of held-out text on average. How
+# > many bits per byte is that?
 
 # %% tags=["hide-input"]
 sizes_V, table = (256, 320, 384, 512, 768, 1024, 1536, 2048), []
@@ -379,36 +387,44 @@ for V in sizes_V:
     per_token, own = len(held_out) / len(other_ids), len(text) / len(ids)
     table.append((per_token, own, nats, nats / np.log(2) / per_token))
 bytes_a_token, own, nats, bits = map(np.array, zip(*table, strict=True))
+bits_1024 = bits[sizes_V.index(1024)]
+
+# %%
+my_prediction = None  # bits per byte
+lesson.predicted("bits per byte", my_prediction, bits_1024, within=0.03)
+
+# %% tags=["remove-cell"]
+assert abs(bits_1024 - 6.0 / 0.693 / 2.57) < 0.15, "the question's numbers are old"
+assert abs(nats[0] - 3.14) < 0.1 and abs(bytes_a_token[5] - 2.57) < 0.15
+
+# %% [markdown]
+# A token has 6.0/ln 2 bits, and represents 2.57 bytes.
+
+# %% tags=["hide-input"]
 print("  ids  bytes/token  nats/token  bits/byte")
 for V, *row in zip(sizes_V, bytes_a_token, nats, bits, strict=True):
     print("{:5}  {:11.2f}  {:10.2f}  {:9.2f}".format(V, *row))
 assert (np.diff(nats) > 0).all() and (np.diff(bits) < 0).all()
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Left: bytes per token grow more and more slowly with the vocabulary. Right: loss per token rises, bits per byte fall."}}
-figure, (left, right) = plt.subplots(1, 2, figsize=(6.6, 3.1))
-left.plot(sizes_V, own, "o-", color="black", ms=3, label="text of the merges")
-left.plot(sizes_V, bytes_a_token, "o--", color="black", ms=3, label="held-out text")
-left.set(ylabel="bytes per token", title="Each doubling gains less", ylim=(0, None))
-right.plot(sizes_V, nats, "o-", color="black", ms=3, label="nats per token")
-right.plot(sizes_V, bits, "o--", color="black", ms=3, label="bits per byte")
-right.set(title="Same model, opposite trends", ylim=(0, None))
-for axes in (left, right):
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Three panels over the vocabulary size. Bytes per token grow more and more slowly, nats per token rise, bits per byte fall."}}
+figure, panels = plt.subplots(1, 3, figsize=(7, 2.9))
+panels[0].plot(sizes_V, own, "o-", color="black", ms=3, label="training text")
+titles = "Longer tokens", "Loss per token rises", "Bits per byte fall"
+units = "bytes per token", "nats per token", "bits per byte"
+curves = bytes_a_token, nats, bits
+for axes, title, unit, curve in zip(panels, titles, units, curves, strict=True):
+    axes.plot(sizes_V, curve, "o--", color="black", ms=3, label="held-out text")
     axes.set_xscale("log", base=2)
-    axes.set_xticks([256, 512, 1024, 2048], ["256", "512", "1,024", "2,048"])
-    axes.set_xlabel("vocabulary size")
-    axes.legend(loc="lower right")
+    axes.set_xticks([256, 512, 1024, 2048], ["256", "512", "1,024", "2,048"], size=8)
+    axes.set(xlabel="vocabulary size", ylabel=unit, title=title, ylim=(0, None))
+panels[0].legend(loc="lower right", fontsize=9)
 
 # %% [markdown]
 # By loss per token, the byte tokenizer is the best. By bits per byte, it is the worst. Only bits per byte
 # measure how well the model predicts the text. The probability of the text is the product of its tokens'
-# probabilities, so their losses in nats *add up*. The sum divided by ln 2 is the length in bits of the
-# text, compressed with this model.  Divide this by the number
-# of bytes, which does not depend on the tokenizer:
+# probabilities, so their losses in nats *add up*, and the number of bytes does not depend on the tokenizer:
 #
 # bits per byte = nats per token / ln 2 / bytes per token
-#
-# You cannot compare losses per token between tokenizers, but you can compare bits per byte on the same
-# text.
 #
 # Is a larger vocabulary always better? Each token also needs logits, a D x V matmul (D is the model dim, V
 # the vocabulary size). In training, that is `6 D V` FLOPs per token, 2 forward and 4 backward. So count
@@ -519,9 +535,7 @@ panels[1].set_xlabel("index in the window")
 # the padding, the loss is wrong.
 #
 # If a window ends inside a document, the rest is in another row, where it starts at position 0 and cannot
-# attend to the text before it. In nanochat every row begins with a document, and about 35% of the tokens
-# are cropped to fill the rows
-# ([dataloader](https://github.com/karpathy/nanochat/blob/master/nanochat/dataloader.py)). Best-fit packing
+# attend to the text before it. Best-fit packing
 # (`--data.packing documents`) takes the longest documents first, puts each into the fullest row that still
 # has space, and pads. Here are the same lines in rows of 128:
 
@@ -566,13 +580,13 @@ def targets(step):
 
 
 all_targets = np.concatenate([targets(step) for step in range(47)])
-times_N = np.bincount(all_targets, minlength=N)
-print(f"{N:,} tokens: each is a target", *np.unique(times_N), "times in 47 steps")
-assert (times_N == 8).all()
+count_N = np.bincount(all_targets, minlength=N)
+print(f"{N:,} tokens: each is a target", *np.unique(count_N), "times in 47 steps")
+assert (count_N == 8).all()
 
 # %% [markdown]
 # N = 9,000 targets make 141 windows of 64; the last is shorter. So eight epochs take 47 steps of 24
-# windows. All epochs but the last end in the middle of a batch, without losing a token.
+# windows.
 #
 # To resume, call `dataset.batch` with the step of the checkpoint. Every step costs the same:
 
@@ -610,23 +624,30 @@ def per_host(step, hosts, windows=480, B=16):
     return rows
 
 
+# %% tags=["hide-input"]
 for second in (8, 4):
     seen = [per_host(step, 8 if step < 15 else second) for step in range(30)]
-    times = np.bincount(np.concatenate(seen), minlength=480)
+    reads = np.bincount(np.concatenate(seen), minlength=480)
     if second == 8:
-        assert (times == 1).all()
+        assert (reads == 1).all()
         print("30 steps on 8 hosts: each window is read once")
+never = np.mean(reads == 0)
+
+# %%
 my_prediction = None  # between 0 and 1
-never = np.mean(times == 0)
 lesson.predicted("8 hosts, then 4: never read", my_prediction, never, within=0.1)
-print(f"read twice: {np.mean(times == 2):.0%}")
 
 # %% tags=["remove-cell"]
 assert 0.15 < never < 0.35
 
 # %% [markdown]
-# Half of the windows that the four hosts read were read before, because four hosts have a different order:
-# about a quarter of the windows is read twice, and another quarter never. MaxText with Grain stores a state
+# Half of the windows that the four hosts read were read before, because four hosts have a different order.
+
+# %% tags=["hide-input"]
+print(f"windows read twice: {np.mean(reads == 2):.0%}, never: {never:.0%}")
+
+# %% [markdown]
+# MaxText with Grain stores a state
 # for each loading host, and cannot change their number. A run that resumed with twice as many hosts kept 64
 # loading hosts, and the others loaded nothing ([maxtext
 # 2537](https://github.com/AI-Hypercomputer/maxtext/pull/2537)). MosaicML Streaming calls the desired
@@ -637,8 +658,7 @@ assert 0.15 < never < 0.35
 # to its devices.
 
 # %% [markdown]
-# Now check the tokens on the devices. Eight simulated devices get the first 23 steps, and four get the
-# other 24:
+# Eight simulated devices get the first 23 steps, and four get the other 24:
 
 # %%
 import sharding
@@ -657,10 +677,10 @@ for second in (8, 4):
     on_all = []
     for step in range(47):
         on_all += on_devices(step, 8 if step < 23 else second)
-    times_N = np.bincount(np.concatenate(on_all), minlength=N)
+    count_N = np.bincount(np.concatenate(on_all), minlength=N)
     print(f"23 steps on 8 devices, 24 on {second}: {len(on_all)} shards", end="")
-    print(", each token", *np.unique(times_N), "times")
-    assert (times_N == 8).all()
+    print(", each token", *np.unique(count_N), "times")
+    assert (count_N == 8).all()
     whole = np.concatenate(on_devices(46, second))  # the last step is the same, too
     assert np.array_equal(whole, targets(46))
 
@@ -727,15 +747,16 @@ a_host = planned.tokens_per_step / planned.step_s / 8  # tokens a second, of 4 c
 print(f"tokens/s: a core produces {made:,.0f}, a host consumes {a_host:,.0f}", end="")
 print(f", {made / a_host:,.0f} times less")
 for chips in (32, 512, 4096):
-    read = a_host * 4  # 4 bytes per id: uint16 is too small for this vocabulary
+    read = a_host * 4  # bytes: 100,352 ids need uint32
     print(f"{chips:4} chips: a host reads {read / 1e6:.1f} MB/s", end="")
     print(f", all {chips // 4:5,} hosts {read * chips / 4 / 1e9:6.2f} GB/s")
 assert made > 4 * a_host and big.model.vocab_size > 2**16, "a core no longer keeps up"
 
 # %% [markdown]
-# If every host created the whole batch, the total bytes read would grow with the *square* of the number of
-# chips. `dataset.prefetch` creates batches in a thread while the chips compute, so the chips never wait if
-# a core is faster than they are. (A network file system is slower.)
+# An id takes 4 bytes here, because a vocabulary of 100,352 ids needs uint32. If the batch grew with the chips
+# and every host created all of it, the total bytes read would grow with the *square* of the number of chips.
+# `dataset.prefetch` creates batches in a thread while the chips compute, so the chips never wait if
+# a core is faster than they are.
 #
 # ## Exercise 1: the last window
 #
@@ -849,18 +870,18 @@ GROW_HINTS += [
 
 
 # %% tags=["hide-input"]
-def check_place(answer):
+def check_first_index(answer):
     right = lambda step, c, a, b: sum(a if s < c else b for s in range(step))
     done = "Right: no gap, no overlap."
     return lesson.diagnose(answer, GROWS, right, GROW_HINTS, done)
 
 
 # %%
-def place(step, change, before, after):
+def first_index(step, change, before, after):
     return ...
 
 
-print(check_place(place))
+print(check_first_index(first_index))
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -875,10 +896,10 @@ print(check_place(place))
 
 # %% tags=["remove-cell"]
 grown = lambda s, c, a, b: min(s, c) * a + max(s - c, 0) * b
-assert check_place(grown).startswith("Right: no")
+assert check_first_index(grown).startswith("Right: no")
 for wrong, hint in GROW_HINTS:
-    assert check_place(wrong) == hint
-assert "Nothing there" in check_place(place)
+    assert check_first_index(wrong) == hint
+assert "Nothing there" in check_first_index(first_index)
 
 # %% [markdown]
 # ## Exercise 3: design a loader for 32 hosts
@@ -918,8 +939,8 @@ def slice_from(first):
     """Consecutive rows of a host, from an index of the order on."""
 
     def rows(order, step, host, hosts, B):
-        place = first(step, host, hosts, B)
-        return [order[i] for i in range(place, place + B // hosts)]
+        index = first(step, host, hosts, B)
+        return [order[i] for i in range(index, index + B // hosts)]
 
     return rows
 
@@ -949,10 +970,10 @@ HOST_HINTS = [
 ]
 
 # %% tags=["hide-input"]
-own_places = lambda s, h, n, B: range(s * B + h * (B // n), s * B + (h + 1) * (B // n))
+own_indices = lambda s, h, n, B: range(s * B + h * (B // n), s * B + (h + 1) * (B // n))
 HOST_HINTS += [
     (
-        lambda order, *case: [*own_places(*case)],
+        lambda order, *case: [*own_indices(*case)],
         "These are indices. Look up the windows in the order.",
     ),
     (
@@ -979,7 +1000,7 @@ def check_hosts(answer):
     if line == "Right":
         concatenated(answer, 5, 32, order)
     if order.looks > B_all:
-        looks = f"32 hosts look up {order.looks:,} places"
+        looks = f"32 hosts look up {order.looks:,} indices"
         return f"The right rows, but {looks} for {B_all} rows. Which belong to a host?"
     return line.replace("Right", "Right: the same batch from 1, 4 and 32 hosts.")
 
@@ -1000,7 +1021,7 @@ print(check_hosts(rows_of_host))
 # ```
 #
 # All hosts use the same order, but each has its own range of indices. Nothing is communicated: each host
-# can compute any entry of the order. Training would also work with the rows in other places, but not
+# can compute any entry of the order. Training would also work with the rows in another order, but not
 # reproduce the same bits.
 # </details>
 
@@ -1016,10 +1037,10 @@ def whole(order, step, host, hosts, B):
     return rows[host * B // hosts :][: B // hosts]
 
 
-assert "look up 2,048 places" in check_hosts(whole)
+assert "look up 2,048 indices" in check_hosts(whole)
 assert check_hosts(rows_of_host) == check_hosts(None) == lesson.NOTHING
 assert check_hosts(lambda *_: None) == lesson.NOTHING
-lazy = lambda order, s, h, n, B: (order[i] for i in own_places(s, h, n, B))
+lazy = lambda order, s, h, n, B: (order[i] for i in own_indices(s, h, n, B))
 assert check_hosts(lazy).startswith("Right: the same")
 
 # %% [markdown]
@@ -1040,8 +1061,8 @@ class Order:
         self.windows, self.seed = windows, seed
         self.epoch, self.shuffle = None, None
 
-    def __getitem__(self, place):
-        epoch, i = divmod(place, self.windows)
+    def __getitem__(self, index):
+        epoch, i = divmod(index, self.windows)
         if epoch != self.epoch:
             rng = np.random.default_rng((self.seed, epoch))
             self.epoch, self.shuffle = epoch, rng.permutation(self.windows)
@@ -1060,8 +1081,8 @@ class Loader:
         self.batches, waiting, number = 0, deque(), self.first
         while True:
             while len(waiting) < self.ahead:  # in a thread, in a real loader
-                places = range(number * 8, number * 8 + 8)
-                waiting.append([self.order[place] for place in places])
+                indices = range(number * 8, number * 8 + 8)
+                waiting.append([self.order[index] for index in indices])
                 number += 1
             self.batches += 1
             yield waiting.popleft()
@@ -1109,13 +1130,13 @@ class Ahead(Loader):
 
 
 # %% tags=["hide-input"]
-def place_of(place):
-    """The window at a place of the endless order, computed separately."""
-    epoch, i = divmod(place, 700)
+def window_at(index):
+    """The window at an index of the endless order, computed separately."""
+    epoch, i = divmod(index, 700)
     return np.random.default_rng((0, epoch)).permutation(700)[i]
 
 
-never_stopped = np.reshape([place_of(i) for i in range(160 * 8)], (160, 8))
+never_stopped = np.reshape([window_at(i) for i in range(160 * 8)], (160, 8))
 STOPS = [((),), ((40,),), ((40, 70, 100),), ((5, 6, 7),)]
 LOADER_HINTS = [
     (Loader, "Unchanged: on such a day, the run reads some windows again."),
