@@ -64,10 +64,12 @@ opening.before_after(before, after, title, FSDP)
 # > **Predict.** Llama 3 8B has 8.03 billion parameters. With DDP (data parallelism with full copies), how
 # > many GiB of weights, gradients and optimizer state does each device store?
 
-# %%
-my_prediction = None  # GiB
+# %% tags=["hide-input"]
 params_8b, _ = costs.parameters(config.preset("llama3_8b").model)
 stored = 16 * params_8b / GiB
+
+# %%
+my_prediction = None  # GiB
 lesson.predicted("every device stores", my_prediction, stored, "GiB", within=0.02)
 for key in ("v5p", "h100"):
     chip = hardware.CHIPS[key]
@@ -90,10 +92,14 @@ for key in ("v5p", "h100"):
 # ([arXiv:1710.03740](https://arxiv.org/abs/1710.03740)).
 #
 # This project, like PyTorch's `MixedPrecisionPolicy`, stores weights and gradients in float32, and a
-# layer's bf16 weights exist only while it runs: 4 + 4 + 8 bytes. The ZeRO paper stores weights and
-# gradients in bf16 and adds float32 master weights: 2 + 2 + 4 + 8, again 16. With float32 gradients it is
-# 18, [as in
+# layer's bf16 weights exist only while it runs: 4 + 4 + 8 bytes.
+#
+# <details><summary>The bytes in the ZeRO paper and in Megatron-LM</summary>
+#
+# The ZeRO paper stores weights and gradients in bf16 and adds float32 master weights: 2 + 2 + 4 + 8, again
+# 16. With float32 gradients it is 18, [as in
 # Megatron-LM](https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html).
+# </details>
 #
 # **Activations** are the results of the forward pass that the backward pass needs. They grow with the tokens
 # of a device, not with the parameters. In a layer of Llama, one token leaves 6 D + 2 G K + 3 F numbers: the
@@ -112,10 +118,11 @@ print(f"activations: {everything:.1f} GiB; checkpointed: {checkpointed:.1f} GiB"
 # %% [markdown]
 # ## Shard what is only stored, gather what is needed
 #
-# Adam works entry by entry: to update an entry, a device needs only that entry's moments and gradient. All
-# devices need the weights, but a layer's weights only while that layer runs. So you can shard the optimizer
-# state, then also the gradients, then also the weights. The ZeRO paper (zero redundancy optimizer,
-# [arXiv:1910.02054](https://arxiv.org/abs/1910.02054)) calls these **stages** 1, 2 and 3:
+# With Adam, a device that has an eighth of the gradients and moments can update that eighth of the weights.
+# All devices need the weights, but a layer's weights only while that layer runs. So you can shard the
+# optimizer state, then also the gradients, then also the weights. The ZeRO paper (zero redundancy optimizer,
+# [arXiv:1910.02054](https://arxiv.org/abs/1910.02054)) calls these **stages** 1, 2 and 3 (not related
+# to the mesh axis `stage`):
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Memory per device for Llama 3 8B on eight devices: DDP 122 GiB, ZeRO 1 69, ZeRO 2 43, ZeRO 3 or FSDP 17 GiB. A dashed line marks the 59.7 GiB of an H100."}}
 n = 8
@@ -136,11 +143,11 @@ axes.axhline(limit := opening.CHIP.memory_bytes / GiB, color="black", ls="--", l
 axes.text(3.45, limit + 1, f"H100: {limit:.1f}", ha="right", va="bottom")
 axes.set(ylabel="GiB per device", ylim=(0, 135))
 axes.set_xticks(range(4), stages)
-axes.set_title("Each stage shards one more kind of state")
+axes.set_title("Each stage shards one more kind of state over eight devices")
 axes.legend()
 
 # %% [markdown]
-# (On eight devices, with the checkpointed activations.) **FSDP** gathers a layer's weights right before their
+# (With the checkpointed activations.) **FSDP** gathers a layer's weights right before their
 # use, frees them afterwards, and gathers them again for the backward pass. So only one or two layers are
 # unsharded at a time, 0.4 GiB each in bf16.
 #
@@ -176,7 +183,7 @@ def layer(x_bD, w_dD):
 
 
 # %% tags=["by-hand"]
-def adam(w, m, v, d):
+def adam(w, m, v, d):  # without bias correction
     m, v = 0.9 * m + 0.1 * d, 0.95 * v + 0.05 * d**2
     return w - 0.01 * m / (jnp.sqrt(v) + 1e-6), m, v
 
@@ -202,11 +209,13 @@ def on_one_device(w_LDD):
     return jnp.mean((out_BD - y_BD) ** 2)
 
 
-after = step(w_LDD, 0 * w_LDD, 0 * w_LDD, x_BD, y_BD)
-one_device = adam(w_LDD, 0.0, 0.0, jax.grad(on_one_device)(w_LDD))
-for mine, right in zip(after, one_device, strict=True):
-    np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
-print("weights and both moments match a single-device run")
+mine = right = w_LDD, 0 * w_LDD, 0 * w_LDD
+for _ in range(3):
+    mine = step(*mine, x_BD, y_BD)
+    right = adam(*right, jax.grad(on_one_device)(right[0]))
+for a, b in zip(mine, right, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+print("after 3 steps, weights and both moments match a single-device run")
 
 # %% [markdown]
 # No line of this program adds gradients: the reduce-scatter is the backward pass of the gather (chapter 02).
@@ -481,11 +490,13 @@ lesson.listed(lesson.compiled(program(ddp), mesh, *args))
 # > **Predict.** In ZeRO 1, a device updates its eighth of every matrix, and then needs the other seven
 # > eighths from the other devices. How many bytes does a device send in a step with one microbatch?
 
-# %%
-my_prediction = None  # bytes
+# %% tags=["hide-input"]
 found = lesson.compiled(program(zero_1), mesh, *args)
 whole_bytes = sum(one.nbytes for one in w)
 assert {one.kind for one in found.collectives} == {"reduce-scatter", "all-gather"}
+
+# %%
+my_prediction = None  # bytes
 lesson.predicted("ZeRO 1 sends", my_prediction, found.total.wire_bytes, "bytes")
 
 # %% tags=["remove-cell"]
@@ -527,14 +538,14 @@ assert sent["zero_1"] == sent["ddp"] and sent["zero_2"] == 2.5 * sent["zero_1"]
 
 # %% [markdown]
 # All four match the step on one device (asserted). The left columns are the bytes that a device sends
-# (payloads from the compiled program, times the ring's 7/8), the right columns the bytes that it stores
-# between steps.
+# (compiled payloads, times the ring's 7/8), the right columns the bytes that it stores between steps.
 #
 # - **ZeRO 1** accumulates unsharded gradients over the microbatches, and reduce-scatters them once.
 # - **ZeRO 2** reduce-scatters in every microbatch, so that the sum of the gradients is always sharded. The
 #   price is Z reduce-scatters instead of one. With Z = 1 the two are the same program.
 # - **ZeRO 3** gathers the weights at the start of the step instead of at its end. **Sharding the weights
-#   between steps costs no extra bytes.** But `zero_3` gathers all layers at once.
+#   between steps costs no extra bytes.**
+# - The by-hand program gathers a layer at a time. `zero_3` gathers all layers, and then computes.
 #
 # > **Predict.** Between steps, `zero_3` stores 49,152 bytes of weights instead of 393,216. How much temporary
 # > memory does its step need, with one microbatch? (Which arrays are unsharded at the same time?)
@@ -549,7 +560,8 @@ assert whole_bytes < counted < 1.02 * whole_bytes, "activations are no longer sm
 
 # %% [markdown]
 # That is the size of all weights, and 0.5% more. Every gathered weight stays in memory until its layer's
-# backward pass.
+# backward pass. The unsharded gradients add nothing, because they reuse the memory of gathered weights that
+# the backward pass no longer needs.
 #
 # ### Gathered once or twice
 #
@@ -613,6 +625,13 @@ assert gathers(written_out) == 2 and gathers(looped) == 4, "the loop matters"
 # whole matrix. The `scan` matters: if you write the layers out, XLA's CPU compiler sees that the two gathers
 # of a layer are equal, and keeps only the first.
 #
+# <details><summary>What if the layers have different shapes, so that no scan can loop over them?</summary>
+#
+# `jax.checkpoint` asks the compiler not to merge a computation with its repetition (`prevent_cse=True`, the
+# default). XLA's CPU compiler merges the two gathers anyway. So this page cannot show whether a TPU or a GPU
+# gathers twice then: count the all-gathers of a program that is compiled for your chip.
+# </details>
+#
 # ## Communication overlapped with compute
 #
 # A device can receive the next layer's weights while it computes the current layer. Communication that
@@ -648,23 +667,23 @@ def schedule(tokens, prefetch, layers=3):
 
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Three timelines with a compute row and a network row. Without prefetching, matmuls wait for every gather. With prefetching and 8,192 tokens, nearly all communication overlaps. With 1,024 tokens the network is always busy and matmuls wait."}}
-style = dict(alpha=0.6, ec="black", lw=0.6)
-HATCH = {"all-gather": "", "reduce-scatter": "////"}
+style = dict(ec="black", lw=0.6)
+FILL = {"all-gather": blue, "reduce-scatter": "#c3d3e7"}  # a tint of this blue
 figure, panels = plt.subplots(3, 1, figsize=(6.6, 5.4))
 for axes, case in zip(panels, ((8192, False), (8192, True), (1024, True)), strict=True):
     compute, network = schedule(*case)
     for name, start, length in compute:
-        axes.broken_barh([(start, length)], (-0.38, 0.76), fc=lesson.NEUTRAL, **style)
+        axes.broken_barh([(start, length)], (-0.38, 0.76), fc="#b0b0b0", **style)
         axes.text(start + length / 2, 0, name, ha="center", va="center", size=8)
     for kind, *span in network:
-        axes.broken_barh([span], (0.62, 0.76), fc=blue, hatch=HATCH[kind], **style)
+        axes.broken_barh([span], (0.62, 0.76), fc=FILL[kind], **style)
     end, busy = sum(network[-1][1:]), sum(length for *_, length in compute)
     kind = f"{case[0]:,} tokens per GPU, {'' if case[1] else 'not '}prefetched"
     axes.set_title(f"{kind}: {end:.1f} ms, {1 - busy / end:.0%} exposed")
     axes.set(yticks=(0, 1), yticklabels=("compute", "network"), ylim=(1.6, -0.6))
 panels[-1].set_xlabel("ms")
-boxes = [plt.Rectangle((0, 0), 1, 1, fc=blue, hatch=h, **style) for h in HATCH.values()]
-figure.legend(boxes, HATCH, loc="outside lower center", ncols=2, fontsize=9)
+boxes = [plt.Rectangle((0, 0), 1, 1, fc=fill, **style) for fill in FILL.values()]
+figure.legend(boxes, FILL, loc="outside lower center", ncols=2, fontsize=9)
 title = "Prefetched gathers overlap with compute, if there is enough of it"
 figure.suptitle(title, x=0.02, ha="left")
 
@@ -695,8 +714,11 @@ lesson.predicted("an H100 needs", my_prediction, enough, "tokens", within=0.25)
 assert enough == 1792
 
 # %% [markdown]
-# The planner adds up all matmuls and collectives of the model. By hand, take a layer of W weights and N
-# tokens per device:
+# The planner adds up all matmuls and collectives.
+#
+# ### The rule and its assumptions
+#
+# By hand, take a layer of W weights and N tokens per device:
 #
 # | | communication | compute |
 # |---|---|---|
@@ -707,19 +729,18 @@ assert enough == 1792
 # = 2,198. The planner's number is lower, because eight devices send only 7/8 of W, and attention has
 # matmuls without weights.
 #
-# ### The rule and its assumptions
-#
 # Compute takes longer than communication if **N > peak FLOP/s / bandwidth**. The rule assumes two
-# all-gathers and a reduce-scatter in bf16, no recomputation, a dense model and full bandwidth. On v5p it
-# gives 459e12 / 540e9 = 850 tokens, if a gather uses all six links of a chip, 90 GB/s each. If an
-# assumption changes, so does the number: chapter [09](09_choose.ipynb) has all thresholds on one sheet, with
-# their assumptions. The rule also leaves out latency. On a 4x4x4 slice, six hops take about 6 µs, in which
-# a chip can send 3 MB. Smaller gathers take as long.
+# all-gathers and a reduce-scatter in bf16, no recomputation, a dense model and full bandwidth. A TPU v5p
+# has a peak of 459 TFLOP/s and six links of 90 GB/s. If a gather uses all six, the rule gives 459e12 /
+# 540e9 = 850 tokens. Chapter [09](09_choose.ipynb) has all thresholds on one sheet, with their assumptions.
+# The rule also leaves out latency. On a 4x4x4 slice, six hops take about 6 µs, in which a chip can send 3
+# MB. Smaller gathers take as long.
 #
 # Count the tokens of one *microbatch*, because each microbatch gathers again. To avoid that, keep the
-# gathered weights for the whole step (`work.gather=step`), for 6 more bytes per parameter: bf16 weights and
-# unsharded float32 gradients. The rule also limits the number of devices: 4 million tokens are enough for 4e6
-# / 850 = 4,700 v5p chips. Beyond that, you need an axis that splits the matmuls of a token (chapter 04).
+# gathered weights for the whole step (`work.gather=step`), for 6 more bytes per parameter: 2 for gathered
+# bf16 weights, and 4 for unsharded float32 gradients. The rule also limits the number of devices: 4 million
+# tokens are enough for 4e6 / 850 = 4,700 v5p chips. Beyond that, you need an axis that splits the matmuls
+# of a token (chapter 04).
 
 # %% [markdown]
 # ## Hybrid sharding, in the model
@@ -903,7 +924,7 @@ for nothing in (slice_of_sum, lambda x: None, ...):
 # ## Left to the compiler
 #
 # `jax.jit` can do this from one device's code and the shardings of its inputs and outputs. The compiler
-# then has to find the collectives. These are the bytes sent in a step with one microbatch:
+# has to find the collectives. These are the bytes sent in a step with one microbatch:
 
 
 # %% tags=["hide-input"]
@@ -1196,10 +1217,10 @@ print(check_mend(train))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# Adam works entry by entry, so it may run on shards. Newton-Schulz is an operation on the whole matrix: `x @
-# x.T` combines every row with every other row, and the norm and the scale belong to the whole matrix, too.
-# `orthogonalized` gets this device's rows and makes *their* singular values 1. Gather the momentum first,
-# then take your shard of the result:
+# Adam updates each entry by itself, so it may run on shards. Newton-Schulz is an operation on the whole
+# matrix: `x @ x.T` combines every row with every other row, and the norm and the scale belong to the whole
+# matrix, too. `orthogonalized` gets this device's rows and makes *their* singular values 1. Gather the
+# momentum first, then take your shard of the result:
 #
 # ```python
 # def update_of(m_dF):
