@@ -12,7 +12,7 @@
 # page even *below* that of the correct run.
 #
 # *Prerequisites:* chapters 01 (`shard_map`, the collectives) and 03 (FSDP). *Mesh:* `tensor=4`, simulated.
-# *Runs in* 55 s on 2 cores. *Reading takes* 60 minutes with the exercises.
+# *Runs in* 55 s on 2 cores. *Reading takes* 30 minutes, 60 with the exercises.
 
 # %% tags=["hide-input"]
 from devices import simulate_devices
@@ -66,7 +66,8 @@ left, right = plt.gcf().axes[2:]
 for bar in left.collections[2:]:
     bar.set_facecolor(lesson.COLORS["fsdp"])
 left.text(4.5, 1, "overlapped", ha="center", va="center", size=8)
-says = f"{8 * half:.1f} ms of compute", f"{11 * stream_ms:.1f} ms exposed"
+says = (f"{8 * half:.1f} ms of compute, between",
+        f"{11 * stream_ms:.1f} ms of exposed gathers\nand reduce-scatters")  # fmt: skip
 for y, text in enumerate(says):
     right.text(at + 0.2, y, text, va="center", size=8)
 
@@ -86,31 +87,20 @@ assert 4.3 < 4 * forward / at < 4.6
 # > **Predict.** Four sequences instead of one: how many times as many bytes does a device send *for each
 # > FLOP* that it computes, with tensor parallelism?
 
-# %%
-n, D, F, TENSOR = 4, 12, 48, "tensor"
-columns, rows, everywhere = P(None, TENSOR), P(TENSOR, None), P()
-
-
-def devices(n):
-    return jax.make_mesh((n,), (TENSOR,), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def on_devices(function, ins, outs=everywhere, n=n):
-    """Compile a function of one device's shards; `ins` are the arguments' specs."""
-    split = jax.shard_map(function, mesh=devices(n), in_specs=ins, out_specs=outs)
-    return jax.jit(split)
-
+# %% tags=["hide-input"]
+mesh = jax.make_mesh((4,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+pair = lambda w_Df, w_fD, x_ND: psum(jax.nn.gelu(x_ND @ w_Df) @ w_fD, "tensor")
+specs = dict(in_specs=(P(None, "tensor"), P("tensor"), P()), out_specs=P())
+program = jax.jit(jax.shard_map(pair, mesh=mesh, **specs))
+per_flop = []
+for sequences in (1, 4):
+    shapes = [jnp.zeros(shape) for shape in ((12, 48), (48, 12), (16 * sequences, 12))]
+    found = lesson.compiled(program, mesh, *shapes)
+    per_flop.append(found.total.wire_bytes / found.flops)
+times = per_flop[1] / per_flop[0]
 
 # %%
 my_prediction = None  # times
-pair = lambda w_Df, w_fD, x_ND: psum(jax.nn.gelu(x_ND @ w_Df) @ w_fD, TENSOR)
-per_flop = []
-for sequences in (1, 4):
-    shapes = [jnp.zeros(shape) for shape in ((D, F), (F, D), (16 * sequences, D))]
-    program = on_devices(pair, (columns, rows, everywhere))
-    found = lesson.compiled(program, devices(n), *shapes)
-    per_flop.append(found.total.wire_bytes / found.flops)
-times = per_flop[1] / per_flop[0]
 lesson.predicted("bytes per FLOP, 4 sequences / 1", my_prediction, times, "times")
 
 # %% tags=["remove-cell"]
@@ -127,6 +117,20 @@ assert times == 1
 # devices. Each device stores a quarter of `w` and does a quarter of the work. You can shard a matrix by
 # columns (*column-parallel* in Megatron-LM) or by rows (*row-parallel*). An array's name ends with its dims;
 # a lower-case letter is one device's shard: f = F/n, d = D/n.
+
+# %%
+n, D, F, TENSOR = 4, 12, 48, "tensor"
+columns, rows, everywhere = P(None, TENSOR), P(TENSOR, None), P()
+
+
+def devices(n):
+    return jax.make_mesh((n,), (TENSOR,), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def on_devices(function, ins, outs=everywhere, n=n):
+    """Compile a function of one device's shards; `ins` are the arguments' specs."""
+    split = jax.shard_map(function, mesh=devices(n), in_specs=ins, out_specs=outs)
+    return jax.jit(split)
 
 
 # %%
@@ -279,19 +283,23 @@ def rows_then_columns(w_up_dF, w_down_Fd, x_Nd):
     return gelu(psum(x_Nd @ w_up_dF, TENSOR)) @ w_down_Fd
 
 
-my_prediction = None  # times
+# %% tags=["hide-input"]
 cut = {columns_then_rows: (columns, rows, everywhere, everywhere),
        rows_then_columns: (rows, columns, columns, columns)}  # fmt: skip
-sends = []
+sends, kinds = [], []
 for function, (*ins, out) in cut.items():
     network = on_devices(function, tuple(ins), out)
     assert lesson.same(network(*start, x_ND), dense(*start, x_ND))
     found = lesson.compiled(network, mesh, *start, x_ND)
     sends.append(found.total.wire_bytes)
-    lesson.listed(found)
+    kinds.append(found)
 times = sends[1] / sends[0]
-what = "rows, then columns / columns, then rows"
-lesson.predicted(what, my_prediction, times, "times")
+
+# %%
+my_prediction = None  # times
+for found in kinds:
+    lesson.listed(found)
+lesson.predicted("rows first / columns first", my_prediction, times, "times")
 
 # %% tags=["remove-cell"]
 assert times == F / D
@@ -299,13 +307,16 @@ assert times == F / D
 # %% [markdown]
 # The bytes sent are computed for a ring (chapter 01). Megatron-LM uses columns, then rows.
 #
-# **Attention is the same kind of pair.** The matrices for queries, keys and values are sharded by columns,
+# ### Attention is the same kind of pair
+#
+# The matrices for queries, keys and values are sharded by columns,
 # the output matrix by rows. Between them is a softmax. It is not linear, but it needs only one head at a
-# time, so each device gets *whole heads*. If you sharded the width K of a head, each score would be a partial
-# sum before a softmax. The limit is the number of key and value heads, often 8. Beyond it, a library raises
-# an error or [replicates them](https://docs.vllm.ai/en/v0.9.2/api/vllm/model_executor/models/gemma.html).
-# Code inside `shard_map` must count its own heads: a model merged into vLLM used the total number, every shape
-# fit, and the output was wrong ([PR 39707](https://github.com/vllm-project/vllm/pull/39707)).
+# time, so each device gets *whole heads*. If you sharded the width K of a head, each score would be a
+# partial sum before a softmax. The limit is the number of key and value heads, often 8. Beyond it, a
+# library raises an error or [replicates
+# them](https://docs.vllm.ai/en/v0.9.2/api/vllm/model_executor/models/gemma.html). Code inside `shard_map`
+# must count its own heads: a model merged into vLLM used the total number, every shape fit, and the output
+# was wrong ([PR 39707](https://github.com/vllm-project/vllm/pull/39707)).
 #
 # ## Sequence parallelism between blocks
 #
@@ -330,9 +341,11 @@ def holdings(axes, left, y, i, look):
         part = left, y + 0.9 * (1 - (i + 1) / n), 1, 0.9 / n
     elif look == 2:
         part = left + i / n, y, 1 / n, 0.9
-    fill = {"fc": red, "alpha": 0.65, "ec": "k"}
-    fill |= {"alpha": 0.2, "hatch": "///"} if look == 3 else {}
-    axes.add_patch(plt.Rectangle(part[:2], *part[2:], **fill))
+    fill = "#f3cfd0" if look == 3 else "#e08486"  # tints of the color of `tensor`
+    axes.add_patch(plt.Rectangle(part[:2], *part[2:], fc=fill, ec="k"))
+    if look == 3:
+        centered = dict(ha="center", va="center", size=8)
+        axes.text(left + 0.5, y + 0.45, "partial\nsum", **centered)
 
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four devices, one per column: each holds a quarter of the positions; after the gather all positions; then a quarter of the heads or hidden units; a full-size partial sum; after the reduce-scatter a quarter of the positions again."}}
@@ -352,7 +365,7 @@ axes.set(xlim=(0, 7.5), ylim=(-4.9, 1.3), title=title)
 axes.axis("off")
 
 # %% [markdown]
-# The figure shows half of a transformer block: attention or the MLP. Hatching marks a partial sum.
+# The figure shows half of a transformer block: attention or the MLP.
 #
 # ## The program by hand
 #
@@ -423,9 +436,7 @@ print(f"loss {found[0]:.5f}, and {len(found[1])} gradients match a single-device
 
 # %% [markdown]
 # The program contains no collectives for gradients. JAX derives them: the backward pass of a gather is a
-# reduce-scatter, and vice versa. The norms' gains are replicated, but each device normalizes different
-# positions. So the gradients of the gains are partial sums, and JAX adds them. (Megatron-LM [does that in its
-# optimizer](https://github.com/NVIDIA/Megatron-LM/pull/236).)
+# reduce-scatter, and vice versa. JAX also adds the gradients of the norms' gains.
 #
 # > **Predict.** The block's forward pass has two gathers and two reduce-scatters. How many gathers and
 # > reduce-scatters does a training step have in total, if it saves only the block's input and recomputes the
@@ -517,8 +528,7 @@ def nats(w_Dv, x_ND, targets_N):
 # > **Predict.** `llama3_8b` has V = 128,256 and D = 4,096. At tensor=4 and in float32, how many times as many
 # > bytes does a device send in the forward pass if it gathers the logits?
 
-# %%
-my_prediction = None  # times
+# %% tags=["hide-input"]
 cut, tokens_N = (columns, everywhere, everywhere), np.arange(N) % F
 shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
 llama = shape(4096, 128_256), shape(1024, 4096), jax.ShapeDtypeStruct((1024,), int)
@@ -528,8 +538,11 @@ for function in (nats_gathered, nats):
     both.append(program(w_up_DF, x_ND, tokens_N))
     sent.append(lesson.compiled(program, mesh, *llama).total.wire_bytes)
 assert lesson.same(*both)
-print(f"for 1,024 tokens: gathered {sent[0]:,} bytes, three numbers {sent[1]:,}")
 times = sent[0] / sent[1]
+
+# %%
+my_prediction = None  # times
+print(f"for 1,024 tokens: gathered {sent[0]:,} bytes, three numbers {sent[1]:,}")
 lesson.predicted("gathered logits / three numbers", my_prediction, times, "times")
 
 # %% tags=["remove-cell"]
@@ -546,8 +559,8 @@ assert times == 128_256 / 6
 #
 # - compute is 8 FLOPs per parameter and token (2 forward, 2 recomputed, 4 backward), shared by n devices:
 #   **8 · parameters · N / (n · peak)** seconds;
-# - communication is 11 gathers or reduce-scatters of the residual stream, each of which sends (n - 1)/n · 2 N D
-#   bytes: **22 (n - 1) N D / (n · bandwidth)** seconds.
+# - communication is 11 gathers or reduce-scatters of the residual stream, each of which sends (n - 1)/n · 2
+#   N D bytes: **22 (n - 1) N D / (n · bandwidth)** seconds.
 #
 # Their ratio is (11/4) (n - 1) · (D / parameters) · (peak / bandwidth): no batch size changes it. So the rule
 # limits n. Communication takes as long as compute at **n = 1 + (4/11) · (parameters / D) · (bandwidth /
@@ -573,9 +586,9 @@ for chips, m, n_ in (("v5p:4x4x4", 16, 4), ("h100:8", 1, 8)):
     assert abs(planned / ruled - 1) < 0.1, "rule and planner disagree"
 
 # %% [markdown]
-# The planner also counts attention's scores, and the recomputation leaves out the MLP's last matmul. It counts
-# logits too (left out here): they add 8% to the compute of `llama3_8b`, and 41% to that of the narrow
-# `dense_124m`.
+# The planner differs from the rule in two ways. It adds the compute of attention's scores. And it knows that
+# recomputation skips the MLP's last matmul. The logits are left out here: they add 8% to the compute of
+# `llama3_8b`, and 41% to that of the narrow `dense_124m`.
 #
 # So `tensor` slows down a step that has enough tokens for FSDP, because FSDP's communication can overlap
 # completely. It is faster if each chip has few tokens. Chapter 09 has one sheet, "Thresholds", with the
@@ -619,7 +632,7 @@ assert round(hop_tokens) == 59
 #
 # A matmul after a gather waits for the last byte, but for a device's own positions it needs no communication.
 # So send the positions around a ring in chunks, and multiply each chunk when it arrives. This is called a
-# collective matmul (the page "The timeline of a layer" shows both versions):
+# collective matmul ([The timeline of a layer](../layer_timeline.md) shows both versions):
 
 
 # %%
@@ -642,15 +655,15 @@ for function in (gathered, in_turn):
     lesson.listed(lesson.compiled(run, devices(n), x_ND, w_up_DF))
 
 # %% [markdown]
-# The ring sends the same bytes in n - 1 messages (`ppermute`), and each message overlaps with a matmul. With
-# f columns per device, the matmul of t positions takes 2 t D f / peak seconds, and sending them takes 2 t D /
-# bandwidth. So the communication can overlap fully if **f > peak / bandwidth**, the ratio printed above: 2,550
-# columns on v5p, 2,198 on H100. At tensor=2, `llama3_8b` has 14,336 columns per device in the MLP's gate and up
-# matrices, and 3,072 for queries, keys and values.
+# The ring sends the same bytes in n - 1 messages (`ppermute`), and each message overlaps with a matmul.
+# With f columns per device, the matmul of t positions takes 2 t D f / peak seconds, and sending them takes
+# 2 t D / bandwidth. So the communication can overlap fully if **f > peak / bandwidth**, the ratio printed
+# above: 2,550 columns on v5p, 2,198 on H100. At tensor=2, `llama3_8b` has 14,336 columns per device in the
+# MLP's gate and up matrices, and 3,072 for queries, keys and values.
 #
 # The time saved is less than that, because n small matmuls take longer than a large one. These step times
 # compare the ring with the gather. They are simulated from the TPU compiler's schedule, not measured on a
-# chip (the page "How the planner estimates step time" has the command):
+# chip ([How the planner estimates step time](../seconds.md) has the command):
 #
 # - `llama3_8b`, v5p, `fsdp=16,tensor=2`: 0.739 s against 0.754, 2% less;
 # - `moe1b`, v4, `stage=2,fsdp=8,tensor=2`: 0.418 s against 0.470, 11% less;
@@ -1040,7 +1053,6 @@ def gradients(w, x_BtD, y_BtD):
         return errors / (x_BtD.size * jax.lax.axis_size(TENSOR))
 
     loss, grads = jax.value_and_grad(loss)(w)
-    # gains are replicated, and each device has normalized other positions
     added = lambda g: psum(g, TENSOR) if g.ndim == 1 else g
     return loss, jax.tree.map(added, grads)
 
@@ -1169,7 +1181,10 @@ print(check_gradients(gradients))
 # was not added. The loss fell for thousands of steps, and the validation loss was 3.741 instead of 2.640
 # after 5,000 ([#35](https://github.com/bigcode-project/Megatron-LM/issues/35),
 # [#37](https://github.com/bigcode-project/Megatron-LM/pull/37)). In 2026 Megatron-LM had it for the shared
-# rotary key of latent attention ([#6839](https://github.com/NVIDIA/Megatron-LM/pull/6839)).
+# rotary key of latent attention ([#6839](https://github.com/NVIDIA/Megatron-LM/pull/6839)). In the by-hand
+# program, JAX adds the gradients of the gains for the same reason: gains are replicated, but each device
+# normalizes different positions. Megatron-LM [does that in its
+# optimizer](https://github.com/NVIDIA/Megatron-LM/pull/236).
 # </details>
 
 
