@@ -46,6 +46,16 @@ orders = schedules.simulate(schedules.one_f_one_b(8, sequences), 1, 1, 1)
 first = [(op, *span) for (op, s), span in orders.spans.items() if s == 0]
 fold = 8 * eighth  # the forward pass of a device, in both halves
 
+
+def label_passes(ax):
+    """Darken the backward passes."""
+    for bar, (op, *_) in zip(ax.collections, first, strict=False):
+        bar.set_alpha(1 if op.kind == "B" else 0.4)
+    says = "GPU 0: forward, dark: backward"
+    ax.text(24 * unit, -0.45, says, ha="center", size=8)
+    ax.set_ylim(1.6, -0.9)
+
+
 # %% tags=["hide-input"] mystnb={"image": {"alt": "With data parallelism, each GPU holds 34 GiB and computes for 87 ms while gradients are reduced. With a pipeline, GPUs hold 4 to 8 GiB, send little, but are idle for 38 of 125 ms."}}
 before = opening.Scene(
     "Data parallel: all layers everywhere",
@@ -64,12 +74,14 @@ for bar in left.collections[2:]:
     bar.set_facecolor(lesson.COLORS["data"])
 left.text(fold / 2, 1, "all-reduce:", ha="center", va="center", size=8)
 idle = right.text(15 * unit, 0, "idle", ha="center", va="center", size=8)
+label_passes(right)
 
 # %% [markdown]
 # Both halves show eight layers of Llama 3 8B, in a step on 16 sequences of 4,096 tokens, on a node of 8 H100s.
 # Times are arithmetic at peak speed (989 TFLOP/s, and a **bandwidth** of 450 GB/s). At left, each GPU stores
-# all layers, computes 2 sequences, and all-reduces gradients. At right, GPU 0 has the first layer and computes
-# all 16 sequences, one at a time. Its **communication**, 16 activations of 34 MB, is hardly visible.
+# all layers, computes 2 sequences, and all-reduces gradients. At right, the timeline is that of GPU 0: it has
+# the first layer and computes all 16 sequences, one at a time. It sends 16 activations of 34 MB. Each takes
+# 0.07 ms, which you hardly see.
 #
 # Below, four stages run on four devices, in time steps called *ticks*. In a tick, a stage processes one
 # microbatch, and then sends its output to the next stage.
@@ -78,8 +90,8 @@ idle = right.text(15 * unit, 0, "idle", ha="center", va="center", size=8)
 #
 # ## One program for all stages
 #
-# Take four layers `x + tanh(x @ w)`, one for each device along the mesh axis `stage`, and 32 rows of width D.
-# There are n = 4 stages and as many layers (L in the names of arrays; l is this device's one layer). The rows
+# Take four layers `x + tanh(x @ w)`, one per device along the mesh axis `stage`, and 32 rows of width D.
+# There are n = 4 stages. In array names, L is all 4 layers, and l those of one device: a single one. The rows
 # come in Z = 8 microbatches of N = 4 rows. You can paste the next three cells into an empty file.
 #
 # %% tags=["by-hand"]
@@ -240,7 +252,9 @@ def paint(ax, name):
         color, _ = LOOK[op.kind]
         height = 0.55 if op.chunk else 0.9
         ax.barh(s, end - start, height, start, color=color, edgecolor="k", lw=0.6)
-        ax.text((start + end) / 2, s, op.microbatch, ha="center", va="center", size=7)
+        if name != "interleaved":  # its boxes are too narrow for a number
+            middle = (start + end) / 2
+            ax.text(middle, s, op.microbatch, ha="center", va="center", size=7)
     ax.set(title=f"{SAYS[name]}: {alone[name].makespan:g} units", xlim=(0, 33.2))
     ax.set(yticks=range(n), ylabel="stage")
     ax.invert_yaxis()
@@ -259,7 +273,7 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 # In all four schedules, each stage does 24 units of work. The rest is idle time, which you can derive:
 #
 # - **GPipe, 1F1B.** The first microbatch reaches the last stage after n - 1 forward passes, and the last
-#   gradient comes back over n - 1 backward passes. So each stage is idle for (n - 1)(1 + 2) = 9 units. 1F1B
+#   gradient returns over n - 1 backward passes. So each stage is idle for (n - 1)(1 + 2) = 9 units. 1F1B
 #   (after a few forward passes, one backward pass follows each forward pass) is *not* faster. But its stages
 #   save only 4, 3, 2 and 1 microbatches, for any Z.
 # - **Interleaved.** Each stage has v smaller *chunks* of layers (virtual stages): with v = 2, stage 0 of 4
@@ -277,27 +291,37 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 # one forward pass (F), then one backward pass (B), and a tick lasts as long as its busiest stage: 3 units if
 # any stage does both. GPipe still takes 33 units.
 #
-# > **Predict.** How many units does 1F1B take in lock-step? (Without, it takes 33. Stage 0 has at most four
-# > microbatches in flight. In which tick is the first of them back, so that a fifth can start?)
+# > **Predict.** In 1F1B, the order of stage 0 is F0 F1 F2 F3 B0 F4 B1 F5 .. In lock-step, F0 is in tick 0. In
+# > which tick is F4? (The last stage does F0 and B0 in the same tick.)
 #
-# %%
-my_prediction = None  # units
+# %% tags=["hide-input"]
 in_step = {name: schedules.lock_step(x, 1, 1, 1) for name, x in published.items()}
-lesson.predicted("1F1B in lock-step", my_prediction, in_step["1f1b"], "units")
+ticks = schedules.assign_ticks(published["1f1b"])  # [tick][stage]: operations
+tick_of_F4 = next(i for i, row in enumerate(ticks) if schedules.Op("F", 4) in row[0])
+
+# %%
+my_prediction = None  # number of the tick
+lesson.predicted("F4 on stage 0 is in tick", my_prediction, tick_of_F4)
 print(draw.format_table(published["1f1b"]), "\n")
-print("in lock-step:", in_step)
+print("units in lock-step:", in_step)
 
 # %% tags=["remove-cell"]
-assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48
+assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48 and tick_of_F4 == 7
+kinds = [{"".join(op.kind for op in cell) for cell in row} for row in ticks]
+assert [("FB" in one, "F" in one) for one in kinds[:3]] == [(False, True)] * 3
+assert all("FB" in one for one in kinds[3:16]) and len(kinds) == 19
+assert not any("F" in "".join(one) for one in kinds[16:])
 
 # %% [markdown]
-# Each column is a tick. Stage 0 does F0 in tick 0. Its output needs 3 ticks to reach the last stage, and the
-# gradient 3 ticks back: B0 is in tick 6. Until then the published schedule allows stage 0 only 4 microbatches
-# in flight. Within a tick, F comes before B, so F4 waits until tick 7. That is 4 microbatches in 7 ticks. In
-# each of these ticks some stage does both F and B.
+# Each column is a tick. The output of F0 needs 3 ticks to reach the last stage, and the gradient 3 ticks back:
+# B0 is in tick 6. Within a tick, F comes before B, so F4 waits until tick 7.
 #
-# To process a microbatch in every tick, you need 7 of them in flight. Let stage s do F of microbatch m in
-# tick m + s, as before, and B as soon as the gradient can arrive, in tick m + 2(n - 1) - s:
+# ### More microbatches in flight
+#
+# So 1F1B takes 48 units instead of 33: 3 ticks have only F, 13 have both in some stage, and 3 have only B, 3 +
+# 39 + 6 units. To start a microbatch in each of the 7 ticks until B0, you need 7 in flight. Let stage s do F of
+# microbatch m in **tick m + s**, as before, and B as soon as the gradient can arrive, in **tick m + 2(n - 1) -
+# s**:
 #
 # %%
 ahead = {name: schedules.schedule(name, n, Z, v, lead=2) for name, v in names.items()}
@@ -311,16 +335,20 @@ assert schedules.lock_step(ahead["1f1b"], 1, 1, 1) == 33
 
 # %% [markdown]
 # 1F1B is now as fast as GPipe again, and saves 7 microbatches instead of 4, for any Z. (`lead=2`: each stage is
-# twice as far ahead of the next as in the published schedule.) Megatron-LM and PyTorch run a separate program
-# for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374) does so for JAX. They avoid lock-step, but need
-# a scheduler on the hosts.
+# twice as far ahead of the next. Stage 0 starts with F0 to F6, stage 1 with F0 to F4.) Megatron-LM and PyTorch
+# run a separate program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374) does so for JAX. They
+# avoid lock-step, but need a scheduler on the hosts.
 #
 # ## 1F1B by hand
 #
 # These two formulas are the whole schedule. You can append this function to the program above. The input of a
 # microbatch is saved from its F to its B, less than 2n - 1 ticks, in slot m mod (2n - 1) of a buffer.
-# `jax.vjp` recomputes the stage from the saved input. On the last stage, F and B of a microbatch are in the
-# same tick, and the backward pass starts from the loss:
+# `jax.vjp` recomputes the stage from it. On the last stage, F and B of a microbatch are in the same tick, and
+# the backward pass starts from the loss:
+#
+# | `kept` | `pull` | `back_ND` | `value` | `real` |
+# |---|---|---|---|---|
+# | saved inputs | the backward pass of the stage | gradient that the next stage sent | loss of the microbatch | whether the stage has a B in this tick |
 #
 #
 # %%
@@ -449,9 +477,9 @@ for axis in ("fsdp", "tensor", "stage"):
 
 # %% [markdown]
 # Every layer communicates along `tensor` and `fsdp`. Along `stage`, each device sends 2 messages in each of 6
-# ticks. The other bytes along `stage` are for the loss and for the
-# gradients of the two vocabulary tables (embedding and unembedding). All stages share the work on the loss;
-# otherwise they would wait while the last stage computes the logits.
+# ticks, 12 in all. The other 10 collectives are for the loss and the gradients of the two vocabulary tables
+# (embedding and unembedding). All stages share the work on the loss; otherwise they would wait while the last
+# stage computes the logits.
 #
 # ## When a pipeline pays off
 #
@@ -526,8 +554,8 @@ axes.set(title="Over a slow network, a pipeline is faster for small batches")
 legend = axes.legend(loc="upper center")
 
 # %% [markdown]
-# Formula and curves agree. (No communication overlaps with compute here. Overlap would help `data` more,
-# because its one all-reduce can run during the backward pass.) With 400 Gbit/s for each GPU, the planner's
+# Formula and curves agree. (Nothing overlaps here. Overlap would help `data` more, because its one all-reduce
+# can run during the backward pass.) With 400 Gbit/s for each GPU, the planner's
 # default for H100, or inside a single node, the bubble takes longer than what the stages save:
 #
 # %% tags=["hide-input"]
@@ -556,8 +584,8 @@ for on, splits in {
 # Memory alone is no reason: `fsdp` shards parameters, gradients and optimizer state, too. And use enough
 # microbatches: with Z = n = 4 the bubble is 3/7 of the time.
 #
-# Nothing here was measured on accelerators. Bubbles are computed from schedules; ticks, sends, bytes and
-# memory come from the compiled program.
+# Nothing here was measured on accelerators. Bubbles are computed from schedules; sends, bytes and memory come
+# from the compiled program.
 #
 # %% [markdown]
 # ## Exercise 1: the missing stage
@@ -826,9 +854,9 @@ for one, messages in (("gpipe", 18), ("1f1b", 20)):
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague trains a small language model whose embedding and output head are the same table (*tied*, as in
-# GPT-2). It predicts the next token, with 1F1B as above: the first stage looks the tokens up, and the last
-# one computes logits and loss. All stages run the same program, so each has a layer and a table.
+# A colleague trains a small language model, built like GPT-2. It predicts the next token, with 1F1B as above:
+# the first stage looks the tokens up, and the last one computes logits and loss. All stages run the same
+# program, so each has arrays of the same shapes.
 #
 #
 # %%
@@ -886,7 +914,7 @@ def adam(state, loss_and_grads, rate=0.01):
 
 
 def to_stages(w):
-    """What each stage stores, stacked: its layer and the table."""
+    """What each stage stores, stacked."""
     return {"layer_DD": w["layer_LDD"], "table_VD": np.stack([w["table_VD"]] * n)}
 
 
@@ -1005,8 +1033,8 @@ print(check_gradients(gradients))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The table is one array that the model uses twice, so its gradient is the sum of two parts. The first stage
-# has the lookup's part and the last stage has the head's. Add them before the optimizer:
+# The table is one array that the model uses twice (*tied* embeddings), so its gradient is the sum of two
+# parts. The first stage has the lookup's part and the last stage has the head's. Add them before the optimizer:
 #
 # ```python
 # grads["table_VD"] = jax.lax.psum(grads["table_VD"], "stage")  # after the scan
