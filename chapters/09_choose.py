@@ -5,7 +5,7 @@
 # mesh for a model, a batch size and a number of chips, first by hand and then with the planner. It collects
 # all thresholds of the guide on one sheet.
 #
-# Why does it matter? Two meshes on the same chips give the same losses, but one can take ten times as long as
+# Why does it matter? Two meshes on the same chips give the same losses, but one can take three times as long as
 # the other. Nothing fails. You notice only when the bill arrives.
 #
 # *Prerequisites:* chapters 00 (rooflines), 03 (FSDP), 04 (tensor), 05 (stages). *Mesh:* none; this page plans
@@ -50,6 +50,7 @@ sends = [("", start, gather_ms) for start in (0, 2 * pair_ms, 4 * pair_ms)]
 gathered = dict.fromkeys(("weights", "gradients"), 2 * W / 2**30)  # bfloat16
 states = {name: size + gathered.get(name, 0) for name, size in states.items()}
 fast = opening.Scene("fsdp=8", states, passes, sends)
+ratio = (8 * exchange_ms / 8) / (3 * gather_ms)  # of the first prediction
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "tensor=8 needs 0.4 GiB per GPU for a layer, but its compute waits for eight exchanges and takes 19 ms; fsdp=8 needs 1.2 GiB, and its three transfers overlap with 11 ms of compute."}}
 opening.before_after(slow, fast, "Two valid meshes: same loss, other time", "fsdp")
@@ -57,15 +58,15 @@ for bar in plt.gcf().axes[2].collections[4:]:
     bar.set_facecolor(lesson.COLORS["tensor"])
 
 # %% [markdown]
-# One layer of Llama 3 8B, 65,536 tokens, eight H100s. Times are arithmetic at peak speed. With `tensor`, the
-# matmuls wait for activations. With `fsdp`, the next weights are sent during the matmuls.
+# One layer of Llama 3 8B, 65,536 tokens, eight H100s. Memory (top): both shard 16 bytes per parameter, and
+# `fsdp` adds gathered weights and unsharded gradients. Times are arithmetic at peak speed. With `tensor`
+# (red), the matmuls wait for activations. With `fsdp` (blue), the next weights are sent during the matmuls.
 #
 # > **Predict.** Here `tensor=8` sends for 8 x 1.04 ms, and `fsdp=8` for 3 x 0.85 ms. With an eighth of the
 # > tokens, how many times as long as `fsdp` would `tensor` send?
 
 # %%
 my_prediction = None  # times
-ratio = (8 * exchange_ms / 8) / (3 * gather_ms)
 lesson.predicted("tensor over fsdp", my_prediction, ratio, "times", within=0.02)
 
 # %% tags=["remove-cell"]
@@ -88,9 +89,15 @@ assert 18.9 < now < 19.4 and 10.7 < 6 * pair_ms < 11
 #   backward pass, and its gradient is reduce-scattered, all in bfloat16. **This volume stays the same for
 #   any number of devices.**
 #
-# An H100 has a peak of 989 TFLOP/s. A node of 8 has eight network cards of 50 GB/s. All of them share an
-# all-gather, because each weight enters a node only once: 400 GB/s ([scaling
-# book](https://jax-ml.github.io/scaling-book/gpus)).
+# | device | peak, FLOP/s | memory of a program | links, bytes/s in one direction |
+# |---|---|---|---|
+# | TPU v4 | 275e12 | 30.75 GiB | six of 45e9, on three torus axes |
+# | TPU v5p | 459e12 | 95.74 GiB | six of 90e9, on three torus axes |
+# | H100, 8 per node | 989e12 | 59.7 GiB (64.1 GB): JAX takes 75% of 79.6 GiB | NVLink 450e9 (specified; NCCL reaches 369e9, see 10), network card 50e9 |
+# | B200, 8 per node | 2,250e12 | 134 GiB, 75% too | NVLink 900e9, network card 50e9 |
+#
+# All eight network cards of a node share an all-gather, because each weight enters a node only once: 400 GB/s
+# ([scaling book](https://jax-ml.github.io/scaling-book/gpus)).
 
 # %%
 P, TOKENS, T = 405e9, 2**24, 8192  # parameters, tokens per step, tokens per sequence
@@ -123,14 +130,16 @@ axes.legend(loc="lower left")
 # 2,472 tokens, and compute takes as long as communication. Llama 3 had 1,024 tokens per device, far beyond
 # both limits, so you need other axes.
 #
-# > **Predict.** A B200 has a peak of 2,250 TFLOP/s, and a network card of 50 GB/s like an H100. With `fsdp`
-# > over several nodes of 8, how many tokens per B200 make compute take as long as communication?
+# > **Predict.** With `fsdp` over several nodes of B200s, how many tokens per B200 make compute take as long as
+# > communication?
+
+# %% tags=["hide-input"]
+on = hardware.Topology.parse("b200:16")  # two nodes of eight
+between = hardware.layout(config.MeshConfig(fsdp=16), on)["fsdp"].bytes_per_s
+edge = on.chip.peak_flops_per_s / between
 
 # %%
 my_prediction = None  # tokens
-on = hardware.Topology.parse("b200:16")  # two nodes of eight
-bandwidth = hardware.layout(config.MeshConfig(fsdp=16), on)["fsdp"].bytes_per_s
-edge = on.chip.peak_flops_per_s / bandwidth
 lesson.predicted("a B200 needs", my_prediction, int(edge), "tokens")
 
 # %% tags=["remove-cell"]
@@ -144,7 +153,8 @@ assert edge == 5625, "the chips of plan/hardware.py have changed"
 # ## What each axis costs
 #
 # A model has L layers and model dim D. There are n = n_s n_f n_t devices: n_s along `stage`, n_f along
-# `fsdp` and n_t along `tensor`. N is the tokens of a step divided by n. Per device and step:
+# `fsdp` and n_t along `tensor`. N is the tokens of a step divided by n. A *pass* is a forward and backward pass
+# of one microbatch, the sequences that a device processes together. Per device and step:
 #
 # | item | amount | why |
 # |---|---|---|
@@ -153,10 +163,10 @@ assert edge == 5625, "the chips of plan/hardware.py have changed"
 # | attention scores | as much as all other compute at T = P/(L H K) positions, with H heads of dim K | 57,000 positions for Llama 3 8B (10); proportionally less for shorter T |
 # | `fsdp` | 6 P/(n_s n_t) bytes per pass | two all-gathers and a reduce-scatter, 2 bytes per number; a stage has P/n_s parameters, and `tensor` shards each weight n_t ways (03) |
 # | `tensor` | 22 N D (n_t - 1) L bytes | 11 collectives per layer, 2 bytes per number: 4 forward, 4 backward, 3 recomputed (04) |
-# | `stage` | 4 N D L bytes, if n_s > 1 | forward and backward, 2 bytes per number, if a send follows every layer (05) |
+# | `stage` | 4 N D L bytes at most, if n_s > 1 | forward and backward, 2 bytes per number, if a send follows every layer (05); without interleaving divide by L/n_s. 405B below: 0.17 s, but the planner has 0.77, because its schedule sends both ways in each of 270 ticks (0.36 s), and moves weights and gradients of layers between stages (0.38 s) |
 # | bubble | (n_s - 1)/(Z L/n_s) of the time without the bubble | Z microbatches, and interleaving with one layer per chunk: L/n_s chunks per stage (05) |
 # | `context`, n_c devices | 12 G K T L bytes per sequence, if n_c > 1 | keys and values of G heads: gathered twice, gradients reduce-scattered once; only this device's heads and layers (06) |
-# | `expert`, n_e devices | 8 N D top_k L bytes | dispatch and combine, forward and backward, 2 bytes per number (07) |
+# | `expert`, n_e devices | 8 N D top_k L bytes | dispatch and combine, forward and backward, 2 bytes per number (07); not recomputed, unlike the row of `tensor` |
 #
 # "Per pass" in the `fsdp` row hides a choice: you can keep gathered weights for the whole step. Then Z
 # microbatches need only one gather, but 6 P/(n_s n_t) more bytes of memory: weights in bfloat16, gradients
@@ -165,8 +175,8 @@ assert edge == 5625, "the chips of plan/hardware.py have changed"
 # ## The program by hand
 #
 # The program tries every pair of sizes for `stage` and `tensor`, and compares the fastest mesh with Meta's
-# choice and measurement. You can paste it into an empty file. On a torus, use `torus` instead of `bandwidth`:
-# a group that fills whole torus axes has two links per axis, of 45e9 bytes/s on v4 and 90e9 on v5p.
+# choice and measurement. You can paste it into a file. On a cubic v5p slice, set `bandwidth = torus` (two
+# links per whole torus axis), and `CARD` to one link.
 
 # %% tags=["by-hand"]
 # Llama 3 405B on H100s: https://arxiv.org/abs/2407.21783, tables 3 and 4
@@ -174,8 +184,8 @@ P, L, D, H, G, K = 405e9, 126, 16_384, 128, 8, 128  # heads, KV heads, head dim
 ACTIVE, EXPERTS, TOP_K = P, 0, 0  # parameters per token and in experts; choices
 TOKENS, n, T = 2**24, 16_384, 8_192  # tokens per step; devices; positions
 FLOPS, NVLINK, CARD = 989e12, 450e9, 50e9  # FLOP/s; bytes/s of NVLink, of a card
-NODE, MEMORY = 8, 64e9  # GPUs per node; bytes a program can use (JAX: 75% of the GPU)
-torus = lambda whole_axes, link=90e9: 2 * whole_axes * link  # bytes/s on v5p
+NODE, MEMORY = 8, 64e9  # GPUs per node; bytes: JAX takes 75% of 79.6 GiB
+send_s = lambda size, k, apart: size * (1 - 1 / k) / bandwidth(k, apart)  # 1/k is local
 
 
 def bandwidth(devices, apart):
@@ -185,55 +195,58 @@ def bandwidth(devices, apart):
     return min(max(NODE // apart, 1) * CARD, NVLINK)  # the group's cards in a node
 
 
+def torus(devices, apart, side=4, link=90e9):
+    """The same on a v5p slice of side x side x side chips."""
+    return 2 * link * sum(devices >= side**d for d in (1, 2, 3)) or link
+
+
 # %% tags=["by-hand"]
 def price(n_s, n_t, n_c=1, n_e=1, T=T, rows=1):
     """Seconds of a step by cause; a microbatch has `rows` sequences."""
     n_f, N = n / (n_s * n_e * n_c * n_t), TOKENS / n  # size of fsdp; tokens per device
     Z = TOKENS / T / (n_f * n_e) / rows  # microbatches
-    weights = 6 * (P - EXPERTS + EXPERTS / n_e) / (n_s * n_t)  # sent per gather
+    dense, sparse = (6 * p / (n_s * n_t) for p in (P - EXPERTS, EXPERTS / n_e))
     inputs = 2 * rows * T * D * L / (n_c * n_t)  # of all layers in flight
-    gathers = 1 if 16 * P / n + weights + inputs < MEMORY else Z
-    scores = T * L * H * K / ACTIVE  # FLOPs of attention scores over all others
-    keys = 12 * K * max(G / n_t, 1) * T * rows * Z * L / n_s * (n_c - 1) / n_c
+    gathers = 1 if 16 * P / n + dense + sparse + inputs < MEMORY else Z
+    gather = send_s(dense, n_f * n_e * n_c, n_t) + send_s(sparse, n_f * n_c, n_e * n_t)
+    link = NVLINK if n_e * n_c * n_t <= NODE else CARD  # each GPU's own: all-to-all
     causes = dict(
-        compute=8 * ACTIVE * N * (1 + scores) / FLOPS,
-        fsdp=gathers * weights / bandwidth(n_f * n_e * n_c, n_t),
-        expert=8 * N * D * TOP_K * L * (1 - 1 / n_e) / bandwidth(n_e, n_c * n_t),
-        context=keys / bandwidth(n_c, n_t),
+        compute=8 * N * (ACTIVE + T * L * H * K) / FLOPS,  # with attention scores
+        fsdp=gathers * gather,
+        expert=8 * N * D * TOP_K * L * (1 - 1 / n_e) / link,
+        context=send_s(12 * K * max(G / n_t, 1) * T * rows * Z * L / n_s, n_c, n_t),
         tensor=22 * N * D * (n_t - 1) * L / bandwidth(n_t, 1),
         stage=4 * N * D * L / CARD * (n_s > 1),
     )
     busy = sum(s for cause, s in causes.items() if cause not in ("fsdp", "stage"))
-    return n_s <= Z, causes | dict(bubble=busy * (n_s - 1) / (Z * L / n_s))
+    causes["bubble"] = busy * (n_s - 1) / (Z * L / n_s)
+    return n_f >= 1 and n_s <= Z, causes  # a pipeline needs n_s microbatches
 
 
 # %% tags=["by-hand"]
-total = {}
-for mesh in [(n_s, n_t) for n_s in (1, 2, 4, 8, 16, 32) for n_t in (1, 2, 4, 8, 16)]:
-    enough, causes = price(*mesh)  # a pipeline needs n_s microbatches
-    if enough:
-        total[mesh] = sum(causes.values())
+sizes = [(n_s, n_t) for n_s in (1, 2, 4, 8, 16, 32) for n_t in (1, 2, 4, 8, 16)]
+prices = {mesh: price(*mesh) for mesh in sizes}
+total = {mesh: sum(s.values()) for mesh, (legal, s) in prices.items() if legal}
 for n_s, n_t in sorted(total, key=total.get)[:4]:
-    print(f"stage={n_s}, tensor={n_t}: {total[n_s, n_t]:.2f} s at best")
-chosen = min(total, key=total.get)
+    print(f"stage={n_s}, tensor={n_t}: {total[n_s, n_t]:.2f} s by hand")
 measured = 6 * P * TOKENS / (n * 400e12)  # table 4: 400 TFLOP/s per GPU
 print(f"table 4: stage=16, tensor=8, {measured:.2f} s measured")
-assert chosen == (16, 8), "not the mesh of Llama 3"
-assert 0.5 < total[chosen] / measured < 1, "the bound should be below, but close"
+assert min(total, key=total.get) == (16, 8), "not the mesh of Llama 3"
+assert 0.5 < total[16, 8] / measured < 1, "the bound should be below, but close"
 
 # %% [markdown]
-# The program chooses the same mesh as Meta, and its time is 15% below the measured one. The next cell shows
+# The program chooses the same mesh as Meta, and takes 15% less time than the measured step. The next cell shows
 # why:
 #
-# - **Stages**, because nothing else reduces the time of `fsdp` here. With `tensor=8`, each `fsdp` group
-#   uses only one network card per node: an eighth of the weights goes over an eighth of the cards. A stage,
-#   however, has only a sixteenth of the layers.
+# - **Stages**, because nothing else reduces the time of `fsdp` here. `tensor=8` divides both the bytes of
+#   `fsdp` and its network cards per node by eight, so the time is unchanged. A stage, however, has only a
+#   sixteenth of the layers.
 # - **`tensor`**, because stages need microbatches. Z = TOKENS/T / n_f grows as n_f shrinks, and Z must be
-#   at least n_s. `tensor=4` is as fast, but has only 8 microbatches for 16 stages. `tensor=16` does not fit
-#   into a node.
+#   at least n_s. `tensor=4` is as fast, but has only 8 microbatches for 16 stages. `tensor=16` sends 15/7
+#   as many bytes.
 
 # %%
-assert abs(total[16, 8] / measured - 0.85) < 0.01, "the text says 15% below"
+assert abs(total[16, 8] / measured - 0.85) < 0.01, "the text says 15% less"
 for mesh in ((16, 8), (16, 4), (1, 8), (4, 2)):
     legal, causes = price(*mesh)
     parts = ", ".join(f"{name} {s:.2f}" for name, s in causes.items() if s)
@@ -244,14 +257,16 @@ for mesh in ((16, 8), (16, 4), (1, 8), (4, 2)):
 # ## The planner
 #
 # `planner.plan` does the same arithmetic in more detail, from the weight shapes declared in `model.py`. Matmuls
-# take the larger of two times: FLOPs at the chip's peak, or bytes at its memory bandwidth. The total is
-# `step_s`. For TPUs it also models what the compiler overlaps, and other losses of compiled steps; the result
-# is `likely_s`. For GPUs it models neither, so all communication counts as exposed.
+# take the larger of two times: FLOPs at the chip's peak, or bytes at its memory bandwidth. For TPUs it also
+# models what the compiler overlaps, and other losses of compiled steps. For GPUs it models neither, so all
+# communication counts as exposed. So this page has three kinds of seconds: *by hand*, *planned* (`likely_s`)
+# and *measured*.
 #
 # MFU (model FLOPs utilization) is model FLOP/s divided by peak FLOP/s. Recomputed FLOPs do not count.
 #
 # > **Predict.** Every layer is recomputed in the backward pass (remat), except for the last matmuls of
-# > attention and MLP, and no other time is lost. What is the highest possible MFU, in percent?
+# > attention and MLP, which have 36% of its weights. No other time is lost. What is the highest possible MFU,
+# > in percent? (Ignore attention scores.)
 
 # %% tags=["hide-input"]
 SHAPE = {"model.d_model": 16384, "model.n_layers": 128, "model.n_heads": 128,
@@ -261,7 +276,9 @@ WORK = {"work.remat": "full", "work.tensor_exchange": "ring"}
 
 def seen(one):
     """Print a plan in one line."""
-    causes = one.expected or one.seconds()
+    causes = dict(one.expected or one.seconds())
+    matmuls = sum(causes.pop(x, 0) for x in ("compute", "products", "other ops"))
+    causes = {"compute": matmuls} | causes
     large = {name: s for name, s in causes.items() if s > 0.02 * one.likely_s}
     parts = ", ".join(f"{name} {s:.2f}" for name, s in large.items())
     mfu = f"MFU {one.mfu(one.likely_s):.0%}" if one.fits else "does not fit"
@@ -284,23 +301,29 @@ def llama(mesh, T=8192, **more):
     raise refused
 
 
-# %%
-my_prediction = None  # percent
+# %% tags=["hide-input"]
 one = llama("stage=16,fsdp=128,tensor=8")
 counted = 100 * one.model_flops / one.hardware_flops
 ceiling = round(counted, 1)
-lesson.predicted("the highest possible MFU", my_prediction, ceiling, "%", within=0.02)
+
+# %%
+my_prediction = None  # percent
+lesson.predicted("the highest possible MFU", my_prediction, ceiling, "%", within=0.04)
 
 # %% tags=["remove-cell"]
 assert 79 < counted < 81
+last = 16384**2 + 16384 * 53248  # weights of the last matmuls of a layer
+share = last / (2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248)
+assert round(share, 2) == 0.36 and round(600 / (8 - 2 * share)) == 82
 
 # %% [markdown]
-# If everything were recomputed, 6 FLOPs out of 8 would count: 75%. Not recomputing the last matmuls adds
-# five points. So a run with remat at 40% MFU reaches half of what is possible.
+# If everything were recomputed, 6 FLOPs out of 8 would count: 75%. Without the last matmuls, it is 6 out of
+# 8 - 2 · 0.36: 82%. Recomputed attention scores cost two points. So a run with remat at 40% MFU reaches half
+# of what is possible.
 #
 # ### Six meshes
 #
-# Now compare meshes, all with remat. The planner needs equal stages, so plan 128 layers instead of 126.
+# The planner needs equal stages, so plan 128 layers instead of 126, all with remat.
 
 # %%
 meshes = [(1, 8), (4, 8), (8, 8), (16, 4), (16, 8), (32, 8)]
@@ -311,8 +334,8 @@ for n_s, n_t in meshes:
 best = min(plans, key=lambda mesh: plans[mesh].likely_s)
 assert best == (16, 8), "the planner no longer chooses Meta's mesh"
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Bars of seconds by cause for six meshes: stage=16 with tensor=8 is the shortest and near the measured line; meshes with few stages are long because of fsdp; crosses of the program by hand are below the planner's totals."}}
-figure, axes = plt.subplots(figsize=(6.2, 3.8))
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Bars of seconds by cause for six meshes: stage=16 with tensor=8 is the shortest and near the measured line; meshes with few stages are long because of fsdp; crosses of the program by hand are near or below the planner's totals."}}
+figure, axes = plt.subplots(figsize=(6.2, 4.2))
 shown = {"compute": lesson.NEUTRAL, **lesson.COLORS, "bubble": "#cccccc"}
 for row, mesh in enumerate(meshes):
     left, causes = 0, plans[mesh].seconds()
@@ -322,24 +345,25 @@ for row, mesh in enumerate(meshes):
         left += s
     legal, by_hand = price(*mesh)
     if legal:
-        axes.plot(sum(by_hand.values()), row, "kx", ms=7)
-axes.axvline(measured, color="black", ls=":")
+        (cross,) = axes.plot(sum(by_hand.values()), row, "kx", ms=7, ls="")
+line = axes.axvline(measured, color="black", ls=":")
 labels = [f"stage={n_s}, tensor={n_t}" for n_s, n_t in meshes]
 axes.set_yticks(range(len(meshes)), labels)
-axes.set(xlabel="seconds per step; dotted: measured; x: by hand")
+axes.set(xlabel="planned seconds per step")
 axes.set_title("405B on 16,384 H100s: Meta's mesh has the shortest bar")
 names = "compute", "fsdp", "tensor", "stage", "bubble"
 patches = [plt.Rectangle((0, 0), 1, 1, color=shown[name]) for name in names]
-axes.legend(patches, names, ncols=1, loc="lower right")
+handles = [*patches, cross, line], [*names, "by hand", "measured"]
+axes.legend(*handles, ncols=4, loc="upper center", bbox_to_anchor=(0.4, -0.17))
 
 # %%
 kept = llama("stage=8,fsdp=256,tensor=8", **{"work.gather": "step"})
 print(kept.refusal().split("; try")[0])
 
 # %% [markdown]
-# **Does the planner choose Meta's mesh?** Yes. But its 46% MFU is close to the paper's 41% partly by luck. The
-# plan recomputes layers and overlaps nothing; Meta did the opposite (3.3.2). The plan also ignores slow
-# matmuls and stragglers. *Trust the ranking of the plans more than their seconds.*
+# **Does the planner choose Meta's mesh?** Yes. But its 46% MFU is close to the paper's 41% partly by luck.
+# The plan recomputes layers and overlaps nothing; Meta did the opposite (3.3.2). The plan also ignores slow
+# matmuls and stragglers.
 #
 # At `stage=8`, the program by hand is far below the bar, because it keeps the gathered weights. The planner
 # counts unsharded gradients twice, accumulated and in communication. These 51 GiB do not fit, so every
@@ -381,8 +405,13 @@ errors = [plan / step_s - 1 for step_s, plan in pairs]
 print(f"{len(pairs)} runs: mean absolute error {np.mean(np.abs(errors)):.1%}")
 print(f"from {min(errors):+.1%} to {max(errors):+.1%}")
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Seven dots, published against planned seconds per step, both logarithmic from 7 to 100, all near the diagonal."}}
-figure, axes = plt.subplots(figsize=(4.6, 3.6))
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Seven dots, each with the model and its number of chips: published against planned seconds per step, both logarithmic from 7 to 100, all near the diagonal."}}
+figure, axes = plt.subplots(figsize=(5.4, 3.6))
+for row, pair in zip(runs, pairs, strict=True):
+    left = row["chip"] == "v5p" and pair[0] < 90
+    where = dict(xytext=(-6, 2), ha="right") if left else dict(xytext=(5, -10))
+    name = f"{row['name'].upper()} on {row['chips_per_slice']}"
+    axes.annotate(name, pair, textcoords="offset points", fontsize=8, **where)
 for chip, marker in (("v4", "o"), ("v5e", "s"), ("v5p", "^")):
     dots = [pair for row, pair in zip(runs, pairs, strict=True) if row["chip"] == chip]
     axes.loglog(*zip(*dots, strict=True), marker, color=lesson.NEUTRAL, label=chip)
@@ -391,7 +420,7 @@ axes.set_xticks([10, 30, 100], ["10", "30", "100"])
 axes.set_yticks([10, 30, 100], ["10", "30", "100"])
 axes.minorticks_off()
 axes.set(xlabel="published seconds per step", ylabel="planned seconds per step")
-axes.set_title("Planned steps are near published ones")
+axes.set(xlim=(3.5, 250), title="Planned steps are near published ones")
 legend = axes.legend()
 
 # %% tags=["remove-cell"]
@@ -468,29 +497,28 @@ assert "Not yet" in check_valley(lambda *_: 8)
 # %% [markdown]
 # ## PaLM: whole torus axes
 #
-# PaLM, with 540B parameters in 118 layers of width 18,432, was trained on two pods of 3,072 TPU v4 chips.
-# It used `data=2` between the pods, and `fsdp=256,tensor=12` inside a pod
+# PaLM, with 540B parameters in 118 layers of width 18,432, was trained on two pods of 3,072 TPU v4 chips. It
+# used `data=2` between the pods, and `fsdp=256,tensor=12` inside a pod
 # ([arXiv:2204.02311](https://arxiv.org/abs/2204.02311), 4). The batch of a pod was 1,024 sequences of 2,048
-# tokens. That is 683 tokens per chip, below the `fsdp` threshold of v4, which is 1,019. Take a slice of
-# 12x16x16 chips, with `tensor` along the axis of 12 (two links of 45 GB/s per chip) and `fsdp` along the
-# other two (four links):
+# tokens. That is 683 tokens per chip, below the `fsdp` threshold of v4, 1,019. Take a slice of 12x16x16
+# chips, with `tensor` along the axis of 12 (two links of 45 GB/s per chip) and `fsdp` along the other two
+# (four links):
 
 # %%
 W, D_, N = 540e9 / 118, 18_432, 1024 * 2048 / 3072
-n_t = np.geomspace(1, 64, 200)
+n_t = np.geomspace(1, 64, 2000)
 valley = {"fsdp": 118 * 6 * W / n_t / 180e9}
 valley["tensor"] = 118 * 22 * N * D_ * (n_t - 1) / 90e9
 both = sum(valley.values())
-lowest = (3 * W * 90e9 / (11 * N * D_ * 180e9)) ** 0.5  # by the formula
-assert abs(lowest / n_t[both.argmin()] - 1) < 0.05, "not the minimum of the curve"
+lowest = n_t[both.argmin()]
 at_12 = np.interp(12, n_t, both)
 print(f"minimum at tensor={lowest:.1f}: {both.min():.1f} s; at 12: {at_12:.1f} s")
 print(f"with half the collectives: tensor={lowest * 2**0.5:.0f}")
 
 # %% [markdown]
-# The minimum is at **n_t = (3 W/(11 N D) · tensor_speed/fsdp_speed)^½**, and it is flat: 12 instead of 7 costs
-# a sixth more. (PaLM computes attention and MLP in parallel, which moves it to 10.) The planner supports
-# neither PaLM's single KV head nor 2,048 positions on 12 devices: plan 12 or 48 KV heads and 2,064 positions.
+# The minimum is flat: 12 instead of 7 costs a sixth more. (PaLM computes attention and MLP in parallel, which
+# moves it to 10.) The planner supports neither PaLM's single KV head nor 2,048 positions on 12 devices: plan
+# 12 or 48 KV heads and 2,064 positions.
 
 # %% tags=["hide-input"]
 PALM = {"model.d_model": 18432, "model.n_layers": 118, "model.n_heads": 48,
@@ -534,10 +562,10 @@ axes.set_title("Splitting a torus axis costs more than missing the minimum")
 axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=3, fontsize=9)
 
 # %% [markdown]
-# At 12, the rule and the planner agree. At 6, `tensor` uses half of a torus axis, and neighbors along
-# `fsdp` are six links apart: 30 GB/s instead of 180. **Compute the minimum, then take the nearest whole
-# torus axis**, or on GPUs, the node. Of the five sizes, the planner also chooses PaLM's 12. It predicts 59%
-# MFU for one pod; PaLM measured 46.2% on two.
+# Crosses include overlapped time, which the printed seconds do not. At 12, the rule and the planner agree. At
+# 6, `tensor` uses half of a torus axis, and neighbors along `fsdp` are six links apart: 30 GB/s instead of
+# 180. **Compute the minimum, then take the nearest whole torus axis**, or on GPUs, the node. The planner also
+# chooses PaLM's 12. It predicts 59% MFU for one pod; PaLM measured 46.2% on two.
 #
 # ## Sparse models: send tokens or weights
 #
@@ -589,14 +617,15 @@ for mesh in ("stage=16,fsdp=128", "data=16,stage=16,expert=8",
              "data=4,stage=8,expert=64"):  # fmt: skip
     sparse[mesh] = deepseek(mesh)
     seen(sparse[mesh])
-took = {mesh: one.step_s for mesh, one in sparse.items() if one.fits}
+took = {mesh: one.likely_s for mesh, one in sparse.items() if one.fits}
 assert min(took, key=took.get) == "data=4,stage=8,expert=64"
 assert 3 < min(took.values()) / was < 3.5, "the text says three times"
-assert 1.1 < took["data=2,stage=16,expert=64"] / took["data=4,stage=8,expert=64"] < 1.25
+ratio = took["data=4,stage=8,expert=64"] / took["data=2,stage=16,expert=64"]
+assert round(ratio, 2) == 0.85, "the text says 15% less"
 
 # %% [markdown]
 # **Does the planner choose DeepSeek's mesh?** In part. It sends tokens, over as few nodes as memory allows:
-# `expert=8` would be faster, but does not fit. However, half as many stages are 15% faster in its estimate, and
+# `expert=8` would be faster, but does not fit. However, it plans 15% less time for half as many stages, and
 # its best mesh takes over three times the measured time. The reasons:
 #
 # - The planner's program sends a token to its 8 experts in bfloat16, on any node, and again when it
@@ -614,13 +643,16 @@ assert 1.1 < took["data=2,stage=16,expert=64"] / took["data=4,stage=8,expert=64"
 # > (If Z is smaller than n_s, layers cannot be interleaved, and the bubble is (n_s - 1)/(Z + n_s - 1), as
 # > in 05.)
 
+# %% tags=["hide-input"]
+long = llama("stage=16,fsdp=128,tensor=8", T=131_072)
+
 # %%
 my_prediction = None  # percent
-long = llama("stage=16,fsdp=128,tensor=8", T=131_072)
 lesson.predicted("stages are idle", my_prediction, 100 * long.bubble, "%", within=0.01)
 
 # %% tags=["remove-cell"]
 assert long.sched.microbatches == 1
+assert abs(lowest / bottom(W, D_, N, 180e9, 90e9) - 1) < 0.01
 
 # %% [markdown]
 # There are 128 sequences for `fsdp=128`, so there is one microbatch. While one of the 16 stages computes it, 15
@@ -629,14 +661,14 @@ assert long.sched.microbatches == 1
 #
 # ### The cost of `context`
 #
-# By the table, a layer sends 12 G K T bytes during 6 W T/n_c FLOPs (plus those of
-# attention, which only help). The times are equal at **n_c = W/(2 G K) · bandwidth/peak**, for any T. For 405B
+# A layer of W parameters sends 12 G K T bytes during 6 W T/n_c FLOPs (plus those of attention, which only
+# help). The times are equal at **n_c = W/(2 G K) · bandwidth/peak**, for any T. For 405B
 # over one network card, this gives:
 
 # %%
 print(f"largest context: {405e9 / 126 / (2 * 8 * 128) * 50e9 / 989e12:.0f}")
 by_hand = {n_c: sum(price(16, 8, n_c, T=131_072)[1].values()) for n_c in (4, 8, 16, 32)}
-print("by hand:", {n_c: f"{s:.2f} s" for n_c, s in by_hand.items()})
+print("by hand, by context:", {n_c: f"{s:.2f} s" for n_c, s in by_hand.items()})
 for context in (4, 8, 16, 32):
     seen(llama(f"stage=16,fsdp={128 // context},context={context},tensor=8", T=131_072))
 seen(llama("fsdp=128,context=16,tensor=8", T=131_072))
@@ -652,20 +684,18 @@ seen(llama("fsdp=128,context=16,tensor=8", T=131_072))
 #
 # | threshold | what it assumes | value | chapter |
 # |---|---|---|---|
-# | `fsdp` alone: N > peak/bandwidth | weights gathered twice and gradients reduce-scattered, 2 bytes per number, all of it overlapped; no recomputation; on a torus, all three axes (six links) | v5p: **850** | 03 |
+# | `fsdp` alone: N > peak/bandwidth | weights gathered twice and gradients reduce-scattered, 2 bytes per number, all of it overlapped; no recomputation; on a torus, all three axes (six links) | v5p: **850**; H100 node: 2,198, but 2,680 at the measured 369 GB/s of NVLink | 03, 10 |
 # | the same, recomputed | 8 FLOPs per parameter and token instead of 6, still two gathers: 3/4 of it | v5p: 638 | 04 |
-# | the same, all-reduced | the compiler turns a reduce-scatter into an all-reduce: 8 bytes instead of 6. It does so only for small weights | v5p: 1,133 if for all weights; 1,056 in 03's compiled program | 03 |
 # | the same, on one torus axis | two links instead of six | v5p: 2,550 | [scaling book](https://jax-ml.github.io/scaling-book/training) |
 # | the same, sparse | all P parameters are gathered, a token uses the active ones: times P/active | Mixtral 8x7B on v5p: 3,077 | 07 |
 # | `tensor`: n_t < 1 + (8/11)(W/(2 D)) bandwidth/peak | W parameters in a layer; 11 collectives in a recomputed layer take as long as its matmuls | 70B on v5p: 16 | 04 |
 # | `tensor` as a ring: columns per device > peak/bandwidth | each chunk overlaps with its own matmul, on one torus axis | v5p: 2,550, H100: 2,198 | 04 |
 # | `stage`: idle (n_s - 1)/(Z + n_s - 1) | equal stages; with v chunks per stage, Z v instead of Z | 19% for Z = 4 n_s and n_s = 16 | 05 |
 # | `context`: n_c < W/(2 G K) bandwidth/peak | keys and values all-gathered twice, gradients reduce-scattered, without the FLOPs of attention; all overlapped | 70B on v5p: 328, on two torus axes | 06 |
-# | `expert`: N < 2.25 E M/top_k | compares bytes: four all-to-alls against two gathers and a reduce-scatter of all experts; between GPU nodes an eighth of it, because an all-gather uses all network cards of a node | Mixtral 8x7B: 129,024; between nodes 16,128 | 07 |
-# | latency | 1 us per hop: it dominates below 45 kB on v4 and 90 kB on v5p | | 01 |
+# | `expert`: N < 2.25 E M/top_k | compares bytes: four all-to-alls against two gathers and a reduce-scatter of all experts; an eighth of it if the *expert group* spans GPU nodes, because an all-gather uses all network cards of a node | Mixtral 8x7B: 129,024; expert group across nodes 16,128 | 07 |
+# | latency | 1 us per message: it takes longer than the bytes of a smaller message | per link, v4: 45 kB, v5p: 90 kB; a network card: 50 kB; NVLink: 450 kB | 00, 06, 07 |
 #
-# The next cell computes them for a layer of a 70B model (W = 856M, D = 8,192, 8 KV heads of 128). For an 8B
-# model, W and the limit of `context` are four times smaller.
+# The next cell computes them for a layer of a 70B model (W = 856M, D = 8,192, 8 KV heads of 128).
 
 # %%
 W, D_, GK = 855.6e6, 8192, 1024
@@ -676,14 +706,14 @@ def thresholds(topology, whole, split):
     whole, split = map(config.MeshConfig.parse, (whole, split))
     peak, links = on.chip.peak_flops_per_s, hardware.layout(split, on)
     edge = peak / hardware.layout(whole, on)["fsdp"].bytes_per_s
-    times = 1, 6 / 8, 8 / 6, on.chip.torus_dims or 1, 46.7 / 12.9, 671 / 37
+    times = 1, 6 / 8, on.chip.torus_dims or 1, 46.7 / 12.9, 671 / 37
     tensor = 1 + 8 / 11 * W / (2 * D_) * links["tensor"].bytes_per_s / peak
     context = W / (2 * GK) * links["context"].bytes_per_s / peak
     return [*(edge * more for more in times), tensor, context]
 
 
 # %%
-print(" " * 9, "  fsdp recomp. all-red. 1 axis Mixtral DeepSeek tensor context")
+print(" " * 9, "  fsdp recomp.  1 axis Mixtral DeepSeek tensor context")
 for topology, whole, split in (
     ("v4:4x4x4", "fsdp=64", "context=16,tensor=4"),
     ("v5p:4x4x4", "fsdp=64", "context=16,tensor=4"),
@@ -696,62 +726,87 @@ for topology, whole, split in (
 
 # %% tags=["remove-cell"]
 v5p = thresholds("v5p:4x4x4", "fsdp=64", "context=16,tensor=4")
-assert [round(x) for x in v5p[:5]] == [850, 638, 1133, 2550, 3077], v5p
-assert [round(x) for x in v5p[6:]] == [16, 328], v5p
+assert [round(x) for x in v5p[:4]] == [850, 638, 2550, 3077], v5p
+assert [round(x) for x in v5p[5:]] == [16, 328], v5p
+assert round(989e12 / 369e9) == 2680
 
 # %% [markdown]
 # ## The rule
 #
-# On GPUs, the node limits `tensor` first. Decide in this order:
+# Decide in this order:
 #
 # 1. **Does the state fit?** You need 16 P/n bytes, plus activations and the temporary arrays of one layer.
 #    Otherwise no mesh helps: use more devices or lower precision.
-# 2. **`fsdp` alone**, if each device has a sequence, one *pass* (the tokens that fit in memory at once; each
-#    pass gathers again) exceeds the first column, **and the gathers overlap with compute**. Then nothing is
-#    faster. Exposed gathers cost 6 P/bandwidth per pass for any N: also try `expert` and stages.
+# 2. **`fsdp` alone**, if each device has a sequence, a pass exceeds the first column, **and the gathers overlap
+#    with compute**. Then nothing is faster. Exposed gathers cost 6 P/bandwidth per pass for any N: also try
+#    `expert` and stages.
 # 3. **`tensor`** otherwise: on TPUs the whole torus axis nearest to the minimum, on GPUs at most the node.
-# 4. **Stages**, on several GPU nodes with N below the first column. Use at least n_s microbatches if
-#    interleaved, 4 n_s otherwise.
-# 5. **`expert`** for a sparse model, instead of `tensor`, while N per pass is below 2.25 E M/top_k. Use as few
-#    nodes as memory allows. Here, a balance loss costs a second forward pass if a step has several passes or a
-#    schedule other than GPipe, because it uses the load of the whole step: try one pass, or
-#    `--model.balance_loss 0`. Also pass `--model.capacity_factor 1` to the planner: the presets drop no tokens,
-#    so they reserve memory for the worst case (07).
+# 4. **Stages**, on several GPU nodes, if N is below the first column or gathers are exposed. Use at least n_s
+#    microbatches if interleaved, 4 n_s otherwise.
+# 5. **`expert`** for a sparse model, instead of `tensor`, while N per pass is below 2.25 E M/top_k, or an
+#    eighth of it if the expert group spans GPU nodes. Use as few nodes as memory allows. (Here, set
+#    `--model.capacity_factor 1`, and try `--model.balance_loss 0`: the loss can cost a second forward pass.)
 # 6. **`context`**, if the activations of one sequence do not fit, or if `fsdp` or the stages need more
-#    sequences. The last column is its limit.
+#    sequences.
 # 7. **`data`** over the slowest network, between pods or buildings: it sends once per step (03).
 #
-# Then let the planner try similar meshes. Here are steps 2 and 5 for Mixtral 8x7B on 64 H100s, where the
-# planner overlaps nothing. Its 32,768 tokens per pass are far above 2,472 · 3.62 = 8,949:
+# Then let the planner try similar meshes, as for a dense 13B model with 1,024 sequences of 4,096 tokens on 128
+# v5p chips:
+#
+# | step | numbers | decision |
+# |---|---|---|
+# | 1 | 16 · 13e9/128 = 1.6 GB of 102.8 | the state fits |
+# | 2 | 8 sequences and 32,768 tokens per chip, above 850; TPUs overlap the gathers | `fsdp=128` |
+# | planner | `fsdp=128` 9.04 s; `stage=2,fsdp=32,tensor=2` 9.08; `fsdp=64,tensor=2` 9.32 | `fsdp=128` |
+#
+# For Mixtral 8x7B on 64 H100s, the planner overlaps nothing. The run spans nodes, but the group of `expert=8`
+# stays inside one. Its 32,768 tokens per pass are far above 2,472 · 3.62 = 8,949, but below 129,024:
 
 # %%
 MIXTRAL = {"data.batch_size": 1024, "data.seq_len": 4096, "model.capacity_factor": 1.0}
-tried = []
-for mesh, schedule in (("fsdp=64", "gpipe"), ("data=2,stage=4,expert=8", "gpipe"),
+tried = {}
+for mesh, schedule in (("fsdp=64", "gpipe"), ("fsdp=8,expert=8", "gpipe"),
+                       ("data=2,stage=4,expert=8", "gpipe"),
                        ("data=2,stage=4,expert=8", "1f1b")):  # fmt: skip
     for balance in (0.01, 0.0):
         more = {"work.schedule": schedule, "model.balance_loss": balance}
         cfg = config.preset("mixtral_8x7b", **MIXTRAL, **more, mesh=mesh)
-        tried += [planner.plan(cfg, "h100:64").likely_s]
-        print(f"{mesh:23} {schedule:5} balance_loss={balance}: {tried[-1]:.2f} s")
+        one = planner.plan(cfg, "h100:64")
+        tried[mesh, schedule, balance] = one.likely_s
+        print(f"{mesh:23} {schedule:5} balance_loss={balance}: {one.likely_s:.2f} s")
 P, L, D, H, G, K = 46.7e9, 32, 4096, 32, 8, 128
 ACTIVE, EXPERTS, TOP_K, TOKENS, n = 12.9e9, 45.1e9, 2, 2**22, 64
-for sizes in ({"n_s": 1}, {"n_s": 1, "n_e": 8}):
-    seconds = sum(price(n_t=1, T=4096, rows=8, **sizes)[1].values())
-    print(f"by hand, {sizes}: {seconds:.2f} s")
+by_hand = {}
+for n_s, n_e in ((1, 1), (1, 8), (4, 8)):
+    by_hand[n_s, n_e] = sum(price(n_s, 1, n_e=n_e, T=4096, rows=8)[1].values())
+    print(f"by hand, stage={n_s}, expert={n_e}: {by_hand[n_s, n_e]:.2f} s")
 
 # %% tags=["remove-cell"]
-assert 1.17 < tried[0] / tried[2] < 1.19, "the exposed gathers: 18%"
-assert tried[0] / tried[1] > 1.2 < tried[4] / tried[5], "the second forward pass"
-assert tried[5] < tried[3] and tried[4] > tried[2], "the loss decides the schedule"
+staged = "data=2,stage=4,expert=8"
+less = 1 - tried[staged, "gpipe", 0.01] / tried["fsdp=64", "gpipe", 0.01]
+assert round(less, 2) == 0.15, "the text says 15% less"
+assert tried["fsdp=64", "gpipe", 0.01] / tried["fsdp=64", "gpipe", 0.0] > 1.2
+assert min(tried, key=tried.get) == (staged, "1f1b", 0.0)
+assert min((x for x in tried if x[2]), key=tried.get) == (staged, "gpipe", 0.01)
+assert min(by_hand, key=by_hand.get) == (1, 8)
+whole = 16 * P / n + 6 * (P - EXPERTS + EXPERTS / 8) + 2 * 8 * 4096 * D * L
+assert round(whole / 1e9, 1) == 63.7
+keep = {"work.gather": "step", "mesh": "fsdp=8,expert=8", "model.balance_loss": 0.0}
+keep |= MIXTRAL | {"work.device_batch": 8}
+kept = planner.plan(config.preset("mixtral_8x7b", **keep), "h100:64")
+assert round(kept.peak_bytes / 2**30) == 106 and not kept.fits
 
 # %% [markdown]
-# With the balance loss, GPipe is 18% faster than `fsdp` alone. Without it, 1F1B is the fastest.
+# With the balance loss, stages with GPipe take 15% less time than `fsdp` alone; without, 1F1B is fastest.
+#
+# By hand, `fsdp=8,expert=8` wins: it keeps gathered weights in 63.7 of 64 GB, and stages send after every
+# layer. The planner needs 106 GiB to keep them, so both passes gather; its 1F1B sends less. Trust the planner
+# here.
 #
 # ## Exercise 2: a dense model on a torus
 #
 # Choose a mesh, such as `"data=4,fsdp=16"`, for a 70B model and 32 sequences of 4,096 tokens on a 4x4x4
-# slice of TPU v5p. An answer within 5% of the fastest mesh is right.
+# slice of TPU v5p. An answer within 8% of the fastest mesh is right: the planner's mean error was 6%.
 
 # %% tags=["hide-input"]
 DENSE = {"model.d_model": 8192, "model.n_layers": 80, "model.n_heads": 64,
@@ -763,10 +818,10 @@ dense = lambda mesh: config.preset("llama3_8b", **DENSE, mesh=mesh)
 
 @cache
 def fastest(topology):
-    """The plan of the fastest mesh without context: 4,096 positions do not need it."""
+    """The plan of the fastest mesh."""
     on = hardware.Topology.parse(topology)
     fits, *_ = planner.search(dense("data=1"), on, on.chip.memory_bytes)
-    return next(one for one in fits if one.cfg.mesh.context == 1)
+    return fits[0]
 
 
 # %% tags=["hide-input"]
@@ -808,7 +863,7 @@ def too_large(one):
 
 def judged(one, best):
     slower = one.likely_s / best.likely_s - 1
-    if slower <= 0.05:
+    if slower <= 0.08:
         return f"Right: {one.likely_s:.2f} s."
     causes, others = (x.expected or x.seconds() for x in (one, best))
     more = {name: s - others.get(name, 0) for name, s in causes.items()}
@@ -834,16 +889,25 @@ print(check_mesh(mesh_on_v5p, "v5p:4x4x4"))
 # </details>
 
 # %% tags=["remove-cell"]
-torus = lambda mesh: check_mesh(mesh, "v5p:4x4x4")
-assert torus("fsdp=16,tensor=4").startswith("Right"), torus("fsdp=16,tensor=4")
+v5p_says = lambda mesh: check_mesh(mesh, "v5p:4x4x4")
+assert v5p_says("fsdp=16,tensor=4").startswith("Right"), v5p_says("fsdp=16,tensor=4")
 for unfit in ("fsdp=64", "fsdp=8", "fsdp:64"):
-    assert "rejects" in torus(unfit), unfit
-assert "a string" in torus(64) and "a string" in torus(lambda: "fsdp=64")
-assert "go to fsdp" in torus("fsdp=32,tensor=2"), torus("fsdp=32,tensor=2")
-assert "go to tensor" in torus("fsdp=8,tensor=8"), torus("fsdp=8,tensor=8")
-assert "the bubble. " in torus("stage=4,fsdp=16"), torus("stage=4,fsdp=16")
-assert "state" in torus("data=16,tensor=4"), torus("data=16,tensor=4")
-assert torus(mesh_on_v5p) == torus(None) == lesson.NOTHING
+    assert "rejects" in v5p_says(unfit), unfit
+assert "a string" in v5p_says(64) and "a string" in v5p_says(lambda: "fsdp=64")
+assert "go to fsdp" in v5p_says("fsdp=32,tensor=2"), v5p_says("fsdp=32,tensor=2")
+assert "go to tensor" in v5p_says("fsdp=8,tensor=8"), v5p_says("fsdp=8,tensor=8")
+assert "the bubble. " in v5p_says("stage=4,fsdp=16"), v5p_says("stage=4,fsdp=16")
+assert "state" in v5p_says("data=16,tensor=4"), v5p_says("data=16,tensor=4")
+assert v5p_says(mesh_on_v5p) == v5p_says(None) == lesson.NOTHING
+
+assert [torus(k, 1) / 90e9 for k in (1, 2, 4, 16, 64)] == [1, 1, 2, 4, 6]
+near = {"fsdp=128": 9.04, "stage=2,fsdp=32,tensor=2": 9.08, "fsdp=64,tensor=2": 9.32}
+for mesh, s in near.items():
+    small = DENSE | {"model.d_model": 5120, "model.n_layers": 40, "model.n_heads": 40}
+    small |= {"model.n_kv_heads": 40, "model.d_ff": 13824, "data.batch_size": 1024}
+    small |= {"mesh": mesh}
+    one = planner.plan(config.preset("llama3_8b", **small), "v5p:4x4x8")
+    assert round(one.likely_s, 2) == s, (mesh, one.likely_s)
 
 # %% [markdown]
 # ## Exercise 3: the same on eight nodes
@@ -857,11 +921,15 @@ print(check_mesh(mesh_on_h100, "h100:64"))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# N = 2,048 is below 2,472. `tensor=8` fills the node, so `fsdp` would span eight nodes with one network
-# card per GPU. Use stages between the nodes instead: `stage=8,tensor=8`. Then all 32 sequences are
-# microbatches (4 n_s), and no weights are sent. The planner finds a mesh that is 6% faster,
-# `stage=8,context=2,tensor=4`, because the keys of 8 heads are fewer bytes than the activations that
-# `tensor` sends. The best mesh for v5p takes 29% longer than `stage=8,tensor=8`.
+# No. N = 2,048 is below 2,472, and gathers between nodes are exposed. So use stages between the nodes. This
+# planner run uses 1F1B, which needs about 4 n_s microbatches, so all 32 sequences should be microbatches of 8
+# stages: n_f = 1. `stage=8,tensor=8` takes 1.76 s. The planner's fastest mesh is
+# `stage=8,context=2,tensor=4` with 1.66 s, because the keys of 8 heads are fewer bytes than the activations
+# that `tensor` sends. The best mesh for v5p takes 29% longer than `stage=8,tensor=8`.
+#
+# By hand, `stage=8,fsdp=4,tensor=2` is the fastest (1.53 s, against 1.81 s for `stage=8,tensor=8`), because the
+# program interleaves layers. With 1F1B the bubble of 8 microbatches is 7/8 of the compute, and the planner
+# needs 2.96 s.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -874,7 +942,17 @@ assert "16 stages and 32 microbatches." in nodes("stage=16,tensor=4")
 assert "acts like fsdp" in nodes("expert=32,tensor=2")
 assert "Needs" in nodes("data=8,tensor=8") and "state" in nodes("data=8,tensor=8")
 of_v5p = planner.plan(dense("fsdp=16,tensor=4"), "h100:64").likely_s
-assert 1.28 < of_v5p / fastest("h100:64").likely_s < 1.3, "the text says 29%"
+plain = planner.plan(dense("stage=8,tensor=8"), "h100:64").likely_s
+assert 1.28 < of_v5p / plain < 1.3, "the text says 29%"
+winner = fastest("h100:64")
+assert winner.cfg.mesh == config.MeshConfig.parse("stage=8,context=2,tensor=4")
+assert (round(plain, 2), round(winner.likely_s, 2)) == (1.76, 1.66)
+interleaved = planner.plan(dense("stage=8,fsdp=4,tensor=2"), "h100:64").likely_s
+assert round(interleaved, 2) == 2.96
+P = ACTIVE = 70e9
+L, D, H, EXPERTS, TOP_K, TOKENS = 80, 8192, 64, 0, 0, 32 * 4096
+for mesh, s in (((8, 2), 1.53), ((8, 8), 1.81)):
+    assert round(sum(price(*mesh, T=4096)[1].values()), 2) == s, mesh
 
 # %% [markdown]
 # ## A bug to find
@@ -1013,7 +1091,7 @@ print(check_batch_size(batch_size))
 # `context_parallel_size: 2` on two GPUs, half of the data set was used per epoch. An earlier workaround
 # multiplied the steps by the context size, so the trainer reported 5.4 epochs instead of one. That number is
 # what a user noticed ([#3218](https://github.com/axolotl-ai-cloud/axolotl/issues/3218)). `tensor` needed the same
-# mend ([#3462](https://github.com/axolotl-ai-cloud/axolotl/pull/3462)). In verl, the opposite happened: the
+# fix ([#3462](https://github.com/axolotl-ai-cloud/axolotl/pull/3462)). In verl, the opposite happened: the
 # tokens of a batch were summed without the context group, so the loss was divided by too few
 # ([#6049](https://github.com/verl-project/verl/pull/6049)).
 # </details>
@@ -1042,9 +1120,9 @@ assert [*lengths.values()] == [32, 32, 16]
 # | `data` | `psum` of gradients; DDP, outer dim of HSDP | DP | `x_bD`, all weights | nothing | sum of gradients | 8 P/(n_s n_f n_t) with `fsdp` inside | at the end of a step | slowest network: pods |
 # | `fsdp` | `all_gather`; `fully_shard` (FSDP2), ZeRO-3 | Megatron-FSDP | `x_bD`, `w_dF` | all-gather `w_DF` | all-gather, reduce-scatter | 6 P/(n_s n_t) per pass | can be prefetched | if overlapped: N > (peak/bandwidth) P/active: v4 1,019, v5p 850, one H100 node 2,198, two 2,472 |
 # | `tensor` | `all_gather`, `psum_scatter`; `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` | TP with `--sequence-parallel` | `x_btD`, `w_Df` | all-gather `x`, reduce-scatter `y` | the same, twice | 22 N D (n_t - 1) L | yes: needed at once | fewer sequences or tokens; v4, v5p: an axis of 4 to 16; H100: up to 8, also in two nodes |
-# | `stage` | `ppermute`; `Schedule1F1B`, `ScheduleInterleaved1F1B` | PP | L/n_s layers | `x` to the next | `dx` to the previous | 4 N D L at most | its bubble is | H100 from two nodes on, N < 2,472; rarely on v4, v5p, one node |
+# | `stage` | `ppermute`; `Schedule1F1B`, `ScheduleInterleaved1F1B` | PP | L/n_s layers | `x` to the next | `dx` to the previous | 4 N D L at most | its bubble is | H100 from two nodes on, if N < 2,472 or gathers are exposed; rarely on v4, v5p, one node |
 # | `context` | `ppermute` ring; `context_parallel` | CP | `x_btD`, `t = T/n` | all-gather keys, values | reduce-scatter their gradients | 12 G K T L per sequence | a ring overlaps some | fewer sequences than groups; n_c < 273 (v4), 328 (v5p), 190 (node), 21 (two) |
-# | `expert` | `all_to_all`; `ExpertParallel` (torchtitan) | EP | E/n experts | dispatch, combine | the same | 8 N D top_k L | yes | sparse; N per pass < 2.25 E M/top_k; an eighth of it from two H100 nodes on |
+# | `expert` | `all_to_all`; `ExpertParallel` (torchtitan) | EP | E/n experts | dispatch, combine | the same | 8 N D top_k L | yes | sparse; N per pass < 2.25 E M/top_k; an eighth of it if the expert group spans GPU nodes |
 #
 # ## Three lines to keep
 #
