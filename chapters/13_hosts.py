@@ -25,9 +25,10 @@ from chapters import lesson, opening
 GREY = lesson.NEUTRAL
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Eight hosts. Above, milliseconds per step: with equal hosts all compute for 347; with host 5 a quarter slower, it computes for 463 and all others wait for 116. Below, the same for host 0 and host 5 as a timeline, with a sum at the end of the step."}}
-tokens = opening.TOKENS // opening.DEVICES  # of a host with one H100, 32 layers
+tokens = opening.TOKENS // opening.DEVICES  # of one of a host's eight H100s
 step_ms = 32 * opening.compute_ms(6 * opening.PARAMETERS * tokens)
-sum_ms = 32 * opening.network_ms(2 * 7 / 8 * 2 * opening.PARAMETERS)
+shard_bytes = 32 * 2 * opening.PARAMETERS / 8  # of the gradients, on one H100
+sum_ms = 1e3 * 2 * 7 / 8 * shard_bytes / opening.CHIP.dcn_bytes_per_s
 
 
 def step_with(slow_ms, title):
@@ -46,21 +47,30 @@ labels = dict(rows=("host 0", "host 5"), units=("ms per step", "ms"), places="ho
 opening.before_after(equal, uneven, "One slow host slows down all of them", **labels)
 
 # %% [markdown]
-# The figure shows a step of 32 layers of Llama 3 8B on eight hosts with one H100 each and `data=8`. (The
-# times are arithmetic at peak speed.) A step ends with a sum over all hosts, so the slowest host sets the
-# pace.
+# The figure shows a step of 32 layers of Llama 3 8B on eight hosts with eight H100s each. The weights are
+# sharded inside each host (`fsdp=8`), and the batch over the hosts (`data=8`). A step ends with a sum of the
+# gradients over all hosts, so the slowest host sets the pace. (The times are arithmetic at peak speed. The sum
+# takes 61 ms: each H100 sends 2 x 7/8 of its 1.7 GB shard of the bfloat16 gradients over its own 50 GB/s
+# network card. Communication inside a host is not drawn.)
 #
 # > **Predict.** Each host pauses in 1% of its steps, at random, for example to load data. In what
 # > fraction of the steps do 128 hosts wait for at least one of them?
 
-# %%
-my_prediction = None  # between 0 and 1
+# %% tags=["hide-input"]
 pauses = np.random.default_rng(0).random((10_000, 128)) < 0.01  # simulated steps, hosts
 waiting = float(pauses.any(axis=1).mean())
+
+# %% tags=["remove-cell"]
+assert round(sum_ms) == 61 and round(shard_bytes / 1e9, 1) == 1.7, "the page says so"
+assert abs(waiting - 0.72) < 0.01, "not 1 - 0.99^128"
+
+# %%
+my_prediction = None  # between 0 and 1
 lesson.predicted("steps with a pause", my_prediction, waiting, within=0.1)
 
 # %% [markdown]
-# A step has no pause with probability 0.99^128 = 0.28. On one host, you would not notice these pauses.
+# A step has no pause with probability 0.99^128 = 0.28, so 72% of the steps have one. On a single host, you
+# would not notice these pauses.
 #
 # ## The program by hand: four processes, one mesh
 #
@@ -153,19 +163,17 @@ print(f"4 processes and one process: loss {alone[0]:.4f}, and the same weights")
 #
 # ## Four hosts on this machine
 #
-# A launcher passes each process its rank and the coordinator's address, above in two environment variables.
-# It must also copy the program to the hosts, and react to failures. This project's `launcher.sh` connects
-# to the hosts by ssh. It copies a commit to each host and starts a command there, with the same variables.
-# The command runs under a **supervisor**, the Python program `launch/supervisor.py`, in a `tmux` session
-# that keeps running when ssh ends.
+# Something has to start the processes. A **launcher** copies the program to all hosts, and starts it on each
+# with a rank and the coordinator's address. On each host, a **supervisor** (a small program) waits until the
+# process ends, and may start it again.
 #
-# This page simulates the hosts. A fake `ssh`, first in `PATH`, runs each command in a folder of this
-# machine. Everything else works as on 32 hosts: commits, supervisors, sessions, processes, signals. The
-# simulation does not cover logins, a slow or broken network, a wrong clock, or the loss of a whole machine.
-# (`make rehearse` runs this test with real ssh servers. These cells need Linux with git; elsewhere they
-# print a message and do nothing.) **Skip the folded cells**: they only build the simulation.
+# This page simulates the hosts: a folder of this machine stands in for each. The launcher is this project's
+# `launcher.sh`, and everything except the network works as on 32 hosts: commits, supervisors, processes,
+# signals. The simulation does not cover logins, a slow or broken network, a wrong clock, or the loss of a
+# whole machine. (These cells need Linux with git; elsewhere they print a message and do nothing.) **Skip the
+# folded cells**: they only build the simulation.
 
-# %%
+# %% tags=["hide-input"]
 SSH = """#!/bin/bash
 # ssh [OPTION..] -- HOST COMMAND, with a folder of this machine as HOST
 while [ "$1" != -- ]; do shift; done
@@ -316,8 +324,18 @@ def status(**settings):
 
 # %% [markdown]
 # Now the program is a training loop. Each process prints a line when it reaches a step, and another line
-# when its rows are ready and it enters the step. Process 0 saves every 20 steps. At the start, it loads its
-# checkpoint and broadcasts it to all processes.
+# when its rows are ready and it enters the step. After the step, `tell` writes the step and the loss to a
+# file, from which the launcher reads the status of the host. Process 0 saves every 20 steps. At the start, it
+# loads its checkpoint and broadcasts it to all processes.
+
+# %% tags=["hide-input"]
+TELL = r"""
+def tell(step, steps, loss):
+    path = os.environ["AXIS_PROGRESS"]  # set by the supervisor
+    with open(path + ".new", "w") as file:
+        print(step, steps, f"{loss:.4f}", "-", int(time.time()), sep="\t", file=file)
+    os.replace(path + ".new", path)
+"""
 
 # %%
 LOOP = r"""
@@ -336,19 +354,12 @@ for t in range(int(t), steps):
     except Exception:
         print("error", t, round(time.time(), 2))
         raise
-    tell(t + 1, steps, loss)  # for `status`
+    tell(t + 1, steps, loss)
     if rank == 0 and t % 20 == 19: np.savez(saved, t=t + 1, w_D=w_D)
     time.sleep(0.02)
 print("end", round(loss, 4), *np.asarray(w_D).round(4))"""
 
 # %% tags=["hide-input"]
-TELL = r"""
-def tell(step, steps, loss):
-    path = os.environ["AXIS_PROGRESS"]  # set by the supervisor
-    with open(path + ".new", "w") as file:
-        print(step, steps, f"{loss:.4f}", "-", int(time.time()), sep="\t", file=file)
-    os.replace(path + ".new", path)
-"""
 lacks = lacking()
 hosts = None if lacks else Hosts()
 if lacks:
@@ -375,15 +386,18 @@ if hosts:
 # > **Predict.** One second later, how many of the other three processes have ended?
 
 # %%
-my_prediction = None  # of three
 PID = '"$(cat ../../launches/latest/pid)"'
 if hosts:
     launcher("exec --only host2 -- bash -c", f"kill -KILL {PID}")
     time.sleep(1)
     killed_at = hosts.latest(2, "restarts").stat().st_mtime  # seen by its supervisor
     ended = sum(hosts.latest(n, "restarts").exists() for n in (0, 1, 3))
+
+# %%
+my_prediction = None  # 0 to 3
+if hosts:
+    lesson.predicted("other processes that have ended", my_prediction, ended)
     rows = status()
-    lesson.predicted("ended, of the other three", my_prediction, ended)
 
 # %% tags=["remove-cell"]
 if hosts:
@@ -435,7 +449,6 @@ if hosts:
 # > **Predict.** When the limit has passed, how many of the four processes have printed nothing for 4 s?
 
 # %%
-my_prediction = None  # of four
 if hosts:
     hosts.wait(lambda n: hosts.last(n)[1] > killed_at + 6 and hosts.last(n)[0] > 40)
     launcher("exec --only host2 -- touch runs/stall")
@@ -444,8 +457,13 @@ if hosts:
     ages = [age(n) for n in range(4)]
     steps = [hosts.last(n)[0] for n in range(4)]
     entered = [hosts.marks(n, "enter")[-1][0] for n in range(4)]
+    silent = sum(a > 4 for a in ages)
+
+# %%
+my_prediction = None  # 0 to 4
+if hosts:
+    lesson.predicted("silent processes", my_prediction, silent)
     rows = status()
-    lesson.predicted("silent", my_prediction, sum(a > 4 for a in ages), "of four")
     print("seconds without output:", *[f"{a:.2f}" for a in ages])
 
 # %% tags=["remove-cell"]
@@ -461,8 +479,7 @@ if hosts:
 # the run is stuck, but never *which* process is the cause.
 # </details>
 #
-# Look at all four logs at once. `debug_tpu.sh` opens one pane per host, which follows the host's log. Here
-# are the last lines of each. Which host is the cause?
+# Look at all four logs at once. Here are the last lines of each. Which host is the cause?
 
 
 # %% tags=["hide-input"]
@@ -536,31 +553,46 @@ if hosts:
     seen = [at for n in (0, 1, 3) for _, at in hosts.marks(n, "error")]
     assert not [at for at in seen if frozen_at < at < first - 1], "too early"
 
-# %% mystnb={"image": {"alt": "Two timelines of four processes. In both, the dots for steps end at second 0 on all four rows; gray bars of waiting continue for about five seconds on rows 0, 1 and 3, and end in crosses. In the upper timeline, some of these rows have a diamond at second 0, and dots begin again on all rows about ten seconds later. In the lower timeline, the dark bar of row 2 is longer than the others."}}
+
+# %% tags=["hide-input"]
+def draw_end(axes, name, zero, file, until):
+    """The steps, the wait and the end of each process, in seconds after `zero`."""
+    for n in range(4):
+        end = hosts.latest(n, file).stat().st_mtime - zero
+        seen = {word: hosts.marks(n, word) for word in ("step", "error")}
+        times = [t - zero for _, t in seen["step"] if -2 < t - zero < until]
+        errors = [t - zero for _, t in seen["error"] if -1 < t - zero < until]
+        start = max(t for t in times if t < end)
+        axes.plot(times, [n] * len(times), ".", color=GREY)
+        axes.barh(n, end - start, 0.3, start, color=GREY, alpha=0.9 if n == 2 else 0.3)
+        axes.plot(end, n, "x", color="black")
+        axes.plot(errors, [n] * len(errors), "d", color="black")
+    axes.set(title=name, yticks=range(4), xlim=(-2, until))
+
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two timelines of four processes. In both, the dots for steps end at second 0 on all four rows; gray bars of waiting continue for about five seconds on rows 0, 1 and 3, and end in crosses. In the left timeline, process 2 is killed: some of the other rows have a diamond at second 0, and dots begin again on all rows many seconds later. In the right timeline, process 2 is frozen: no row has a diamond at second 0, the dark bar of row 2 is longer than the others, and no dots follow."}}
 if hosts:
-    figure, panels = plt.subplots(2, 1, figsize=(6.2, 4), sharex=True)
-    cases = (("killed", killed_at, "restarts"), ("frozen", frozen_at, "exit"))
-    for axes, (name, zero, file) in zip(panels, cases, strict=True):
-        for n in range(4):
-            end = hosts.latest(n, file).stat().st_mtime - zero
-            seen = {word: hosts.marks(n, word) for word in ("step", "error")}
-            times = [t - zero for _, t in seen["step"] if -2 < t - zero < 21]
-            errors = [t - zero for _, t in seen["error"] if -1 < t - zero < 21]
-            start = max(t for t in times if t < end)
-            axes.plot(times, [n] * len(times), ".", color=GREY)
-            shade = 0.9 if n == 2 else 0.3
-            axes.barh(n, end - start, 0.3, start, color=GREY, alpha=shade)
-            axes.plot(end, n, "x", color="black")
-            axes.plot(errors, [n] * len(errors), "d", color="black")
-        axes.set(title=f"Process 2 is {name}: the others wait for the heartbeat")
-        axes.set(yticks=range(4), xlim=(-2, 21), ylabel="process")
-    panels[1].set_xlabel("seconds; dot: a step, diamond: an exception, cross: the end")
+    resumed_at = min(t for _, t in hosts.marks(0, "step") if t > killed_at + 6)
+    last_end = max(hosts.latest(n, "exit").stat().st_mtime for n in range(4))
+    untils = resumed_at - killed_at + 3, last_end - frozen_at + 1
+    widths = dict(width_ratios=[2 + until for until in untils])
+    figure, panels = plt.subplots(1, 2, figsize=(6.6, 2.6), sharey=True, **widths)
+    draw_end(panels[0], "Process 2 is killed", killed_at, "restarts", untils[0])
+    draw_end(panels[1], "Process 2 is frozen", frozen_at, "exit", untils[1])
+    panels[0].set_ylabel("process")
+    marks = "seconds; dot: a step, diamond: an exception, cross: the end"
+    figure.supxlabel(marks, size=9)
+    title = "The others wait until a heartbeat is missing"
+    figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# While the others wait, there is no exception; only the missing heartbeat ends the wait. The three
-# processes ended, because they had no restart left. Nothing ends the frozen process. It keeps its memory,
-# and on a TPU its chips, so the next start on this host would fail. Something *on that host* must kill it.
-# Here `stop --now` made its supervisor kill it.
+# A killed process closes its connections, so another process gets an exception at once (the diamond on the
+# left). A frozen process closes nothing: on the right, the others wait without an exception, and only the
+# missing heartbeat ends the wait. A process sends a heartbeat every 2.5 s, half the timeout, and the 5 s count
+# from its last one. So the others end 2.5 to 5 s after it froze. They had no restart left.
+#
+# Nothing ends the frozen process. It keeps its memory, and on a TPU its chips, so the next start on this host
+# would fail. Something *on that host* must kill it. Here `stop --now` made its supervisor kill it.
 #
 # Process 0 is special, because all others are connected to the coordinator in it. If process 0 is killed,
 # C++ code aborts all others at once. JAX cannot report which process died, because the coordinator, which
@@ -574,9 +606,9 @@ if hosts:
 # > **Predict.** All processes run 30 steps from zero weights, which are supposed to be equal replicas. By
 # > what factor do the weights of process 2 differ from those of process 0?
 #
-# The cell also launches a second commit, in another folder on each host. In that version, each process
-# first computes the sha256 of its settings, a **fingerprint** of 32 bytes, and all processes compare their
-# fingerprints.
+# The cell also launches a second commit, in another folder (`checked`) on each host. In that version, each
+# process first computes the sha256 of its settings, a **fingerprint** of 32 bytes, and all processes compare
+# their fingerprints.
 
 # %%
 CHECK = """
@@ -592,18 +624,21 @@ if odd:
 """
 
 # %%
-my_prediction = None  # times
 if hosts:
     (hosts.at / "host2/.bashrc").write_text("export LR=0.2\n")
     launcher("-- python train.py second 30")
     hosts.commit(START + STEP + TELL + CHECK + LOOP, "Compare first")
     launcher("-- python train.py second 30", HOST_FOLDER="checked")
     hosts.wait_for_end()
-    rows = status()
+    hosts.wait_for_end(folder="checked")
     ends = np.array([hosts.marks(n, "end")[0] for n in range(4)])
     factor = float((ends[2, 1:] / ends[0, 1:]).mean())
+
+# %%
+my_prediction = None  # times
+if hosts:
     lesson.predicted("weights of 2 / of 0", my_prediction, factor, "times", within=0.01)
-    hosts.wait_for_end(folder="checked")
+    rows = status()
     checked = status(HOST_FOLDER="checked")
 
 # %% tags=["remove-cell"]
@@ -865,7 +900,7 @@ for notice_s, style in ((10, "-"), (100, "--"), (1800, ":")):
     axes.loglog(many, lost, style, color="black", label=label)
     print(f"detected after {notice_s:5} s: lost per day {lost[1]:.1f} min on 32 hosts, "
           f"{lost[-1]:.0f} min on 1,024")  # fmt: skip
-axes.set(title="Late detection costs more than the restart", xlabel="hosts")
+axes.set(title="30 minutes until detection cost three restarts", xlabel="hosts")
 axes.set(ylabel="minutes lost per day")
 axes.set_xticks(many, [f"{n:,}" for n in many])
 axes.minorticks_off()
@@ -887,8 +922,11 @@ for count in (32, 1024):
 # `train` runs on four hosts. Every 50 steps it evaluates held-out rows, and saves the weights if the loss
 # over all of them is the best so far. It returns the steps at which it saved. It passes its test on one
 # host, and its first evaluation on four. At some later evaluation, it hangs: all processes are alive,
-# heartbeats arrive, and there is no message. Fix the program. (The hosts are threads here. `psum`, `reduce`
-# and `gather` wait for all four, like real collectives.)
+# heartbeats arrive, and there is no message. Fix the program.
+#
+# The hosts are threads here. Like real collectives, three functions wait for all four hosts: `psum(x)` returns
+# the sum on every host, `gather(x)` returns the list of all four values on every host, and `reduce(x, to)`
+# returns the sum on host `to`, and x itself on the others.
 
 
 # %%
@@ -1163,11 +1201,15 @@ assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
 #
 # ## What the trainer adds
 #
+# `launcher.sh` connects to the hosts by ssh, copies a commit to each, and starts the supervisor
+# (`launch/supervisor.py`) in a `tmux` session, which keeps running when ssh ends. `debug_tpu.sh` shows the logs
+# of all hosts side by side. (On this page, a script named `ssh` runs the commands in folders; `make rehearse`
+# uses real ssh servers.)
+#
 # On this page, JAX detects a dead process, and you detect a hang. In `main.py`, the trainer, each process
 # has a thread that watches the others. If one dies or hangs, the processes exit with status 75. The message
 # says which process is silent, or which process did not reach a step, and which line of code it is on. The
-# trainer compares settings, files and packages as above, and prints the difference. `./launcher.sh doctor`
-# finds problems on a host before you launch, and `fetch` copies a run to your machine. The page "On several
+# trainer compares settings, files and packages as above, and prints the difference. The page "On several
 # hosts" has a table of everything that ends a run.
 #
 # ## Three lines to keep
