@@ -6,7 +6,7 @@
 # cache*, the keys and values of all earlier tokens.
 #
 # So generation has a different bottleneck than training: reading memory, not compute. This page shows how
-# many texts to batch, and which mesh axes reduce the bytes that a device reads. A mesh that is good for
+# many sequences to batch, and which mesh axes reduce the bytes that a device reads. A mesh that is good for
 # training can need 1.5 seconds per token.
 #
 # *Prerequisites:* chapters 00 (roofline), 04 (`tensor`), 06 (combining partial softmaxes).
@@ -27,48 +27,48 @@ import config
 from chapters import lesson, opening
 from plan.hardware import CHIPS, Topology, layout, wire_bytes
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "One layer on eight devices. Above: each stores 52 MiB of weights and a KV cache, 1 MiB for one text, 16 MiB for 16 texts. Below: reading the weights takes 16 microseconds in both cases, reading the caches 0.3 or 5, and compute at most 1."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "One layer on eight devices. Above: each stores 52 MiB of weights and a KV cache, 1 MiB for one sequence, 16 MiB for 16 sequences. Below: reading the weights takes 16 microseconds in both cases, reading the caches 0.3 or 5, and compute at most 1."}}
 MiB = 2**20
 
 
-def decode_step(texts, title, S=2048):
-    """One layer on tensor=8: a new token for each text of S tokens."""
+def decode_step(sequences, title, S=2048):
+    """One layer on tensor=8: a new token for each sequence of S tokens."""
     held = 2 * opening.PARAMETERS / opening.DEVICES
     one_cache = S * 2 * opening.K * opening.H * 2 / opening.DEVICES
     read_us = lambda size: 1e6 * size / opening.CHIP.hbm_bytes_per_s
-    start, caches = read_us(held), read_us(texts * one_cache)
+    start, caches = read_us(held), read_us(sequences * one_cache)
     flops = 2 * opening.PARAMETERS + 4 * S * opening.N * opening.H
-    works = 1e3 * opening.compute_ms(texts * flops / opening.DEVICES)
-    reads = [("weights", 0, start), ("caches" if texts > 1 else "", start, caches)]
-    sizes = {"weights": held / MiB, "KV cache": texts * one_cache / MiB}
+    works = 1e3 * opening.compute_ms(sequences * flops / opening.DEVICES)
+    reads = [("weights", 0, start), ("caches" if sequences > 1 else "", start, caches)]
+    sizes = {"weights": held / MiB, "KV cache": sequences * one_cache / MiB}
     return opening.Scene(title, sizes, reads, [("", 0, works)])
 
 
-alone = decode_step(1, "Decode: 1 text alone")
-in_batch = decode_step(16, "Decode: 16 texts in a batch")
+alone = decode_step(1, "Decode: 1 sequence alone")
+in_batch = decode_step(16, "Decode: 16 sequences in a batch")
 labels = dict(rows=("memory\nreads", "compute"), units=("MiB", "microseconds"))
 title = "A batch shares the weights, but not the caches"
 opening.before_after(alone, in_batch, title, **labels)
 
 # %% [markdown]
-# The figure shows one decode step in one layer of Llama 3 8B, for texts of 2,048 tokens on eight H100s of
+# The figure shows one decode step in one layer of Llama 3 8B, for sequences of 2,048 tokens on eight H100s of
 # `tensor=8`. (Times are arithmetic at peak speed. Communication is left out: it is a few kB, so only its
 # latency matters.) Sixteen times as many tokens take 1.3 times as long, because the devices wait for memory
 # and hardly compute.
 #
 # ## Prefill and decode
 #
-# In decode, each token depends on the previous one, so a step has one row per text. A prompt of 8,192
+# In decode, each token depends on the previous one, so a step has one row per sequence. A prompt of 8,192
 # tokens has 8,192 rows at once. A matmul of B rows with P weights in bfloat16 costs 2 P B FLOPs and reads 2
 # P bytes, for any number of rows. Its time is the longer of the compute time and the memory time (00).
 #
 # > **Predict.** An H100 has a peak of 989 TFLOP/s and a memory bandwidth of 3.35 TB/s. For a single
-# > text, how many times as long does Llama 3 8B need for a generated token as for a prompt token?
+# > sequence, how many times as long does Llama 3 8B need for a generated token as for a prompt token?
 # > (Count only the weights, at peak rates.)
 
-# %%
-my_prediction = None  # times
+# %% tags=["hide-input"]
 P8 = 8_030_261_248  # weights of Llama 3 8B
+v5e, v5p, h100 = (CHIPS[key] for key in ("v5e", "v5p", "h100"))
 
 
 def matmuls_s(chip, rows, weights=P8):
@@ -77,9 +77,11 @@ def matmuls_s(chip, rows, weights=P8):
     return max(flops / chip.peak_flops_per_s, read / chip.hbm_bytes_per_s)
 
 
-v5e, v5p, h100 = (CHIPS[key] for key in ("v5e", "v5p", "h100"))
 per_read = matmuls_s(h100, 8192) / 8192
 ratio = matmuls_s(h100, 1) / per_read
+
+# %%
+my_prediction = None  # times
 lesson.predicted("generated / prompt", my_prediction, ratio, "times", 0.03)
 print("us per token:    prompt tokens     generated tokens")
 for chip in (v5e, v5p, h100):
@@ -87,10 +89,18 @@ for chip in (v5e, v5p, h100):
     print(f"{chip.name:12}{1e6 * read:16.1f}{1e6 * written:21,.0f}")
 
 # %% [markdown]
-# The size of the model cancels. What remains is FLOP/s divided by bytes/s, the ridge point of the chip's
-# roofline. So **more texts per step are free, until the batch reaches the ridge**: B* = 295 on an H100,
-# 243 on a TPU v5e, 164 on a v5p. (With one byte per weight, both B* and the time are halved.) The cache is
-# different.
+# <details><summary>Why</summary>
+#
+# A generated token takes 2 P / (bytes/s), and a prompt token 2 P / (FLOP/s). P cancels, and FLOP/s divided by
+# bytes/s remains.
+# </details>
+#
+# ## How many rows are free
+#
+# With B rows, compute takes 2 P B / (FLOP/s), and reading the weights takes 2 P / (bytes/s). The two are equal
+# at **B\* = FLOP/s divided by bytes/s**, the ridge point of the chip's roofline. So **more sequences per step
+# are free, up to B\* of them**: 295 on an H100, 243 on a TPU v5e, 164 on a v5p. (With one byte per weight,
+# both B\* and the time are halved.) The cache is different.
 
 # %% tags=["remove-cell"]
 ridges = [round(c.peak_flops_per_s / c.hbm_bytes_per_s) for c in (h100, v5e, v5p)]
@@ -99,14 +109,13 @@ assert ridges == [295, 243, 164], "the page says these ridges"
 # %% [markdown]
 # ## The program by hand
 #
-# Without a cache, each new token would need a forward pass over the whole text. So each layer stores a key
+# Without a cache, each new token would need a forward pass over the whole sequence. So each layer stores a key
 # and a value for every token. The program is one transformer block on `tensor=4,context=2`. Prompts have T
-# tokens, and a call processes t new tokens. The cache has S slots per text and G key-value heads; each
-# device has s slots and g heads. I query heads share one key-value head. Position p is stored on device p %
-# n along `context`, so the shards stay equal while the text grows. Attention shards its weights over
-# `tensor` only, by heads. The feed-forward layer shards its hidden dim F over all eight devices. One
-# function does prefill and decode: it first writes the new keys and values, then attends to the whole
-# cache.
+# tokens, and a call processes t new tokens. The cache has S slots per sequence and G key-value heads; each
+# device has s slots and g heads. H/G query heads (dim I) share one key-value head. Position p is stored on
+# device p % n along `context`, so the shards stay equal while a sequence grows. Attention shards its weights
+# over `tensor` only, by heads. The feed-forward layer shards its hidden dim F over all eight devices. One
+# function does prefill and decode: it first writes the new keys and values, then attends to the whole cache.
 #
 # A device must not write positions that other devices store. The usual `dynamic_update_slice` silently
 # clamps an out-of-range start, and would overwrite the last slot. So the program uses a scatter that drops
@@ -167,7 +176,7 @@ x_BTD += jax.nn.gelu(x_BTD @ w["up"]) @ w["down"]
 want = (x_BTD @ w["words"].T)[:, T - 1 : -1]
 assert jnp.allclose(jnp.stack(found, 1), want, rtol=0, atol=1e-5), "logits differ"
 assert (want.argmax(-1) == text_BT[:, T:]).all(), "tokens differ"
-print("tokens and logits agree with one device; the first text:", text_BT[0, T:])
+print("tokens and logits agree with one device; the first sequence:", text_BT[0, T:])
 
 # %% [markdown]
 # What does one decode step send?
@@ -195,8 +204,8 @@ for compiled, t in ((one_step, 1), (prefill, T)):
 # %% [markdown]
 # The bytes grow with the number of new tokens, but not with the cache: keys and values are never sent.
 # Along `context`, a device all-reduces the largest score, the sum, and K numbers of output for each of its
-# query heads: 4 bytes x 3 texts x 2 heads x (K + 2) = 240 per step. Each of the two other all-reduces is 3
-# texts x D = 32 x 4 = 384 bytes. These are four exposed all-reduces per layer, while `tensor` alone has
+# query heads: 4 bytes x 3 sequences x 2 heads x (K + 2) = 240 per step. Each of the two other all-reduces is 3
+# sequences x D = 32 x 4 = 384 bytes. These are four exposed all-reduces per layer, while `tensor` alone has
 # two.
 #
 # ## The KV cache
@@ -221,77 +230,115 @@ for name, (weights, _, numbers, all_heads) in MODELS.items():
           f"{all_heads / numbers:10.0f} times{long:>16}")  # fmt: skip
 
 # %% [markdown]
-# Each decode step reads the weights once, and the cache of every text.
+# Each decode step reads the weights once, and the cache of every sequence.
 #
-# > **Predict.** Take Llama 3 8B and texts of 8,192 tokens. For how many texts does a step read as many
+# > **Predict.** Take Llama 3 8B and sequences of 8,192 tokens. For how many sequences does a step read as many
 # > bytes of cache as of weights?
 
-# %%
-my_prediction = None  # texts
+# %% tags=["hide-input"]
 sequence_bytes = 8192 * kept["Llama 3 8B"]
 equal = 2 * P8 / sequence_bytes
-print(f"a text: {sequence_bytes / 1e9:.2f} GB, the weights: {2 * P8 / 1e9:.2f} GB")
-lesson.predicted("equal bytes at", my_prediction, round(equal), "texts", 0.05)
+
+# %%
+my_prediction = None  # sequences
+lesson.predicted("equal bytes at", my_prediction, round(equal), "sequences", 0.05)
+print(f"cache of one: {sequence_bytes / 1e9:.2f} GB, weights: {2 * P8 / 1e9:.2f} GB")
 
 # %% tags=["remove-cell"]
 assert round(equal) == 15, "the page says 15"
 
 # %% [markdown]
-# For only 15, far below the ridge of 295. A larger batch does not help here: **the texts share the weights,
-# but each has its own cache.** H/G query heads use each byte of cache, with one FLOP each (a multiplication
-# and an addition per two bytes). That is 4 FLOPs per byte for Llama 3 8B, so reading the cache is
-# memory-bound at any batch size. A step of B texts of S tokens takes about
+# <details><summary>Why</summary>
+#
+# A sequence has 8,192 x 131,072 bytes = 1.07 GB of cache, and the weights have 16.06 GB. So 15 sequences are
+# enough, far fewer than B\*.
+# </details>
+#
+# **The sequences of a batch share the weights, but each has its own cache.** H/G query heads use each number
+# of the cache, with 2 FLOPs (a multiplication and an addition) per 2-byte number. That is H/G FLOPs per byte,
+# 4 for Llama 3 8B, so reading the cache is memory-bound at any batch size. A step of B sequences of S tokens
+# takes about
 #
 # $$t = \max\left(\frac{2PB}{\text{FLOP/s}}, \frac{2P}{\text{bytes/s}}\right) +
 # \frac{B\,S \cdot \text{cache bytes per token}}{\text{bytes/s}}$$
 #
-# How does throughput grow with the batch size, and how does it change the latency of each text?
+# The first term is constant up to B\*; the second grows from the first sequence on.
+#
+# How does throughput grow with the batch size, and how does it change the latency of each sequence?
 
-# %% mystnb={"image": {"alt": "Tokens per second against milliseconds per token for four context lengths on one H100: short contexts rise steeply until they are compute-bound, long ones flatten early and end where the memory is full."}}
-batches = np.unique(np.geomspace(1, 1024, 60).astype(int))
+# %% tags=["hide-input"]
+batches = [*np.unique(np.geomspace(1, 1024, 60).astype(int))]
+
+
+def curve(S):
+    """Batches of S tokens that fit on one H100, with seconds per step."""
+    most = int((h100.memory_bytes - 2 * P8) / (S * kept["Llama 3 8B"]))
+    fits = np.unique([B for B in [*batches, 295, most] if most >= B])
+    cache_s = S * kept["Llama 3 8B"] / h100.hbm_bytes_per_s
+    return fits, np.array([matmuls_s(h100, B) + B * cache_s for B in fits]), cache_s
+
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Tokens per second against milliseconds per token for four context lengths on one H100. All curves rise steeply from 5 milliseconds. The curve for 512 tokens, the darkest, has a mark at B* = 295 sequences, after which it is flat at 27,570 tokens per second. Longer contexts flatten early and end where the memory is full, below B*."}}
 figure, ax = plt.subplots(figsize=(5.6, 3.8))
-for S, shade in ((512, 0.3), (2048, 0.5), (8192, 0.75), (32768, 1)):
-    bytes_each = S * kept["Llama 3 8B"]
-    cache_s = bytes_each / h100.hbm_bytes_per_s
-    step_s = [matmuls_s(h100, B) + B * cache_s for B in batches]
-    most = int((h100.memory_bytes - 2 * P8) / bytes_each)
-    fits = batches <= most
-    ms, rate = 1e3 * np.array(step_s), batches / np.array(step_s)
-    ax.loglog(ms[fits], rate[fits], color=lesson.NEUTRAL, alpha=shade)
-    ax.plot(ms[fits][-1], rate[fits][-1], "o", color=lesson.NEUTRAL, alpha=shade)
-    text, end = f"S = {S:,}", (ms[fits][-1], rate[fits][-1])
-    ax.annotate(text, end, (6, -4), textcoords="offset points")
-    print(f"S = {S:6,}: at most {1 / cache_s:7,.0f} tokens/s; {most} texts fit")
+for S, shade in ((512, 1), (2048, 0.7), (8192, 0.5), (32768, 0.35)):
+    fits, step_s, cache_s = curve(S)
+    ms, rate = 1e3 * step_s, fits / step_s
+    ax.loglog(ms, rate, color="black", alpha=shade)
+    ax.plot(ms[-1], rate[-1], "o", color="black", alpha=shade)
+    ax.annotate(f"S = {S:,}", (ms[-1], rate[-1]), (6, -4), textcoords="offset points")
+    for x, y in zip(ms[fits == 295], rate[fits == 295], strict=True):
+        ax.plot(x, y, "|", color="black", ms=16)
+        ax.annotate("B* = 295", (x, y), (-20, 11), textcoords="offset points")
+    print(f"S = {S:6,}: {fits[-1]:3} sequences fit, {rate[-1]:6,.0f} tokens/s; "
+          f"if it only read caches: {1 / cache_s:6,.0f}")  # fmt: skip
 ax.set(xlabel="latency, ms per token", ylabel="throughput, tokens/s of one H100")
 title = ax.set_title("A larger batch is nearly free until the caches dominate")
 limits = ax.set(xlim=(4, 45), ylim=(100, 60_000), xticks=[5, 10, 20, 40])
 ax.set_xticks([], minor=True)
 labels = ax.set_xticklabels(["5", "10", "20", "40"])
 
+# %% tags=["remove-cell"]
+fits, step_s, cache_s = curve(512)
+assert fits[-1] == 716 and round(fits[-1] / step_s[-1]) == 27_570, "the page says so"
+assert np.allclose((fits / step_s)[fits > 295], 27_570, rtol=1e-3), "the curve is flat"
+each_us = 1e6 * cache_s, 1e6 * matmuls_s(h100, 1024) / 1024
+assert [round(x, 1) for x in each_us] == [20.0, 16.2], each_us
+assert curve(2048)[0][-1] < 295, "the page says that only S = 512 reaches B*"
+
 # %% [markdown]
 # (The dots mark the largest batch that fits into the 64 of 80 GB that JAX can use.) On the steep part of a
-# curve, reading the weights takes most of the time. On the flat part, each text adds the time for its own
-# cache, and throughput cannot exceed bytes/s divided by the cache bytes of a text. The upper end of a curve
-# is cheap, the left end is fast.
+# curve, reading the weights takes most of the time. On the flat part, each sequence adds the time for its own
+# cache, and throughput cannot exceed bytes/s divided by the cache bytes of a sequence. Only sequences of 512
+# tokens are short enough that B\* of them fit. Above B\*, each sequence adds 16.2 us of compute to the 20.0 us
+# for its cache, so throughput stays at 27,570 tokens/s, not 49,919. Right: many tokens per dollar. Left: low
+# latency.
 #
 # That is decode only. A server also has to process the prompts.
 #
-# > **Predict.** Llama 3 70B on 8 H100s serves 256 texts at once, with prompts of 2,048 tokens and answers
+# > **Predict.** Llama 3 70B on 8 H100s serves 256 sequences at once, with prompts of 2,048 tokens and answers
 # > of 512. At peak rates, what fraction of the time does prefill take?
+
+# %% tags=["hide-input"]
+P70, sequences, prompt, answer = MODELS["Llama 3 70B"][0], 256, 2048, 512
+peak, bytes_per_s = 8 * h100.peak_flops_per_s, 8 * h100.hbm_bytes_per_s
+cache_read = sequences * (prompt + answer / 2) * kept["Llama 3 70B"]
+decode_s = answer * (2 * P70 + cache_read) / bytes_per_s
+
+
+def prefill_s(chunk):
+    """Seconds for all prompts, with this many tokens of one prompt per forward pass."""
+    one_pass_s = max(2 * P70 * chunk / peak, 2 * P70 / bytes_per_s)
+    return sequences * prompt / chunk * one_pass_s
+
+
+fraction = prefill_s(prompt) / (prefill_s(prompt) + decode_s)
 
 # %%
 my_prediction = None  # between 0 and 1
-P70, texts, prompt, answer = MODELS["Llama 3 70B"][0], 256, 2048, 512
-peak, bytes_per_s = 8 * h100.peak_flops_per_s, 8 * h100.hbm_bytes_per_s
-cache_read = texts * (prompt + answer / 2) * kept["Llama 3 70B"]
-decode_s = answer * (2 * P70 + cache_read) / bytes_per_s
-for chunk in (prompt, 64):  # tokens of one prompt per forward pass
-    one_pass_s = max(2 * P70 * chunk / peak, 2 * P70 / bytes_per_s)
-    prefill_s = texts * prompt / chunk * one_pass_s
-    fraction = prefill_s / (prefill_s + decode_s)
-    if chunk == prompt:
-        lesson.predicted("prefill's fraction", my_prediction, fraction, within=0.1)
-    print(f"chunks of {chunk:5,}: prefill {prefill_s:4.1f} s, decode {decode_s:.1f} s")
+lesson.predicted("prefill's fraction", my_prediction, fraction, within=0.1)
+for chunk in (prompt, 64):
+    print(f"chunks of {chunk:5,}: prefill {prefill_s(chunk):4.1f} s")
+print(f"decode {decode_s:.1f} s")
 
 # %% [markdown]
 # More than half, because there are four times as many prompt tokens as answer tokens. Prefill is
@@ -306,28 +353,35 @@ for chunk in (prompt, 64):  # tokens of one prompt per forward pass
 #   per layer, but only of B rows.
 # - `context` shards the cache by positions. Each device attends to its own keys, and
 #   the partial softmaxes are combined (06).
-# - `data` puts different texts on different devices. Each replica reads all weights.
+# - `data` puts different sequences on different devices. Each replica reads all weights.
 # - `fsdp` does the same, but must also *all-gather* the weights, for every token.
 # - `stage` shards weights and cache by layers, but a token passes the stages one after the other, so its
-#   latency is the same as on one device. Throughput grows if other stages compute other texts meanwhile.
+#   latency is the same as on one device. Throughput grows if other stages compute other sequences meanwhile.
 # - `expert` shards the weights of the experts, and sends the tokens to them (07). A step reads every expert
 #   that any token of the batch chose. With 8 of 256 experts per token, 100 tokens use all but (1 -
 #   8/256)^100 = 4% of the experts.
 #
-# Llama 3 70B does not fit on one chip. Take 16 TPU v5e chips and 32 texts of 8,192 tokens.
+# Llama 3 70B does not fit on one chip. Take 16 TPU v5e chips and 32 sequences of 8,192 tokens.
 #
 # > **Predict.** With `tensor=16` and a model with 8 key-value heads, how many GB of cache does each device
-# > store? (The cache of all 32 texts is 85.9 GB.)
+# > store? (The cache of all 32 sequences is 85.9 GB.)
+
+# %% tags=["hide-input"]
+G70, n_v5e, all_GB = 8, 16, 32 * 8192 * kept["Llama 3 70B"] / 1e9
+per_device = all_GB / min(G70, n_v5e)
 
 # %%
 my_prediction = None  # GB
-G70, n_v5e, all_GB = 8, 16, 32 * 8192 * kept["Llama 3 70B"] / 1e9
-lesson.predicted("per device", my_prediction, all_GB / min(G70, n_v5e), "GB", 0.02)
+lesson.predicted("per device", my_prediction, per_device, "GB", 0.02)
 
 # %% [markdown]
+# <details><summary>Why</summary>
+#
 # A head cannot be split, because a query needs the whole key. So with more devices than key-value heads,
-# several devices store the same head, and the cache per device stops shrinking. But you can shard positions
-# too:
+# several devices store the same head, and the cache per device stops shrinking.
+# </details>
+#
+# Instead of splitting a head, you can shard positions too:
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Two drawings of a cache, positions by heads, on 8 devices: sharded over 4 heads, each shard is on two devices; sharded over 4 heads and 2 halves of the positions, each shard is on one device."}}
 eight = (jax.sharding.AxisType.Auto,) * 2
@@ -392,11 +446,11 @@ assert stored[1] + more_GB < v5e.memory_bytes / 1e9, "the program would not fit"
 # step fits, and is the fastest. On 8 devices, `tensor` alone is enough. (The `stage` row is the time of one
 # token through all stages.)
 #
-# **The last row assumes that `context` never gathers a weight.** It divides the weights over all n devices,
-# and each device multiplies its own shard, as the feed-forward layer in the program above does. (Devices
-# with the same key-value head first all-gather their queries, [as in
+# **Where do the weights live along `context`?** The last row of each table divides them over all n devices, and
+# each device multiplies its own shard, as the feed-forward layer in the program above does. No weight is
+# gathered. (Devices with the same key-value head first all-gather their queries, [as in
 # vLLM](https://github.com/vllm-project/vllm/pull/24864). The program above replicates the attention weights
-# along `context` instead.) A training program may treat `context` differently. Here are three ways on
+# along `context` instead.) A training program may store them differently. Here are three ways on
 # `tensor=8,context=2`:
 
 # %%
@@ -422,16 +476,15 @@ assert full == "" and W70 / 8 + cache > v5e.memory_bytes, "the page says which f
 # %% [markdown]
 # Only the first way reaches the time of the table. Weights that are sharded over `context` as `fsdp` shards
 # them fit too, but their gather takes about 390 ms per token. Replicated weights need no gather, but no
-# longer fit on 16 of these chips. So before you decode with `context`, find out where your engine stores
-# the weights.
+# longer fit on 16 of these chips.
 #
 # The communication of `tensor` is latency-bound. There are 160 all-reduces per token, and however few rows
 # it has, each takes [about 1 us per hop](https://jax-ml.github.io/scaling-book/sharding) on a TPU. On a 4x4
 # slice without wraparound links, an all-reduce is a reduce-scatter and an all-gather of 3 hops along each
-# side: 12 us, or 1.9 ms per token. From about 35 texts on, sending the bytes takes longer.
+# side: 12 us, or 1.9 ms per token. From about 35 sequences on, sending the bytes takes longer.
 #
 # For this case, the scaling book's [chapter on
-# serving](https://jax-ml.github.io/scaling-book/applied-inference) finds room for 43 texts and 19 ms with
+# serving](https://jax-ml.github.io/scaling-book/applied-inference) finds room for 43 sequences and 19 ms with
 # full memory. It expects half of this throughput in practice.
 
 # %% tags=["remove-cell"]
@@ -476,8 +529,8 @@ for name, flops_a_byte in ASKED.items():
 #
 # ## Continuous batching
 #
-# A batch of 8 has 8 *slots*. Texts end at different lengths, which nobody knows in advance. A *static*
-# batch waits for its longest text. *Continuous batching* gives a slot to the next request as soon as the
+# A batch of 8 has 8 *slots*. Sequences end at different lengths, which nobody knows in advance. A *static*
+# batch waits for its longest sequence. *Continuous batching* gives a slot to the next request as soon as the
 # slot is free, at any step ([Orca](https://www.usenix.org/conference/osdi22/presentation/yu)).
 
 # %%
@@ -504,9 +557,7 @@ for slots_ in (8, 32):
         print(f"{slots_:2} slots, {name:10}: {took:6,} steps, {used:.0%} of slots busy")
 
 # %% [markdown]
-# The larger a static batch, the longer its longest text, and the more slots wait.
-#
-# A cache with space for the longest text in every slot wastes memory: only 20% to 38% of such
+# A cache with space for the longest sequence in every slot wastes memory: only 20% to 38% of such
 # caches [held tokens](https://arxiv.org/abs/2309.06180). vLLM's *PagedAttention* allocates small blocks of
 # memory through a table, like an operating system.
 #
@@ -557,7 +608,7 @@ print(f"logits of up to {np.abs(whole).max():.2f}, which differ by {off:.0e} at 
 # %% [markdown]
 # ## Exercise 1: the cache of a device
 #
-# How many bytes of cache does each device store? There are B texts of S tokens. The model has `layers`
+# How many bytes of cache does each device store? There are B sequences of S tokens. The model has `layers`
 # layers with G key-value heads of dim K in bfloat16, on `tensor` x `context` devices.
 
 
@@ -580,7 +631,7 @@ BAD_BYTES = [
     (times(lambda _, G, K, B, S, t, c: min(G, t)), "`tensor` shards the cache, too."),
     (times(lambda *_: 1 / 2), "Half of it: count keys and values, 2 bytes per number."),
     (times(lambda *_: 1 / 4), "A quarter: count keys and values, 2 bytes per number."),
-    (times(lambda _, G, K, B, *more: 1 / B), "That is the cache of one text."),
+    (times(lambda _, G, K, B, *more: 1 / B), "That is the cache of one sequence."),
 ]  # fmt: skip
 
 
@@ -613,7 +664,7 @@ assert check_bytes(device_bytes) == lesson.NOTHING
 # ## Exercise 2: the largest batch
 #
 # Llama 3 70B runs on n chips, with weights (`W70` bytes) and cache (`kept["Llama 3 70B"]` bytes per token)
-# both sharded n ways. Users need a token every `limit_s` seconds. How many texts of S tokens can you serve
+# both sharded n ways. Users need a token every `limit_s` seconds. How many sequences of S tokens can you serve
 # at most? Ignore communication and arithmetic (batches are below the ridge).
 
 
@@ -626,7 +677,7 @@ def largest_batch(chip, n, S, limit_s):
 NOMINAL = {"v5e": 16e9, "h100": 80e9}  # bytes of memory in the data sheets
 
 
-def most_texts(chip, n, S, limit_s, memory=True, time=True, weights=W70, **other):
+def most_sequences(chip, n, S, limit_s, memory=True, time=True, weights=W70, **other):
     per_chip = NOMINAL[chip.key] if "nominal" in other else chip.memory_bytes
     stored = n * per_chip - weights
     read = n * chip.hbm_bytes_per_s * limit_s - other.get("weights_read", weights)
@@ -635,7 +686,7 @@ def most_texts(chip, n, S, limit_s, memory=True, time=True, weights=W70, **other
 
 
 def otherwise(**change):
-    return lambda *args: most_texts(*args, **change)
+    return lambda *args: most_sequences(*args, **change)
 
 
 # %% tags=["hide-input"]
@@ -645,8 +696,8 @@ BAD_BATCHES = [
     (otherwise(weights=0), "You forgot the weights."),
     (otherwise(weights_read=0), "Weights must fit, and a step must read them, too."),
     (otherwise(nominal=True), "A program cannot use all GB of the data sheet."),
-    (lambda *args: most_texts(*args) + 1, "One too many: round down."),
-    (lambda chip, n, S, limit_s: most_texts(chip, n, S, limit_s, weights=n * W70),
+    (lambda *args: most_sequences(*args) + 1, "One too many: round down."),
+    (lambda chip, n, S, limit_s: most_sequences(chip, n, S, limit_s, weights=n * W70),
      "Each device stores and reads only a shard of the weights."),
     (otherwise(each=1 / 2), "Twice too many: the cache has two bytes per number."),
 ]  # fmt: skip
@@ -658,8 +709,8 @@ CASES += [(h100, 8, 8192, 0.01), (h100, 8, 16384, 1.0)]
 
 
 def check_batch(answer):
-    done = "Right: 19 or 48 texts on 16 v5e, 47 on 8 H100, or 69 long ones."
-    return lesson.diagnose(answer, CASES, most_texts, BAD_BATCHES, done, share=1e-9)
+    done = "Right: 19 or 48 sequences on 16 v5e, 47 on 8 H100, or 69 long ones."
+    return lesson.diagnose(answer, CASES, most_sequences, BAD_BATCHES, done, share=1e-9)
 
 
 print(check_batch(largest_batch))
@@ -674,8 +725,8 @@ print(check_batch(largest_batch))
 # </details>
 
 # %% tags=["remove-cell"]
-assert "Right" in check_batch(most_texts)
-found_ = [most_texts(*case) for case in CASES]
+assert "Right" in check_batch(most_sequences)
+found_ = [most_sequences(*case) for case in CASES]
 assert found_ == [19, 48, 47, 69], f"the checker's text is wrong: {found_}"
 for wrong, hint in BAD_BATCHES:
     assert check_batch(wrong) == hint, (hint, check_batch(wrong))
@@ -765,14 +816,14 @@ assert check_accept(accept) == lesson.NOTHING
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague's server generates 64 texts, sharded over `data`, with the hidden dim of the model sharded
-# over `tensor`. Its test passes: at temperature 0, the texts on every mesh are those of one device. In
+# A colleague's server generates 64 sequences, sharded over `data`, with the hidden dim of the model sharded
+# over `tensor`. Its test passes: at temperature 0, the sequences on every mesh are those of one device. In
 # production, with temperature 1, nobody complains about `data=8`. On other meshes, users report nonsense.
 # In this toy language, two words may follow each word, with equal probability, so you can count the
 # nonsense.
 
 # %%
-WORDS, STEPS, TEXTS = 32, 32, 64
+WORDS, STEPS, SEQUENCES = 32, 32, 64
 pairs = np.random.default_rng(2)
 may_follow = np.stack([pairs.permutation(WORDS) for _ in range(2)], axis=1)
 likes = 15 * np.eye(WORDS, dtype=np.float32)[may_follow].sum(axis=1).clip(0, 1)
@@ -786,7 +837,7 @@ def next_logits(w, word_b):
 
 
 def sample(key, logits_bV, temperature, top=8):
-    """Choose each text's next word from its `top` most likely ones."""
+    """Choose each sequence's next word from its `top` most likely ones."""
     best_bk, words_bk = jax.lax.top_k(logits_bV, top)
     pick_b = jax.random.categorical(key, best_bk / max(temperature, 1e-6))
     drawn_b = jnp.take_along_axis(words_bk, pick_b[:, None], axis=1)[:, 0]
@@ -795,7 +846,7 @@ def sample(key, logits_bV, temperature, top=8):
 
 # %%
 def generate(w, first_b, temperature, seed):
-    """On one device: STEPS words after the first word of each of its texts."""
+    """On one device: STEPS words after the first word of each of its sequences."""
     device = jax.lax.axis_index(("data", "tensor"))
     key = jax.random.fold_in(jax.random.key(seed), device)
 
@@ -809,8 +860,8 @@ def generate(w, first_b, temperature, seed):
 
 
 # %%
-def texts_on(data, tensor, temperature=1.0, seed=0):
-    """The texts of all devices. Their first words do not depend on the mesh."""
+def sequences_on(data, tensor, temperature=1.0, seed=0):
+    """The sequences of all devices. Their first words do not depend on the mesh."""
     kinds, few = (jax.sharding.AxisType.Auto,) * 2, jax.devices()[: data * tensor]
     axes = ("data", "tensor")
     mesh = jax.make_mesh((data, tensor), axes, axis_types=kinds, devices=few)
@@ -818,46 +869,47 @@ def texts_on(data, tensor, temperature=1.0, seed=0):
     specs = dict(in_specs=(w_specs, P("data")), out_specs=P("tensor", None, "data"))
     run = lambda w, first_b: generate(w, first_b, temperature, seed)  # on one device
     on_mesh = jax.jit(jax.shard_map(run, mesh=mesh, **specs))
-    first_B = np.arange(TEXTS, dtype=np.int32) % WORDS
+    first_B = np.arange(SEQUENCES, dtype=np.int32) % WORDS
     text_TB = np.asarray(on_mesh(weights, first_B))[0]
     return text_TB
 
 
-greedy = [texts_on(*mesh, temperature=0) for mesh in ((1, 1), (8, 1), (4, 2), (2, 4))]
+MESHES = (1, 1), (8, 1), (4, 2), (2, 4)
+greedy = [sequences_on(*mesh, temperature=0) for mesh in MESHES]
 assert all(np.array_equal(one, greedy[0]) for one in greedy)
-print("temperature 0: the same texts as one device, on three meshes")
+print("temperature 0: the same sequences as one device, on three meshes")
 
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Fraction of words that are allowed to follow the previous one, by position in the text: always 1 on data=8, about 0.7 on data=4,tensor=2 and 0.6 on data=2,tensor=4."}}
-def may(texts_TB):
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Fraction of words that are allowed to follow the previous one, by position in the sequence: always 1 on data=8, about 0.7 on data=4,tensor=2 and 0.6 on data=2,tensor=4."}}
+def may(sequences_TB):
     """Whether each word is allowed to follow the previous one."""
-    texts = np.asarray(texts_TB)
-    return (texts[1:, :, None] == may_follow[texts[:-1]]).any(axis=-1)
+    sequences = np.asarray(sequences_TB)
+    return (sequences[1:, :, None] == may_follow[sequences[:-1]]).any(axis=-1)
 
 
 figure, ax = plt.subplots(figsize=(5.4, 3.2))
 for (data_, tensor_), style in {(8, 1): "-", (4, 2): "--", (2, 4): ":"}.items():
-    shares = may(texts_on(data_, tensor_)).mean(axis=1)
+    shares = may(sequences_on(data_, tensor_)).mean(axis=1)
     label = f"data={data_},tensor={tensor_}"
     ax.plot(range(1, STEPS), shares, style, color="black", label=label)
     print(f"temperature 1, {label}: {shares.mean():.0%} of the words are allowed")
 ax.set(title="At temperature 1, some meshes write nonsense", ylim=(0, 1.05))
-ax.set(xlabel="position in the text", ylabel="fraction of allowed words")
+ax.set(xlabel="position in the sequence", ylabel="fraction of allowed words")
 legend = ax.legend()
 
 
 # %% tags=["hide-input"]
-def fault_of(texts, data):
-    """What is wrong with the texts of a mesh; empty if they are right."""
-    if texts.shape != (STEPS, TEXTS):
-        return f"return {STEPS} words of {TEXTS} texts, not {texts.shape}."
-    if may(texts).mean() < 0.99:
-        return (f"{may(texts).mean():.0%} of the words are allowed. The devices sum "
+def fault_of(words, data):
+    """What is wrong with the sequences of a mesh; empty if they are right."""
+    if words.shape != (STEPS, SEQUENCES):
+        return f"return {STEPS} words of {SEQUENCES} sequences, not {words.shape}."
+    if may(words).mean() < 0.99:
+        return (f"{may(words).mean():.0%} of the words are allowed. The devices sum "
                 "their partial logits: do they read the same word?")  # fmt: skip
-    halves = texts[:, :WORDS], texts[:, WORDS:]  # the first words of both are the same
+    halves = words[:, :WORDS], words[:, WORDS:]  # the first words of both are the same
     if data > 1 and np.array_equal(*halves):
-        return "all words are allowed, but the devices along data write the same texts."
-    larger = (texts[1:] == may_follow[texts[:-1]].max(axis=-1)).mean()
+        return "all words are allowed, but the devices along data write the same."
+    larger = (words[1:] == may_follow[words[:-1]].max(axis=-1)).mean()
     if abs(larger - 0.5) > 0.05:
         return (f"all words are allowed, but of two, the larger is drawn {larger:.0%} "
                 "of the time. How do you choose among the draws?")  # fmt: skip
@@ -880,23 +932,23 @@ def stops(error):
 
 
 # %% tags=["hide-input", "hide-output"]
-def check_texts(answer):
+def check_sequences(answer):
     try:
         best = np.asarray(lesson.answered(answer)(1, 1, temperature=0))
         for shape in ((2, 4), (4, 2), (8, 1)):
-            texts = np.asarray(answer(*shape))
-            if fault := fault_of(texts, shape[0]):
+            sequences = np.asarray(answer(*shape))
+            if fault := fault_of(sequences, shape[0]):
                 return f"data={shape[0]},tensor={shape[1]}: {fault}"
             if not np.array_equal(answer(*shape, temperature=0), best):
-                return "At temperature 0, the texts differ from those of one device."
+                return "At temperature 0, the words differ from those of one device."
     except lesson.Unanswered:
         return lesson.NOTHING
     except Exception as error:
         return stops(error)
-    return "Right on three meshes: the texts are allowed, differ, and favor no word."
+    return "Right on three meshes: all words are allowed, differ, and are not biased."
 
 
-print(check_texts(texts_on))
+print(check_sequences(sequences_on))
 
 # %% [markdown]
 # Fix the program.
@@ -905,12 +957,12 @@ print(check_texts(texts_on))
 #
 # In `generate`, the random key is folded with the device's index along both axes, so no two devices use the
 # same random numbers. But the devices along `tensor` have shards of *one* model, and generate the same
-# texts. After the first sample, each device continues with a different word, and the all-reduce adds
-# partial sums for different texts. `jax.lax.axis_index("data")` fixes this. You also have to remove
+# sequences. After the first sample, each device continues with a different word, and the all-reduce adds
+# partial sums for different sequences. `jax.lax.axis_index("data")` fixes this. You also have to remove
 # `pcast`, because the words no longer differ along `tensor`.
 #
 # Two lines hid the bug. JAX tracks that the words differ along `tensor`, and raises an error in the scan
-# unless `pcast` declares this as intended. And `[0]` in `texts_on` returns only one of the copies. The test
+# unless `pcast` declares this as intended. And `[0]` in `sequences_on` returns only one of the copies. The test
 # at temperature 0 cannot find it, because equal logits have equal maxima.
 #
 # This bug is common. In FasterTransformer, each GPU had a different random seed, "resulting in strange
@@ -926,7 +978,8 @@ print(check_texts(texts_on))
 
 
 # %% tags=["remove-cell"]
-BUGGY = "\n\n".join(map(inspect.getsource, (next_logits, sample, generate, texts_on)))
+PARTS = next_logits, sample, generate, sequences_on
+BUGGY = "\n\n".join(map(inspect.getsource, PARTS))
 CAST = 'first_b = jax.lax.pcast(first_b, "tensor", to="varying")'
 
 
@@ -936,7 +989,7 @@ def changed(*swaps):
         assert old in text, old
         text = text.replace(old, new)
     exec(text, space)
-    return space["texts_on"]
+    return space["sequences_on"]
 
 
 BOTH = 'axis_index(("data", "tensor"))'
@@ -946,18 +999,18 @@ draws = "sample(key, next_logits(w, word_b), temperature)"
 agreed = (draws, f'jax.lax.pmax({draws}, "tensor")')
 mine = f'jnp.where(jax.lax.axis_index("tensor") == 0, {draws}, 0)'
 sent = (draws, f'jax.lax.psum({mine}, "tensor")')
-assert "the same word?" in check_texts(texts_on)
-assert "same word" in check_texts(changed(by_tensor))
-assert check_texts(changed(by_data, plain)).startswith("Right")
-assert check_texts(changed(sent, plain)).startswith("Right")
-assert check_texts(changed(by_data)) == CARRY
-assert check_texts(changed(plain)) == DIFFER
-assert "write the same" in check_texts(changed(one_key, plain))
-assert "the larger is drawn" in check_texts(changed(agreed, plain))
+assert "the same word?" in check_sequences(sequences_on)
+assert "same word" in check_sequences(changed(by_tensor))
+assert check_sequences(changed(by_data, plain)).startswith("Right")
+assert check_sequences(changed(sent, plain)).startswith("Right")
+assert check_sequences(changed(by_data)) == CARRY
+assert check_sequences(changed(plain)) == DIFFER
+assert "write the same" in check_sequences(changed(one_key, plain))
+assert "the larger is drawn" in check_sequences(changed(agreed, plain))
 at_0 = ("temperature == 0", "temperature < 0")
-assert "At temperature 0" in check_texts(changed(by_data, plain, at_0))
-assert check_texts(lambda *_, **__: ...) == lesson.NOTHING
-assert "It stops" in check_texts(lambda *_: 1 / 0)
+assert "At temperature 0" in check_sequences(changed(by_data, plain, at_0))
+assert check_sequences(lambda *_, **__: ...) == lesson.NOTHING
+assert "It stops" in check_sequences(lambda *_: 1 / 0)
 
 # %% [markdown]
 # ## In one table
@@ -970,7 +1023,7 @@ assert "It stops" in check_texts(lambda *_: 1 / 0)
 # | a device reads | 2P/n + cache/min(n, G) | 2P + cache/n | 2P + cache/n | 2P + cache/n | 2P/n + cache/n, n times in a row | experts/n |
 # | a device sends | 2 all-reduces of B rows per layer | 2 all-reduces per layer, of B H (K + 2) and B D numbers | nothing | (n - 1)/n of 2P | B rows per stage (`ppermute`) | all-to-all of the tokens, twice per layer |
 # | exposed | yes, latency-bound | yes, latency-bound | - | yes, bandwidth-bound | yes | yes, latency-bound |
-# | speeds up a single text | yes | long texts | no | no, much slower | no | reads fewer experts |
+# | speeds up a single sequence | yes | long sequences | no | no, much slower | no | reads fewer experts |
 # | when, on v5e and v5p | along 1 or 2 torus axes | if n is above G | if the batch is at B* | never | across slices | see 07 |
 # | on one H100 node | up to 8 | if G is below 8 | one replica per node | never | - | inside |
 # | on two H100 nodes | replicates the cache if n is above G | second axis of the cache | one replica per node, if it fits | never | between nodes | across nodes |
@@ -982,8 +1035,8 @@ assert "It stops" in check_texts(lambda *_: 1 / 0)
 #
 # ## Three lines to keep
 #
-# 1. Decode reads all weights and all caches to generate one token per text. The texts of a batch share the
-#    weights, up to the ridge of the chip, but not the caches, which are soon most of the bytes.
+# 1. Decode reads all weights and all caches to generate one token per sequence. The sequences of a batch share
+#    the weights, up to the ridge of the chip, but not the caches, which are soon most of the bytes.
 # 2. An axis helps if it reduces what a device reads: `tensor` up to the number of key-value heads, then
 #    `context` for the cache. `fsdp` has to send all weights for every token.
 # 3. Devices with shards of the same model must sample the same token.
