@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from chapters import lesson, opening
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Memory bars of eight devices and a timeline, before and after: device 0 alone holds 9.3 GiB and computes for 64 ms; with context=8 every device holds 1.9 GiB and computes for 8 ms."}}
+# %% tags=["hide-input"]
 GiB, T, away = 2**30, opening.TOKENS, 7 / 8  # T: positions of the one sequence
 sizes, kv_bytes = opening.PARAMETERS, 2 * 2 * opening.K * opening.H  # per position
 saved = 2 * T * (6 * opening.D + kv_bytes // 2 + 3 * opening.F) / GiB  # bf16, no remat
@@ -39,6 +39,8 @@ work = opening.compute_ms(2 * sizes * T + pair_flops)
 gather = opening.network_ms(2 * sizes * away)
 kv_ms = opening.network_ms(T * kv_bytes * away)
 alone, shared = [saved] + [0] * 7, saved / 8
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Memory bars of eight devices and a timeline, before and after: device 0 alone holds 9.3 GiB and computes for 64 ms; with context=8 every device holds 1.9 GiB and computes for 8 ms."}}
 opening.before_after(
     opening.Scene("FSDP: device 0 has the sequence", weights | {"activations": alone},
                   [("device 0: forward pass", gather, work)], [("", 0, gather)]),
@@ -49,11 +51,13 @@ axes, style = plt.gcf().axes, dict(va="center", size=8)
 text = axes[2].text(3, 1, "weights", **style)
 text = axes[3].text(4, 1, "weights, then keys and values", **style)
 text = axes[3].text(11, 0, "all 8 devices", **style)
+for gathered_weights in (axes[2].collections[1], axes[3].collections[1]):
+    gathered_weights.set_facecolor(lesson.COLORS["fsdp"])
 
 # %% [markdown]
 # The figure shows one layer of Llama 3 8B on eight H100s. Weights are sharded as in FSDP (chapter 03) and
-# gathered for the layer. No activation is recomputed. Times are arithmetic at peak speed, for the forward pass
-# and balanced work.
+# gathered (blue) before the layer; in a model, this can overlap with the layer before. No activation is
+# recomputed. Times are arithmetic at peak speed, for the forward pass and balanced work.
 #
 # > **Predict.** Attention is causal: a query attends to its own position and all earlier ones. Device i of 8
 # > gets the i-th eighth of the positions. How many times the average attention work does the last device do?
@@ -144,8 +148,7 @@ for ax, (title, shade) in zip(axes.flat, PANELS.items(), strict=True):
     ax.set(xlim=(0, 4), ylim=(4, 0), xticks=[], yticks=[], ylabel="positions")
     ax.set(xlabel="heads")
     title = ax.set_title(title, size=9)
-says = "Keys (green) that device 1 has, and its queries (q)"
-title = figure.suptitle(says, size=11)
+title = figure.suptitle("Keys (green) that device 1 has, and its queries (q)", size=11)
 
 # %% [markdown]
 # - **All-gather the keys.** After one all-gather of keys and values, each device's queries attend to all of
@@ -206,6 +209,8 @@ lesson.predicted("over heads", my_prediction_over_heads, sent(over_heads), "byte
 assert (sent(gathered), sent(over_heads)) == (12_288, 9_216), "the sizes have changed"
 
 # %% [markdown]
+# ### Which one sends less
+#
 # Per position and unit of width, the all-gather sends keys and values, 2G numbers, to each of n - 1 other
 # devices. The all-to-all sends queries, keys, values and results, 2H + 2G numbers, each to *one* device, and
 # (n - 1)/n of them to another device. So
@@ -231,8 +236,8 @@ against("DeepSeek-V3", lambda n: n * (512 + 64) / sides, 128)
 print("*: more devices than KV heads, see exercise 2")
 
 # %% [markdown]
-# The stars mark a limit: **n must divide the number of heads**. With 8 KV heads the all-to-all works for up to
-# 8 devices, or up to 2 if `tensor=4` has already sharded the heads. DeepSeek-V3 computes the keys of all 128
+# The stars mark a limit: **n must divide the number of KV heads**. With 8 of them the all-to-all works for up
+# to 8 devices, or up to 2 if `tensor=4` has already sharded the heads. DeepSeek-V3 computes the keys of all 128
 # heads from one latent of 576 numbers per position, which is cheaper to gather.
 #
 # ## The ring, by hand
@@ -321,12 +326,12 @@ assert busiest.sum() == 904 and round(1 - 520 / 904, 2) == 0.42, "42% idle"
 # keys, which its queries must not see: three of its four steps have no work. The ring takes the time of 904
 # pairs instead of 520, so the average device is idle for 42% of attention's time. With n devices, the last
 # one has nearly (2n - 1)/n times the average work, so **with many devices half of attention's time is idle
-# time**, for any sequence length. An all-gather does not help, because device 3's work is the same. (A real
-# kernel skips blocks that no query sees; this program computes them and discards the result.)
+# time**, for any sequence length. (A real kernel skips blocks that no query sees; this program computes them
+# and discards the result.)
 #
 # ## Zig-zag
 #
-# Here are the steps of the ring again:
+# An all-gather does not help: device 3 still has the most pairs. Here are the ring's steps:
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "A table of four devices by four steps of the ring: each cell has the device whose keys have arrived and the number of allowed pairs; device 0 has no work after its first step, device 3 has 256 pairs in each later step."}}
 figure, ax = plt.subplots(figsize=(5.4, 3))
@@ -372,12 +377,13 @@ for (ax, bars), (name, order) in zip(axes, orders.items(), strict=True):
         picture[place, : place + 1] = shades[owner_S[place]]
     ax.imshow(picture, interpolation="nearest")
     ax.set(xlabel="keys", ylabel="queries", title=name, xticks=[0, 63], yticks=[0, 63])
+    for c in range(2 * n if name == "zig-zag" else 0):
+        ax.text(63, 8 * c + 3.5, f"chunk {c}", ha="right", va="center", size=7)
     of_device = [int((np.flatnonzero(owner_S == i) + 1).sum()) for i in range(n)]
     bars.bar(range(n), of_device, color=shades, edgecolor="black", lw=0.6)
     bars.axhline(np.mean(of_device), color=lesson.NEUTRAL, lw=0.8)
     bars.set(xlabel="device", ylabel="allowed pairs", xticks=range(n), ylim=(0, 950))
-says = "With an early and a late chunk, all devices have the same work"
-title = figure.suptitle(says, size=11)
+title = figure.suptitle("Early and late chunks give all devices equal work", size=11)
 
 # %% [markdown]
 # Now every device has the same work in each step, 136 and then 128 pairs: about half of all 16 x 16. The work
@@ -434,7 +440,7 @@ def owners(order_S):
 
 # %% [markdown]
 # > **Predict.** With these documents and zig-zag over the whole sequence, how many times the average work
-# > does the busiest of 8 devices have? (A guess within 15% counts as right.)
+# > does the busiest of 8 devices have? (A guess is enough. For one long document it is 1, or 1.88 in order.)
 
 # %%
 my_prediction = None  # times the average work
@@ -501,7 +507,7 @@ title = figure.suptitle("With documents, zig-zag is not balanced", size=11)
 # With zig-zag over the sequence, attention takes 1.36 times as long as with balanced work if keys are
 # gathered. In a ring it takes 2.09 times as long, because *every step* waits for its busiest device. Zig-zag
 # in each document is balanced in both cases. Greedy balances only the totals, so it suits an all-gather.
-# (Llama 3 gathers, partly for this reason.)
+# (Llama 3 gathers keys and values, partly because document masks are then easier.)
 #
 # Layouts by document have costs. They differ from batch to batch, so the host has to reorder tokens, targets
 # and positions, and a kernel must skip masked pairs based on this data. A chunk of 7 positions does not fill a
@@ -574,19 +580,13 @@ for chips in ("v5p:2x2x2", "h100:8", "h100:16"):
 # ## In the project
 #
 # `work.context_attention` is `gather`, `ring` or `all_to_all`. For all three, `model.py` calls
-# `overlap.context.over_context` with the queries, the local inputs of keys and values (`parts`), and a
-# function that computes keys and values from them. Below, `to_sequence_order` sorts gathered zig-zag
-# chunks by position, `to_zigzag_order` is the inverse, and `partial_attention` is `attend` in blocks and
-# within documents (`segments`).
+# `overlap.context.over_context`. Here it runs on the queries, keys and values of this page, in zig-zag order:
 
-# %% tags=["hide-output"]
+# %% tags=["hide-input"]
 from config import preset
 from overlap import context
 from sharding import make_mesh
 
-lesson.source(context.over_heads)
-
-# %% tags=["hide-input"]
 six_axes, along = make_mesh("context=4"), P(None, "context")
 order = zigzag(4, S)
 qkv = [np.asarray(x)[None, order] for x in (q_SHK, k_SHK, v_SHK)]
@@ -606,8 +606,8 @@ for way in ("gather", "ring", "all_to_all"):
     print(f"{way:10} sends {wire:7,.0f} bytes: {kinds}")
 
 # %% [markdown]
-# All three match a single-device run. The layout is zig-zag over the whole sequence, and blocks of other
-# documents are not skipped.
+# All three match a single-device run. For packed documents, too, the layout is zig-zag over the whole sequence,
+# and blocks of other documents are not skipped.
 #
 # ## Exercise 1: two softmaxes
 #
@@ -714,8 +714,7 @@ def trade_bytes(n, s, H, G, K):
 # %% tags=["hide-input"]
 @functools.cache
 def counted_trade(n, s, H, G, K):
-    automatic = (jax.sharding.AxisType.Auto,)
-    devices = jax.make_mesh((n,), ("context",), axis_types=automatic)
+    devices = jax.make_mesh((n,), ("context",), axis_types=mesh.axis_types)
 
     def device(q_sHK, k_sGK, v_sGK, at_s):
         k, v = (jnp.repeat(x, max(n // G, 1), axis=1) for x in (k_sGK, v_sGK))
