@@ -61,7 +61,8 @@ for bar in plt.gcf().axes[3].collections[2::2][:2]:
 
 # %% [markdown]
 # One layer of Llama 3 8B, 8,192 tokens, eight H100s. Times are arithmetic at peak speed. Blue is communication
-# along `fsdp` (weights W, gradients dW), red along `tensor`. With `tensor=2`, a device gathers half of W.
+# along `fsdp` (weights W, gradients dW), red along `tensor`. With `tensor=2`, a device gathers half of W. While
+# a layer computes, the next one's W is gathered; the next layer waits for both.
 #
 # ## Three coordinates per device
 #
@@ -75,8 +76,8 @@ for side, axis in enumerate(("stage", "fsdp", "tensor")):
     print(f"{axis:6}", np.moveaxis(box, side, -1).reshape(-1, 2).tolist())
 
 # %% [markdown]
-# So each device belongs to three groups, one per axis. Device 5 communicates with 4, 7 and 1, and never
-# directly with 0. A collective over `fsdp` and `tensor` together has a group of four: 4, 5, 6 and 7.
+# So each device belongs to three groups. Device 5 communicates with 4, 7 and 1, not with 0. A
+# collective over `fsdp` and `tensor` together has a group of four: 4, 5, 6 and 7.
 #
 # ## Sharded or replicated
 #
@@ -177,7 +178,7 @@ L, D, F, B, T = 4, 8, 24, 16, 6  # layers, widths, sequences, positions
 draw = lambda *shape: np.float32(rng.normal(size=shape))
 w = dict(gain_LD=1 + draw(L, D) / 4, up_LDF=draw(L, D, F), down_LFD=draw(L, F, D) / 9)
 specs = dict(gain_LD=P("stage"), up_LDF=P(*AXES), down_LFD=P("stage", "tensor", "fsdp"))
-batch = draw(B, T, D), draw(B, T, D), np.float32(draw(B, T) < 0.5)  # mask
+batch = draw(B, T, D), draw(B, T, D), np.float32(draw(B, T) < 0.5)  # 1: counted
 
 
 # %% tags=["by-hand"]
@@ -203,17 +204,17 @@ def layer(x_btD, w):
 # %% tags=["by-hand"]
 def device(w, *batch):
     n, here = lax.axis_size("stage"), lax.axis_index("stage")
-    x_ZbtD, target_ZbtD, real_Zbt = (a.reshape(Z, -1, *a.shape[1:]) for a in batch)
+    x_ZbtD, target_ZbtD, counted_Zbt = (a.reshape(Z, -1, *a.shape[1:]) for a in batch)
 
-    def tick(inbox_btD, m):
-        x_btD = jnp.where(here == 0, x_ZbtD[jnp.minimum(m, Z - 1)], inbox_btD)
+    def tick(inbox_btD, i):  # i: number of the tick
+        x_btD = jnp.where(here == 0, x_ZbtD[jnp.minimum(i, Z - 1)], inbox_btD)
         y_btD, _ = lax.scan(layer, x_btD, w)  # this stage's layers
         return lax.ppermute(y_btD, "stage", [(s, (s + 1) % n) for s in range(n)]), y_btD
 
     empty_btD = lax.pcast(jnp.zeros_like(x_ZbtD[0]), "stage", to="varying")
     _, y = lax.scan(tick, empty_btD, jnp.arange(Z + n - 1))
     squares_Zbt = jnp.sum((y[n - 1 :] - target_ZbtD) ** 2, -1)
-    return jnp.sum(real_Zbt * squares_Zbt * (here == n - 1)), jnp.sum(real_Zbt)
+    return jnp.sum(counted_Zbt * squares_Zbt * (here == n - 1)), jnp.sum(counted_Zbt)
 
 
 # %% [markdown]
@@ -233,10 +234,10 @@ def loss_on(*sizes, mean=mean):
     return jax.shard_map(one, mesh=mesh, in_specs=specs_in, out_specs=P())
 
 
-def loss_alone(w, x, target, real):
+def loss_alone(w, x, target, counted):
     for n in range(L):
         x += jax.nn.gelu(norm(w["gain_LD"][n], x) @ w["up_LDF"][n]) @ w["down_LFD"][n]
-    return jnp.sum(real * jnp.sum((x - target) ** 2, -1)) / jnp.sum(real)
+    return jnp.sum(counted * jnp.sum((x - target) ** 2, -1)) / jnp.sum(counted)
 
 
 run = lambda loss: jax.jit(jax.value_and_grad(loss))(w, *batch)
@@ -247,8 +248,8 @@ assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "unlike one d
 
 # %% [markdown]
 # Each gradient matches to within a millionth of its largest entry. Yet no line of the program sums the gain's
-# gradient over devices. JAX adds that sum. With `check_vma` (the default),
-# `shard_map` tracks along which axes each value can differ. The gain is the same along `fsdp` and `tensor`,
+# gradient: JAX adds that sum. With `check_vma` (the default), `shard_map` tracks along which axes each value
+# can differ. The gain is the same along `fsdp` and `tensor`,
 # but x_btD is not. So JAX casts the gain before it multiplies the two, and the backward pass of this cast
 # is a sum over both axes (02). Megatron-LM has an explicit all-reduce
 # ([#443](https://github.com/NVIDIA/Megatron-LM/issues/443)).
@@ -256,15 +257,15 @@ assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "unlike one d
 # ## 1F1B with two more axes
 #
 # GPipe can leave the whole backward pass to JAX, but 1F1B (05) calls `jax.vjp` for each microbatch. With more
-# axes, two lines are new. First, cast the gain before the loop, so that its gradient stays a local sum. Last,
-# sum it over `fsdp` and `tensor`, once per step instead of once per tick. The matrices need neither: each
+# axes, two lines are new. Before the loop, cast the gain, so that its gradient stays a local sum. After it,
+# sum this gradient over `fsdp` and `tensor`, once per step, not once per tick. The matrices need neither: each
 # reduce-scatter along `fsdp` completes their gradients.
 
 
 # %%
 BOTH = "fsdp", "tensor"
 stage = lambda w, x_btD: lax.scan(layer, x_btD, w)[0]
-error = lambda y, target, real: jnp.sum(real * jnp.sum((y - target) ** 2, -1))
+error = lambda y, target, counted: jnp.sum(counted * jnp.sum((y - target) ** 2, -1))
 empty = lambda shape: lax.pcast(jnp.zeros(shape), AXES, to="varying")
 add = lambda on, a, b: jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), a, b)
 
@@ -282,25 +283,25 @@ def empty_carry(w, slots, x_btD):
 # %%
 def one_f_one_b(w, *batch):
     here, last = lax.axis_index("stage"), lax.axis_size("stage") - 1
-    x_ZbtD, target_ZbtD, real_Zbt = (a.reshape(Z, -1, *a.shape[1:]) for a in batch)
-    slots, count = 2 * last + 1, lax.psum(real_Zbt.sum(), BOTH)
-    w = w | {"gain_LD": lax.pcast(w["gain_LD"], BOTH, to="varying")}  # first
+    x_ZbtD, target_ZbtD, counted_Zbt = (a.reshape(Z, -1, *a.shape[1:]) for a in batch)
+    slots, count = 2 * last + 1, lax.psum(counted_Zbt.sum(), BOTH)
+    w = w | {"gain_LD": lax.pcast(w["gain_LD"], BOTH, to="varying")}  # before
 
-    def tick(carry, t):
+    def tick(carry, i):
         inbox_btD, back_btD, kept, lost, dw = carry
-        f, b = t - here, t - 2 * last + here  # microbatches of F and B
+        f, b = i - here, i - 2 * last + here  # microbatches of F and B
         m, on = jnp.clip(b, 0, Z - 1), (b >= 0) & (b < Z)
         x_btD = jnp.where(here == 0, x_ZbtD[jnp.clip(f, 0, Z - 1)], inbox_btD)
         kept = kept.at[f % slots].set(x_btD)
         y_btD, pull = jax.vjp(stage, w, kept[b % slots])
-        value, dy_btD = jax.value_and_grad(error)(y_btD, target_ZbtD[m], real_Zbt[m])
+        value, dy_btD = jax.value_and_grad(error)(y_btD, target_ZbtD[m], counted_Zbt[m])
         dw_m, dx_btD = pull(jnp.where(here == last, dy_btD / count, back_btD))
         dw, lost = add(on, dw, dw_m), add(on & (here == last), lost, value)
         return (send(stage(w, x_btD), 1), send(dx_btD, -1), kept, lost, dw), None
 
     ticks, carry = jnp.arange(Z + 2 * last), empty_carry(w, slots, x_ZbtD[0])
     *_, lost, dw = lax.scan(tick, carry, ticks)[0]
-    dw["gain_LD"] = lax.psum(dw["gain_LD"], BOTH)  # last
+    dw["gain_LD"] = lax.psum(dw["gain_LD"], BOTH)  # after
     return lax.psum(lost, AXES) / count, dw
 
 
@@ -347,7 +348,7 @@ assert sent["fsdp"].count == 4 + 4 * 5, "gathers before the loop, a scatter per 
 # `tensor`. A transformer layer has two pairs, one in attention and one in the MLP, so with 16 layers per
 # stage and n = 2 the ratio is 64.
 #
-# Along `fsdp`, JAX moves the all-gathers out of the loop: each of the stage's 4 matrices is gathered once.
+# Along `fsdp`, JAX moves the all-gathers out of the loop: each of the 4 matrices is gathered once.
 #
 # ## Which axis crosses the slow network
 #
@@ -377,13 +378,12 @@ labels = [line(axis) for axis in AXES]
 legend = figure.legend(handles=labels, loc="outside lower center", ncols=3)
 
 # %% [markdown]
-# On the left the order is `stage, fsdp, tensor`, and on the right it is reversed. The results are the same, but
-# on the right four times as many bytes cross.
+# On the left the order is `stage, fsdp, tensor`, and on the right it is reversed. The results are equal, but on
+# the right four times as many bytes cross.
 #
-# Compute the time for Llama 3 8B in bfloat16. D is 4,096. A layer has 218 million parameters (8.03e9, minus
-# the embedding and the LM head of 128,256 x D each, divided by 32 layers), and a stage has 16 layers. Each
-# axis has n = 2 devices, and a microbatch has 8,192 tokens. The bandwidths are from `plan/hardware.py`, the
-# project's table of chips:
+# The next cell computes the times for Llama 3 8B in bfloat16. D is 4,096. A layer has 218 million parameters
+# ((8.03e9 - 2 x 128,256 x D)/32, without embedding and LM head), and a stage has 16 layers. Each axis has n = 2
+# devices, and a microbatch has 8,192 tokens. The bandwidths are from `plan/hardware.py`:
 
 # %%
 D_8B, tokens, layers_of_stage = 4096, 8192, 16
@@ -439,7 +439,7 @@ print("context, then tensor:", gather_in_order("context", "tensor"))
 # ## One layer, three axes
 #
 # Now take a layer with attention and experts, sharded over `fsdp`, `expert` and `tensor`. It has E experts
-# of width M, and H heads of dim K. An expert receives A token vectors.
+# of width M, and H heads of dim K. An expert receives A token vectors. Each row is one step:
 #
 # | step | result | communication of activations | weight, and how it is gathered |
 # |---|---|---|---|
@@ -515,8 +515,9 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 #
 # For 8.03 billion float32 gradients, a device of `data=2,fsdp=8` sends 4 x 8.03e9/8 = 4.0 GB between replicas:
 # 0.08 s on H100s (50 GB/s each), 0.64 s between v5p slices (6.25 GB/s per chip).
-# `fsdp=16` over both would send as much. **With two replicas, HSDP sends no fewer bytes, but once per step, and
-# no layer waits for them.** The cost is memory: the shards are twice as large.
+# `fsdp=16` over both would send as much: half of the weights in bfloat16, forward and backward, and half of the
+# gradients, (2 + 2 + 4) x 8.03e9/2 bytes over 8 devices. **With two replicas, HSDP sends no fewer bytes, but
+# once per step, and no layer waits for them.** The cost is memory: the shards are twice as large.
 #
 # ## Valid but slow
 #
@@ -550,7 +551,7 @@ assert spread["slow network"] > 2.9 and spread["v5p slice"] < 1.2, "a plan has c
 
 # %% [markdown]
 # On the v5p slice, where all links are equal, the slowest mesh takes a sixth longer than the fastest; on the
-# slow network, three times as long, because it sends the keys and values of every layer between the nodes.
+# slow network, three times as long, because every layer's keys and values cross it.
 #
 # ## Rounding or bug?
 #
@@ -567,10 +568,10 @@ def mean_of_means(lost, count):
 gradient_alone = jax.jit(jax.grad(loss_alone))
 
 
-def worst(sizes, mean, dtype=np.float32, real=batch[2]):
+def worst(sizes, mean, dtype=np.float32, counted=batch[2]):
     """The weight with the largest gradient error, relative to its largest entry."""
     with jax.enable_x64(dtype == np.float64):
-        args = jax.tree.map(lambda a: a.astype(dtype), (w, *batch[:2], real))
+        args = jax.tree.map(lambda a: a.astype(dtype), (w, *batch[:2], counted))
         got = jax.jit(jax.grad(loss_on(*sizes, mean=mean)))(*args)
         want = gradient_alone(*args)
         off = {k: float(abs(got[k] - want[k]).max() / abs(want[k]).max()) for k in w}
@@ -580,7 +581,8 @@ def worst(sizes, mean, dtype=np.float32, real=batch[2]):
 for name, one in {"right": mean, "mean of means": mean_of_means}.items():
     for dtype in (np.float32, np.float64):
         print(f"{name:14} {dtype.__name__}", worst((2, 2, 2), one, dtype))
-print("no target masked:     ", worst((2, 2, 2), mean_of_means, real=np.ones((B, T))))
+every = np.ones((B, T))
+print("no target masked:     ", worst((2, 2, 2), mean_of_means, counted=every))
 
 # %% [markdown]
 # Rounding errors are a few times the last bit (6e-8 in float32), and nearly vanish in float64. An error
@@ -598,9 +600,8 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 
 # %% [markdown]
 # The gradient is wrong on every mesh with `tensor=2`, and on no other. If only a pair of axes gives wrong
-# gradients, the bug is in their combination. For the project's model, `tests.parity` makes this comparison on
-# any mesh. Here it is with all six axes, on 64 simulated devices, for a small model with experts. (Quoted:
-# it takes a minute or two.)
+# gradients, the bug is in their combination. `tests.parity` compares the project's model on any mesh. Here it
+# is with all six axes, on 64 simulated devices, for a small model with experts. (Quoted: it takes a minute.)
 #
 # ```
 # $ python -m tests.parity tiny --mesh data=2,stage=2,fsdp=2,expert=2,context=2,tensor=2 \
@@ -613,7 +614,7 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 # The mesh matches a single-device run.
 # ```
 #
-# No gradient is off by more than 9.2e-07 of its largest entry; the limit is 1e-04.
+# The largest gradient error is 9.2e-07; the limit is 1e-04.
 #
 # ## Exercise 1: choose the sharding
 #
@@ -905,20 +906,19 @@ def forward(w, x_btD):
     return lax.scan(block, x_btD, w)[0]
 
 
-def local_loss(w, count, x_btD, target_btD, real_bt):
+def local_loss(w, count, x_btD, target_btD, counted_bt):
     """This device's share of the mean squared error; count: targets on all devices."""
-    return jnp.sum(real_bt * jnp.sum((forward(w, x_btD) - target_btD) ** 2, -1)) / count
+    squares_bt = jnp.sum((forward(w, x_btD) - target_btD) ** 2, -1)
+    return jnp.sum(counted_bt * squares_bt) / count
 
 
 # %%
 def all_reduce(grad, axes):
     """Sum over axes, listed from slow to fast: inside a node, then between nodes."""
     used = [axis for axis in axes if lax.axis_size(axis) > 1]
-    if not used:
-        return grad
-    slow, fast = used[0], used[-1]
-    grad = lax.psum(grad, fast)
-    return grad if slow == fast else lax.psum(grad, slow)
+    if used:
+        grad = lax.psum(grad, used.pop())
+    return lax.psum(grad, used[0]) if used else grad
 
 
 def summed(grads, reduce):
@@ -949,15 +949,14 @@ def train(sizes, w, reduce=all_reduce, steps=20):
 
 
 # %% [markdown]
-# On every mesh of two axes, the losses of all 20 steps match one device. On three axes, the curve falls as
-# smoothly. But when it resumes from a checkpoint, its loss is higher. Fix the program.
+# The loss falls smoothly, and the first one matches one device. But when the run resumes from a checkpoint, its
+# loss is higher. Fix the program.
 
 # %%
 alone = np.asarray(train((1, 1, 1), scattered(start, (1, 1, 1)))[1])
-for sizes in ((2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)):
-    trained, curve = train(sizes, scattered(start, sizes))
-    print(sizes, f"first loss {curve[0]:.3f}, last {curve[-1]:.3f}")
+trained, curve = train((2, 2, 2), scattered(start, (2, 2, 2)))
 print(f"one device: first loss {alone[0]:.3f}, last {alone[-1]:.3f}")
+print(f"8 devices:  first loss {curve[0]:.3f}, last {curve[-1]:.3f}")
 rows = jax.tree.map(np.asarray, trained)
 saved = {"gain_LD": rows["gain_LD"][0], "up_LDF": np.concatenate(rows["up_LDF"][:2], 2),
          "down_LFD": np.concatenate(rows["down_LFD"][:2], 1)}  # fmt: skip
@@ -965,11 +964,13 @@ saved = scattered(saved, (2, 2, 2))  # the checkpoint has one copy of each shard
 on, resumed = train((2, 2, 2), trained)[1], train((2, 2, 2), saved)[1]
 print(f"step 21: {on[0]:.3f} if the run continues, {resumed[0]:.3f} if it resumes")
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Loss of 40 steps: a smooth falling curve, and from step 21 a second one that starts higher, from the checkpoint."}}
-figure, axes = plt.subplots(figsize=(5, 2.8))
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Loss of 40 steps: a smooth falling curve, and from step 21 a second one that starts higher, from the checkpoint. Below, their difference."}}
+figure, (axes, extra) = plt.subplots(2, figsize=(5, 4.4), sharex=True)
 axes.plot(range(1, 41), [*curve, *on], color=lesson.NEUTRAL, label="without a stop")
 axes.plot(range(21, 41), resumed, "k--", label="resumed from the checkpoint")
-axes.set(xlabel="step", ylabel="loss", xlim=(10, 40), ylim=(1, 6))
+axes.set(ylabel="loss", xlim=(10, 40), ylim=(0, 6))
+extra.plot(range(21, 41), np.asarray(resumed) - np.asarray(on), color="k")
+extra.set(xlabel="step", ylabel="difference", ylim=0)
 axes.set_title("The loss jumps when the run resumes")
 legend = axes.legend()
 
@@ -1049,7 +1050,8 @@ print(check_all_reduce(all_reduce))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `all_reduce` sums over the first and the last axis in use. The matrices are replicated along two axes, so
+# `all_reduce` sums over the last and the first axis in use. On two axes that is right, and all 20 losses match
+# one device. The matrices are replicated along two axes, so
 # for them that is right. The gain is replicated along three, and its gradient is never summed over the
 # middle one, `context`. `lax.psum(grad, tuple(axes))` is right. From the first step, the gains of the two
 # `context` halves drift apart, each trained on its own positions. A checkpoint saves one of the copies. When
