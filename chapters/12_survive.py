@@ -28,7 +28,7 @@ from plan import hardware
 
 GREY = lesson.NEUTRAL
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "32 layers on eight devices. A blocking checkpoint: training stops for 6 seconds while the disk writes. An asynchronous checkpoint: it stops for 0.4 seconds, and the disk writes during the next steps; each device needs 10 GiB of host memory for the snapshot."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "32 layers on eight devices. A blocking checkpoint: training stops for 6 seconds while the disk writes. An asynchronous checkpoint: it stops for 0.4 seconds, and the disk writes during the next steps; a second, hatched bar next to each device's bar is its snapshot of 10 GiB in host memory."}}
 GiB, n = 2**30, opening.DEVICES
 numbers = 32 * opening.PARAMETERS / n  # of a device, for 32 layers
 held = {"weights": 4, "gradients": 4, "optimizer state": 8}  # bytes each, in float32
@@ -38,7 +38,7 @@ copy_s, write_s, before = state / 25e9, n * state / 14e9, 4
 ends = before + write_s
 work = [("steps", 0, before), ("steps", ends, before)]
 blocking = opening.Scene("Blocking", held, work, [("write", before, write_s)])
-resumes, with_copy = before + copy_s, {**held, "snapshot": state / GiB}
+resumes, with_copy = before + copy_s, {**held, "snapshot in host memory": state / GiB}
 work = [("steps", 0, before), ("steps", resumes, ends - copy_s)]
 in_background = [("write", resumes, write_s)]
 asynchronous = opening.Scene("Asynchronous", with_copy, work, in_background)
@@ -52,17 +52,21 @@ opening.before_after(blocking, asynchronous, title, **rows)
 # writes the file from there during the next steps. (The times are arithmetic: 25 GB/s from each device to
 # its host, and a disk that writes 14 GB/s.)
 #
-# > **Predict.** Llama 3 405B was trained on 16,384 GPUs. How many hours passed, on average, between two
-# > unexpected interruptions?
+# > **Predict.** Llama 3 405B has 405.9 billion parameters. For how many seconds does the same disk write its
+# > checkpoint?
+
+# %% tags=["hide-input"]
+state_405B = 12 * 405_853_388_800  # bytes: weights and two moments in float32
+write_405B_s = state_405B / 14e9
 
 # %%
-my_prediction = None  # hours
-interruptions, days = 419, 54
-hours = days * 24 / interruptions
-lesson.predicted("hours between interruptions", my_prediction, hours, within=0.3)
+my_prediction = None  # seconds
+lesson.predicted("seconds for a checkpoint", my_prediction, write_405B_s, within=0.05)
 
 # %% [markdown]
-# That is 419 interruptions in 54 days ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4).
+# A checkpoint has 12 bytes per parameter (weights and Adam's two moments; gradients are not saved). That is 4.9
+# TB, which takes almost six minutes. And this run was interrupted unexpectedly 419 times in 54 days, once every
+# three hours ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4).
 #
 # ## The program by hand: a loop that you can kill
 #
@@ -102,14 +106,14 @@ def batch(seed, step):  # depends on nothing else: not on devices or earlier rea
     return x_BD, np.sin(2 * x_BD)
 
 
-def share_of_loss(w_dD, x_bD, y_bD):  # this device's share of the mean over B rows
+def local_loss(w_dD, x_bD, y_bD):  # this device's share of the mean over B rows
     w_DD = jax.lax.all_gather(w_dD, "fsdp", axis=0, tiled=True)
     return ((x_bD @ w_DD - y_bD) ** 2).sum() / (B * D)
 
 
 # %% tags=["by-hand"]
 def train_step(s, x_bD, y_bD):  # Adam on this device's shards
-    share, d_dD = jax.value_and_grad(share_of_loss)(s["w"], x_bD, y_bD)
+    share, d_dD = jax.value_and_grad(local_loss)(s["w"], x_bD, y_bD)
     m, v = 0.9 * s["m"] + 0.1 * d_dD, 0.99 * s["v"] + 0.01 * d_dD**2
     new = dict(w=s["w"] - 0.01 * m / (v**0.5 + 1e-6), m=m, v=v)
     return new, jax.lax.psum(share, "fsdp")
@@ -397,8 +401,9 @@ print("fsdp=2 again: their losses are bitwise identical")
 print(f"data=2,fsdp=2: relative difference at most {moved_off:.0e}")
 
 # %% [markdown]
-# The only cost is that some steps run twice: the steps since the last complete checkpoint. The trainer
-# keeps the old losses of these steps and compares them with the new ones. So each resume also tests the
+# The only cost is that some steps run twice: the steps since the last *complete* checkpoint. A run that is
+# killed at step 55 may resume at step 40, if the background save of step 50 was not finished. The trainer keeps
+# the old losses of the steps that run twice, and compares them with the new ones. So each resume also tests the
 # hardware for free.
 #
 # ## A NaN, and a loss spike
@@ -435,7 +440,7 @@ plain = jax.jit(jax.shard_map(train_step, **specs))
 
 # %%
 def trained(bad, guard):
-    s, losses, good, stepped_over = NEW[1], [], [], []
+    s, losses, good, skipped = NEW[1], [], [], []
     for t in range(160):
         x_BD, y_BD = batch(0, t)
         y_BD[5] *= bad.get(t, 1)
@@ -443,8 +448,8 @@ def trained(bad, guard):
         limit = 3 * np.median(recent) if len(recent) == 20 else np.inf
         s, loss = guarded(s, x_BD, y_BD, limit) if guard else plain(s, x_BD, y_BD)
         losses.append(float(loss))
-        (good if loss < limit else stepped_over).append(t)
-    return np.array(losses), stepped_over, int(np.isnan(s["w"]).sum())
+        (good if loss < limit else skipped).append(t)
+    return np.array(losses), skipped, int(np.isnan(s["w"]).sum())
 
 
 NAN, BIG = {60: np.nan}, {60: 100.0, 61: 100.0, 62: 100.0}
@@ -471,10 +476,11 @@ assert over == [60, 61, 62] and np.abs(calm / healthy - 1)[63:].max() < 0.05
 assert times[64] < 1.1 and times[late] > 1.3, "the text describes another spike"
 
 # %% [markdown]
-# Both runs print the three bad losses, but only the unguarded run applies these updates. At step 64 its
-# loss looks healthy. Then it climbs, because Adam's first moment points in the wrong direction for about
-# ten more steps. The run recovers slowly, because the second moment is too large and decays by only 1% per
-# step, so each update is too small.
+# Both curves have the spike at steps 60 to 62, because the loss of a bad batch is large in either run. But
+# only the unguarded run applies these updates. At step 64 its loss looks healthy. Then it climbs until step
+# 78, because the bad gradients are still in Adam's first moment, which loses 10% of them per step: after 15
+# steps, a fifth is left. The run recovers slowly, because the second moment is too large and decays by only
+# 1% per step, so each update is too small.
 #
 # The last 20 losses determine which steps are skipped. So they are *state* and belong in the checkpoint.
 # Otherwise a resumed run skips different batches.
@@ -545,14 +551,21 @@ def flipped(bit, replica=5):
 
 
 # %% [markdown]
-# A float32 has 32 bits: 23 for the fraction (bits 0 to 22), 8 for the exponent, and the sign.
-#
+# A float32 has 32 bits: 23 for the fraction (bits 0 to 22), 8 for the exponent (23 to 30), and the sign (31).
+# Here is the weight before the flip:
+
+# %%
+word = int(w_DD[3, 4].view(np.uint32))
+sign, exponent, fraction = word >> 31, word >> 23 & 255, word & 2**23 - 1
+print(f"{w_DD[3, 4]:.4f}: sign {sign}, exponent {exponent:08b}, ", end="")
+print(f"fraction {fraction:023b}")
+
+# %% [markdown]
 # > **Predict.** Each of the 32 bits is flipped in a separate run of 100 steps. As always, the loss is
 # > summed over all eight devices. In how many of the 32 runs is the printed loss off by more than 1% in any
 # > step?
 
 # %%
-my_prediction = None  # runs, of 32
 specs = dict(mesh=replicas, in_specs=(P(), P("data"), P("data")), out_specs=P())
 step = jax.jit(jax.shard_map(replica_step, **specs))
 
@@ -568,44 +581,63 @@ def hundred_steps(w, look=False):
     return np.array(losses), np.array(apart), w
 
 
+# %% tags=["hide-input"]
 batches = [jax.device_put(batch(0, t)) for t in range(100)]
 equal, _, _ = hundred_steps(flipped(None))
 bits = [hundred_steps(flipped(bit)) for bit in range(32)]
 seen = [b for b in range(32) if np.abs(bits[b][0] / equal - 1).max() > 0.01]
+
+# %%
+my_prediction = None  # 0 to 32
 lesson.predicted("runs with a visible change", my_prediction, len(seen))
 
 # %% tags=["remove-cell"]
 assert seen == [25, 30], "with another weight, other bits are visible"
 
 # %% [markdown]
-# Only in two runs, both with a flipped exponent bit: bit 25 makes the weight 16 times as large, and bit 30
-# about 1e37. The other 30 curves look healthy. And the damage does not go away:
+# <details><summary>Why</summary>
+#
+# In the exponent, bits 25 and 30 are 0. If one of them flips, the weight becomes 16 times as large, or -4e37.
+# Any other flip changes one of 1,024 small weights by at most twice its size (the sign), which the loss does
+# not show.
+# </details>
+#
+# The damage does not go away:
 #
 # > **Predict.** Bit 22, the highest bit of the fraction, is flipped. After 100 steps, how many times its
 # > initial size is the difference between replica 5 and the others?
 
-# %% mystnb={"image": {"alt": "Left, two loss curves that look identical; right, the difference between replica 5 and the others, a flat line for 100 steps."}}
-my_prediction = None  # times
+# %% tags=["hide-input"]
 losses, apart, w = hundred_steps(flipped(22), look=True)
-figure, (left, right) = plt.subplots(1, 2, figsize=(6.4, 2.8))
-left.plot(equal, color=GREY, lw=4, alpha=0.5, label="eight equal replicas")
-left.plot(losses, color=lesson.COLORS["data"], lw=1, label="one bit differs")
-left.set(title="The loss does not show it", xlabel="step", ylabel="loss")
-left.legend(fontsize=8)
-right.plot(apart, color=lesson.COLORS["data"])
-right.set(title="The difference stays", xlabel="step", ylim=(0, 2 * apart[0]))
-right.set_ylabel("difference of replica 5")
 grown = round(float(apart[-1] / apart[0]), 3)
+
+# %%
+my_prediction = None  # times
 lesson.predicted("after 100 steps", my_prediction, grown, "times", within=0.02)
 
 # %% tags=["remove-cell"]
 assert grown == 1, "the replicas get different updates"
 
 # %% [markdown]
+# <details><summary>Why</summary>
+#
 # The gradient is summed over all replicas, so all get the same update, and the difference stays exactly the
-# same. The all-reduce does not repair the difference. It hides it. From now on, an eighth of each gradient
-# is computed with the wrong weights, and the saved model depends on which replica writes it. To detect
-# this, compare bits:
+# same.
+# </details>
+#
+# Would you notice it in the loss?
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two loss curves of 100 steps, of eight equal replicas and of replicas of which one has a different bit; they look identical."}}
+figure, axes = plt.subplots(figsize=(5, 2.8))
+axes.plot(equal, color=GREY, lw=4, alpha=0.5, label="eight equal replicas")
+axes.plot(losses, color=lesson.COLORS["data"], lw=1, label="one bit differs")
+axes.set(title="The loss does not show the flipped bit", xlabel="step", ylabel="loss")
+legend = axes.legend(fontsize=8)
+
+# %% [markdown]
+# The all-reduce does not repair the difference. It hides it. From now on, an eighth of each gradient is
+# computed with the wrong weights, and the saved model depends on which replica writes it. To detect this,
+# compare bits:
 
 # %%
 digest = lambda one: hashlib.sha256(np.asarray(one.data)).hexdigest()[:6]
@@ -716,8 +748,8 @@ assert check_odd(odd_one) == lesson.NOTHING == check_odd(...)
 # %% [markdown]
 # ## How often to save
 #
-# Saving costs time, and not saving costs steps. Llama 3's 16,384 GPUs were in 2,048 hosts of 8. Six of the
-# 419 interruptions were silent data corruption. If each was caused by one host, a host fails once in:
+# Saving costs time, and not saving costs steps. Llama 3's 16,384 GPUs were in 2,048 hosts of 8. (Six of the
+# 419 interruptions were silent data corruption.) If a single host caused each of the 419, a host fails once in:
 
 # %%
 DAY = 24 * 3600
@@ -733,7 +765,6 @@ print(f"{host_mtbf_s / DAY:.0f} days, and one of 2,048 in {of_2048_h:.1f} h")
 # > **Predict.** With 1,024 hosts, MTBF = 6.2 h. How many minutes should you train between two saves?
 
 # %%
-my_prediction = None  # minutes
 c, r = 60.0, 600.0
 
 
@@ -744,13 +775,22 @@ def goodput(interval_s, mtbf, c, r, failures=20_000):
     return kept_s.sum() / (until_s + r).sum()
 
 
+# %% tags=["hide-input"]
 mtbf = host_mtbf_s / 1024
 minutes = np.arange(2, 121)
 simulated = [goodput(60 * m, mtbf, c, r) for m in minutes]
 best = int(minutes[np.argmax(simulated)])
+
+# %%
+my_prediction = None  # minutes
 lesson.predicted("best interval, simulated", my_prediction, best, "minutes", 0.2)
 
 # %% [markdown]
+# <details><summary>Why</summary>
+#
+# The rule below gives sqrt(2 x 60 s x 22,300 s) = 1,640 s, or 27 minutes.
+# </details>
+#
 # Let t be the training time between two saves. Saving takes a fraction c/t of the time. A failure can
 # happen at any moment of t, so it loses t/2 on average, once per MTBF: a fraction t/(2 MTBF). The sum c/t +
 # t/(2 MTBF) is smallest if the two terms are equal:
@@ -779,20 +819,20 @@ axes.legend(loc="lower center")
 
 # %%
 print("hosts   MTBF    save every   goodput: formula  simulated   if a save stops 2 s")
-for hosts in (1, 2, 32, 1024):
+for hosts in (8, 32, 256, 1024):
     mtbf = host_mtbf_s / hosts
     t = young(c, mtbf)
-    by_formula, by_play = formula(c, mtbf, r), goodput(t, mtbf, c, r)
+    by_formula, by_events = formula(c, mtbf, r), goodput(t, mtbf, c, r)
     quick = f"{young(2, mtbf) / 60:4.0f} min, {goodput(young(2, mtbf), mtbf, 2, r):.1%}"
     print(f"{hosts:5}  {mtbf / 3600:6.1f} h  {t / 60:4.0f} min {by_formula:16.1%} "
-          f"{by_play:11.1%}   {quick}")  # fmt: skip
-    assert abs(by_formula - by_play) < 0.01, "c is not small compared with the MTBF"
+          f"{by_events:11.1%}   {quick}")  # fmt: skip
+    assert abs(by_formula - by_events) < 0.01, "c is not small compared with the MTBF"
 assert abs(best / (young(c, host_mtbf_s / 1024) / 60) - 1) < 0.2
 
 # %% [markdown]
 # The dotted lines show the rule. The maximum is flat: half or twice the interval costs little, but a tenth
-# of the interval costs a lot. With a few hosts, one save every several hours is enough (but save more often
-# to survive your own mistakes, which MTBF does not include).
+# of the interval costs a lot. On 8 hosts, one save in five hours is enough (but save more often to survive
+# your own mistakes, which MTBF does not include).
 #
 # At 1,024 hosts, a tenth of the machine time is lost, most of it to saves and lost steps. If a save stops
 # training for only 2 s, to copy the state to host memory, and the file is written in the background, you
@@ -871,7 +911,7 @@ assert check_interval(interval) == lesson.NOTHING == check_interval(...)
 
 # %%
 def shard_gradient(w_dD, x_bD, y_bD):
-    share, d_dD = jax.value_and_grad(share_of_loss)(w_dD, x_bD, y_bD)
+    share, d_dD = jax.value_and_grad(local_loss)(w_dD, x_bD, y_bD)
     return d_dD, jax.lax.psum(share, "fsdp")
 
 
@@ -1072,8 +1112,8 @@ assert not resumed[0].any() and np.abs(resumed[5]).max() > 0.01, "no visible sym
 # | restart processes | your launcher | `torchrun --max-restarts` (torch elastic); resuming is up to you | the same, or NVRx |
 # | position in the data | the step; Grain | torchdata's `StatefulDataLoader`, one per rank | `consumed_train_samples` |
 #
-# **When.** Save every sqrt(2 c MTBF). With the failures above and c = 60 s, that is ten hours and more on
-# one host of v5p, or on one or two H100 nodes, and 27 minutes on 1,024 hosts of either. If the interval is
+# **When.** Save every sqrt(2 c MTBF). With the failures above and c = 60 s, that is five hours on 8 nodes of
+# 8 H100s, and 27 minutes on 1,024 nodes. Hosts of v5p have their own failure rate. If the interval is
 # only a few minutes, reduce c rather than the interval. A save's stop, lost steps and restarts are on the
 # critical path; writing in the background is not.
 #

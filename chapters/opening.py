@@ -16,8 +16,9 @@ D, F, N, K, H = 4096, 14_336, 32, 8, 128  # width, hidden width, query heads, KV
 PARAMETERS = 2 * D * N * H + 2 * D * K * H + 3 * D * F  # of one layer, without its two norms: 218,103,808
 CHIP = hardware.CHIPS["h100"]
 PARTS = {"weights": "#4a4a4a", "gradients": "#8b8b8b", "optimizer state": "#b3b3b3", "activations": "#dddddd",
-         "KV cache": "#b3b3b3", "snapshot": "#dddddd", "text read": "#8b8b8b",
+         "KV cache": "#b3b3b3", "snapshot in host memory": "#dddddd", "text read": "#8b8b8b",
          "computes": "#8b8b8b", "waits": "#dddddd"}  # fmt: skip
+ON_HOST = ("snapshot in host memory",)  # parts that are not in a device's memory: hatched bars next to those of devices
 
 
 def compute_ms(flops: float) -> float:
@@ -64,17 +65,29 @@ def before_after(
         column[1].set_xlabel(units[1])
     panels[0, 0].set_ylabel(units[0])
     names = [name for name in PARTS if name in before.memory or name in after.memory]
-    boxes = [plt.Rectangle((0, 0), 1, 1, facecolor=PARTS[name], edgecolor="black", lw=0.6) for name in names]
+    boxes = [
+        plt.Rectangle((0, 0), 1, 1, facecolor=PARTS[name], edgecolor="black", lw=0.6, hatch=_hatch(name))
+        for name in names
+    ]
     figure.legend(boxes, names, loc="outside lower center", ncols=len(names), fontsize=9)
     figure.suptitle(title, x=0.02, ha="left")
 
 
+def _hatch(name: str) -> str | None:
+    return "////" if name in ON_HOST else None
+
+
 def _draw_memory(axes, scene: Scene) -> None:
     below = [0.0] * DEVICES
+    width = 0.5 if any(name in scene.memory for name in ON_HOST) else 0.8
     for name, colour in PARTS.items():
         sizes = scene.memory.get(name, 0.0)
         sizes = [float(x) for x in sizes] if isinstance(sizes, Sequence) else [float(sizes)] * DEVICES
-        axes.bar(range(DEVICES), sizes, 0.8, below, color=colour, edgecolor="black", lw=0.6)
+        look = dict(color=colour, edgecolor="black", lw=0.6, hatch=_hatch(name))
+        if name in ON_HOST:
+            axes.bar([n + 0.4 for n in range(DEVICES)], sizes, 0.3, **look)
+            continue
+        axes.bar(range(DEVICES), sizes, width, below, **look)
         below = [a + b for a, b in zip(below, sizes, strict=True)]
     axes.set(title=scene.title, xticks=range(DEVICES))
 
