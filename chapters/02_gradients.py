@@ -50,13 +50,14 @@ opening.before_after(alone, eight, title, "fsdp")
 
 # %% [markdown]
 # One layer of Llama 3 8B with 65,536 tokens, on one H100 and on eight. Times are arithmetic at peak speed.
-# The blue bar is the all-reduce, which takes 1.7 ms; it is the only communication. The weights are
-# replicated, the activations are not.
+# The blue bar is the only communication: the all-reduce of the gradients in bfloat16, which takes 1.7 ms. (In
+# float32, as in chapter 00, it takes 3.4 ms.) The weights are replicated, the activations are not.
 #
 # ## One sum too many
 #
 # Take the smallest model that learns: input rows `x_BD`, targets `y_BF`, one weight matrix `w_DF`, and the
-# mean squared error over all B rows. Each of n = 8 devices stores all of `w` and b = B/n of the rows. (A
+# mean squared error over all B rows. Each of n = 8 devices stores all of `w` and b = B/n of the rows. The
+# mesh axis is called `fsdp`, because further down it shards the weights as well. (A
 # capital letter is a whole dim, a lower-case letter a device's shard. The next cell and two below are *the
 # program by hand*. You can paste them into an empty file: they need only JAX and NumPy.)
 
@@ -97,8 +98,12 @@ psum = lambda x: jax.lax.psum(x, "fsdp")
 colleague = lambda w, x, y: psum(jax.grad(partial_loss)(w, x, y))
 got_DF = on_mesh(colleague, SPECS, whole)(w_DF, x_BD, y_BF)
 right_DF = jax.grad(partial_loss)(w_DF, x_BD, y_BF)  # one device, all rows
-my_prediction = None  # times the right gradient
+
+# %% tags=["hide-input"]
 times = float(np.vdot(got_DF, right_DF) / np.vdot(right_DF, right_DF))
+
+# %%
+my_prediction = None  # times the right gradient
 lesson.predicted("times the right gradient", my_prediction, round(times, 3))
 
 # %% tags=["remove-cell"]
@@ -147,9 +152,10 @@ figure, panels = plt.subplots(2, 5, figsize=(6.0, 4.4))
 shown = {f"device {i}": partial[i] for i in range(n)}
 shown |= {"their sum": partial.sum(axis=0), "one device": right_DF}
 for axes, (name, values) in zip(panels.flat, shown.items(), strict=True):
-    axes.imshow(values, cmap="RdBu", vmin=-0.6, vmax=0.6, aspect="auto")
+    image = axes.imshow(values, cmap="RdBu", vmin=-0.6, vmax=0.6, aspect="auto")
     axes.set(xticks=[], yticks=[], title=name, xlabel="F")
     axes.set_ylabel("D", rotation=0)
+figure.colorbar(image, ax=panels, label="gradient", shrink=0.6, extend="both")
 figure.suptitle("Eight partial sums of the whole gradient", x=0.02, ha="left")
 assert np.allclose(partial.sum(axis=0), right_DF, atol=1e-5)
 
@@ -204,10 +210,10 @@ for name, (gradient, spec) in GRADIENTS.items():
 #
 # ## Varying and invariant values
 #
-# JAX records for every value inside `shard_map` the mesh axes along which it is **varying**: each device
-# has its own value. Along the other axes it is **invariant**: all devices have the same value. This record
-# is part of the value's type, like its shape. JAX does this if `check_vma` ("varying manual axes") is True,
-# the default. (What follows is JAX 0.10; earlier versions print other names.)
+# JAX records for every value inside `shard_map` the mesh axes along which it is **varying**: it may differ
+# from device to device. Along the other axes it is **invariant**: all devices have the same value. This
+# record is part of the value's type, like its shape. JAX does this if `check_vma` ("varying manual axes")
+# is True, the default. (What follows is JAX 0.10; earlier versions print other names.)
 
 
 # %%
@@ -251,18 +257,19 @@ print(f"the loss is {float(partial_loss(w_DF, x_BD, y_BF)):.3f}")
 # The second use is gradients. In `x_bD @ w_DF`, `w_DF` is invariant and `x_bD` is varying. To make their
 # types match, JAX inserts a `pcast`, which turns one invariant value into eight equal ones and sends nothing.
 # **A value that is used on eight devices gets eight gradients, and they have to be added.** So the backward
-# pass of that `pcast` is a `psum`. You can see both in the traced program (printed as `pvary` and
-# `psum_invariant`; the braces show the record):
+# pass of that `pcast` is a `psum`. You can see both in the traced program, the *jaxpr*. It calls them `pvary`
+# and `psum_invariant`, and the braces show the record. (The code of this page shortens `pcast` to `vary`.)
 
 # %%
 traced = jax.make_jaxpr(on_mesh(jax.grad(partial_loss), SPECS, whole))(w_DF, x_BD, y_BF)
-for line in str(traced).splitlines():
+for line in traced.pretty_print(use_color=False).splitlines():
     if "f32[16,6]" in line and ("pvary" in line or "psum" in line):
         print(line.strip())
 
 # %% [markdown]
-# **The gradient of an invariant value is already summed.** Varying does not mean different. It means that
-# *each device has its own copy*, which gets its own gradient. That is why even the result of `all_gather` is
+# **The gradient of an invariant value is already summed.** Varying does not mean different. It means that JAX
+# treats the value on each device as *a separate variable*, with its own gradient. An invariant value is one
+# variable with one gradient, even though every device has a copy. So even the result of `all_gather` is
 # varying, although all devices hold equal numbers.
 #
 # On a mesh with several axes the same holds for each axis separately. **A weight's gradient needs a sum along
@@ -319,22 +326,29 @@ for name, (function, before, after) in SIX.items():
 # %%
 my_prediction = None  # bytes
 lesson.predicted("bytes of its backward pass", my_prediction, SENDS["psum"][1], "bytes")
-print("               forward  backward  with")
-for name, (sends, back, kinds) in SENDS.items():
-    print(f"{name:14} {sends:7} {back:9}  {kinds}")
 
 # %% tags=["remove-cell"]
 assert SENDS["psum"][1] == 0 and SENDS["pcast"][1] == 336
 
 # %% [markdown]
 # It sends nothing. The result of a `psum` is the same on all devices, so each device already has its gradient
-# and passes it on to its own addend. A `pcast` is the opposite. It sends nothing forward, because all devices
-# have the value, but its backward pass must add the gradients of eight devices. After an `all_gather`, eight
-# devices use each shard, so the eight gradients of a shard are added on the device that stores it.
-# **`all_gather` and `psum_scatter` are each other's backward pass, and so are `pcast` and `psum`.
-# `all_to_all` and `ppermute` run in the opposite direction.** You need no other collective. The cell above
-# checks this table. All six are linear, so the backward pass g of a collective f must be its transpose: f(x)
-# · y = x · g(y). The dot product sums over all devices, and counts an invariant value once.
+# and passes it on to its own addend.
+#
+# ### All six, forward and backward
+
+# %% tags=["hide-input"]
+print("bytes          forward  backward  with")
+for name, (sends, back, kinds) in SENDS.items():
+    print(f"{name:14} {sends:7} {back:9}  {kinds}")
+
+# %% [markdown]
+# A `pcast` is the opposite of a `psum`. It sends nothing forward, because all devices have the value, but
+# its backward pass must add the gradients of eight devices. After an `all_gather`, eight devices use each
+# shard, so the eight gradients of a shard are added on the device that stores it. **`all_gather` and
+# `psum_scatter` are each other's backward pass, and so are `pcast` and `psum`. `all_to_all` and `ppermute`
+# run in the opposite direction.** You need no other collective. A folded cell checks this table. All six
+# are linear, so the backward pass g of a collective f must be its transpose: f(x) · y = x · g(y). The dot
+# product sums over all devices, and counts an invariant value once.
 #
 # ### The type affects the bytes
 #
@@ -453,8 +467,8 @@ for name in ("v4:2x2x2", "h100:8", "h100:16"):
 # The last column is the number of tokens per device at which the backward pass takes as long as the
 # all-reduce. The rule: an all-reduce sends 2 · 2W bytes (times (n - 1)/n), and the backward pass of N
 # tokens takes 4WN FLOPs, so **N > peak FLOP/s / bandwidth**. (All thresholds, with their assumptions, are
-# on the sheet in chapter [09](09_choose.ipynb).) With fewer tokens the communication is *exposed*, which means
-# that the next step waits for it, even if each layer's gradient is sent while the next gradient is
+# on the sheet in chapter [09](09_choose.ipynb).) With fewer tokens the communication is *exposed*, which
+# means that the next step waits for it, even if each layer's gradient is sent while the next gradient is
 # computed. If you have few tokens per device, accumulate gradients over several microbatches and send them
 # once (exercise 3). Latency dominates if each array is below 0.4 MB (TPU v4), 11 MB (a node of H100s) or 25
 # MB (two nodes), as in chapter 01. That is why compilers and DDP send small gradients in buckets.
@@ -735,7 +749,6 @@ def accumulate_once(w_DF, x_ZbD, y_ZbF):
     return ...
 
 
-print(check_once(accumulate))
 print(check_once(accumulate_once))
 
 # %% [markdown]
@@ -844,7 +857,7 @@ for microbatches, style in {1: "-", 2: "--", 4: ":"}.items():
     (loss, norm), (last, _) = log[0], log[-1]
     text = f"first loss {loss:.5f}, norm {norm:.3f}; last loss {last:.3f}"
     print(f"microbatches={microbatches}: {text}")
-axes.set(xlabel="step", ylabel="mean squared error", ylim=0)
+axes.set(xlabel="step", ylabel="mean squared error", ylim=0, xticks=range(0, 20, 5))
 axes.set_title("All three start at the same loss and learn")
 axes.legend(title="microbatches")
 
