@@ -164,7 +164,7 @@ for case, (*in_specs, out_spec) in CASES.items():
 # %% tags=["hide-input"]
 LONG = {"B": 1.7, "D": 3.2, "F": 2.2}  # lengths of the dims in the figure
 OWN, SENT = dict(facecolor=COLOUR, alpha=0.85), dict(facecolor=COLOUR, alpha=0.3)
-PARTIAL = dict(facecolor=COLOUR, alpha=0.3, hatch="///")
+PARTIAL = dict(facecolor="#c5d5e9", hatch="///")  # the tint of SENT, without alpha
 
 
 def place(spec, dims, device=2):
@@ -253,10 +253,12 @@ picture(title, rows, rows, gathered, MATMUL)
 # > **Predict.** `w` is 64 x 24 in float32, 4 bytes per number. The devices gather it in a ring: each device
 # > passes seven of the eight shards on to its neighbor. How many bytes does a device send?
 
-# %%
-my_prediction = None  # bytes
+# %% tags=["hide-input"]
 found = counted(case_2)
 [gather_of_w] = found.collectives
+
+# %%
+my_prediction = None  # bytes
 lesson.predicted("bytes a device sends", my_prediction, gather_of_w.wire_bytes, "bytes")
 lesson.listed(found)
 
@@ -296,10 +298,12 @@ for case in case_3_all, case_3_own:
 # > **Predict.** The result has 16 x 24 = 384 numbers. How many of them do the eight devices compute
 # > together?
 
-# %%
-my_prediction = None  # numbers
+# %% tags=["hide-input"]
 alone = on_mesh(lambda x_bD, w_Df: (x_bD @ w_Df)[None], (rows, columns), P("fsdp"))
 blocks = np.asarray(alone(x_BD, w_DF))  # [device, b, f]
+
+# %%
+my_prediction = None  # numbers
 lesson.predicted("numbers of the result", my_prediction, blocks.size)
 
 # %% tags=["remove-cell"]
@@ -316,7 +320,7 @@ for i, j in np.ndindex(n, n):
     text = "".join(map(str, owners))
     axes.text(j + 0.5, n - 0.5 - i, text, ha="center", va="center")
 axes.set(xlim=(0, n), ylim=(0, n), xticks=[], yticks=[], xlabel="F, columns of w")
-axes.set(ylabel="B, rows of x", title="No device computes seven of eight blocks")
+axes.set(ylabel="B, rows of x", title="Seven of eight blocks are computed by nobody")
 
 # %% [markdown]
 # An axis has n devices, but the result has n x n blocks. That is why JAX raises an error for a spec that uses
@@ -337,14 +341,13 @@ lesson.listed(counted(case_4))
 #
 # Simulated devices show what is sent, but not how long it takes. So take a realistic size: 2,048 rows times a
 # 4,096 x 14,336 weight of Llama 3 8B, in *bfloat16*, with 2 bytes per number. `plan/hardware.py` lists each
-# chip's FLOP/s and its bandwidth, the bytes/s that a device can send. The first table leaves out *latency*:
-# every step of a collective takes some time, however few bytes it sends. On a TPU that is about 1 us per hop
-# ([scaling book](https://jax-ml.github.io/scaling-book/sharding)). For a ring on NVLink, NCCL itself assumes
-# 3.4 us per step, and 14 us for a step to another node (`hwLat` for its protocol Simple, in
-# [tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.21.5-1/src/graph/tuning.cc)).
+# chip's FLOP/s and its bandwidth, the bytes/s that a device can send. On `v4:2x2x2`, a chip has one neighbor
+# in each of three directions, and a link of 45 GB/s to each, so it sends 135 GB/s.
 
-# %%
-# One hop per axis; a ring of 8 in 7 steps; 14 steps and one between nodes.
+# %% tags=["hide-input"]
+# v4: one hop in each of the three directions, 1 us each.
+# A node of 8: a ring with 7 steps of 3.4 us, all on NVLink.
+# Two nodes: NCCL counts 14 steps of 3.4 us, and one of 14 us to the other node.
 LATENCY = {"v4:2x2x2": 3e-6, "h100:8": 7 * 3.4e-6, "h100:16": 14 * 3.4e-6 + 14e-6}
 LLAMA = [jax.ShapeDtypeStruct(s, np.float32) for s in ((2048, 4096), (4096, 14336))]
 chip, speed = {}, {}  # of each topology
@@ -353,6 +356,8 @@ for name in LATENCY:
     chip[name] = topology.chip
     links = hardware.layout(MeshConfig(fsdp=topology.devices), topology)
     speed[name] = links["fsdp"].bytes_per_s
+
+# %%
 print("us, 8 devices    sent  v4:2x2x2     h100:8")
 for case, specs in CASES.items():
     found = lesson.compiled(on_mesh(case, specs[:2], specs[2]), mesh, *LLAMA)
@@ -372,16 +377,28 @@ print(f"matmul                {work[0]:9.0f} {work[1]:10.0f}")
 # > For how many rows *per device* does the matmul of case 2 take as long as its all-gather? (Take (n - 1)/n
 # > as 1.)
 
+# %% tags=["hide-input"]
+ridge = {name: chip[name].peak_flops_per_s / speed[name] for name in LATENCY}
+
 # %%
 my_prediction = None  # rows
-ridge = {name: chip[name].peak_flops_per_s / speed[name] for name in LATENCY}
 lesson.predicted("rows", my_prediction, ridge["v4:2x2x2"], within=0.15)
 
 # %% [markdown]
-# b rows need `2 b D F` FLOPs, and the gathered weight has `2 D F` bytes. D and F cancel, so **b must be at
-# least FLOP/s divided by bytes/s**. The same condition holds in case 4, where a weight is gathered too. In
-# case 3, where results are added, the condition is for d = D/n instead of b with a `psum_scatter`, and for
-# d/2 with a `psum`. For small arrays the latency dominates: it is longer than the transfer time of the bytes.
+# b rows need `2 b D F` FLOPs, and the gathered weight has `2 D F` bytes. D and F cancel.
+#
+# ### When the matmul takes longer
+#
+# The matmul of case 2 takes longer than its gather if **b is above FLOP/s divided by bytes/s**. The same
+# condition holds in case 4, where a weight is
+# gathered too. In case 3, where results are added, the condition is for d = D/n instead of b with a
+# `psum_scatter`, and for d/2 with a `psum`.
+#
+# All of this leaves out *latency*: every step of a collective takes some time, however few bytes it sends. On
+# a TPU that is about 1 us per hop ([scaling book](https://jax-ml.github.io/scaling-book/sharding)). For a
+# ring on NVLink, NCCL itself assumes 3.4 us per step, and 14 us for a step to another node (`hwLat` for its
+# protocol Simple, in [tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.21.5-1/src/graph/tuning.cc)). For
+# small arrays the latency dominates: it is longer than the transfer time of the bytes.
 
 # %%
 print("          GB/s  rows per device latency dominates below")
@@ -457,9 +474,9 @@ SIX = {  # the function, in_specs, out_specs
 }
 
 # %% [markdown]
-# Where does every number go? The next figure marks slot j of device i (of 4) with its own bit, so that a sum
-# shows which numbers were added. The digit is the slot, the color is the device, and gray is a value that is
-# the same on all devices.
+# Where does every number go? The next figure shows four devices, before and after each collective. A digit is
+# a slot of an array, and a color is the device that the number comes from. A box with several stripes is a
+# sum of numbers from those devices. Gray is a value that is the same on all devices.
 
 
 # %% tags=["hide-input"]
@@ -590,7 +607,7 @@ for name, (function, before, after) in SIX.items():
 # %%
 def in_branch(condition_axis):
     def function(x):
-        add = lambda x: vary(psum(x))  # both branches must have one type
+        add = lambda x: vary(psum(x))  # marked as varying, like x in the other branch
         here = jax.lax.axis_index(condition_axis) == 0
         return jax.lax.cond(here, add, lambda x: x, x)
 
