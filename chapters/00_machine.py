@@ -58,9 +58,11 @@ opening.before_after(before, after, "Less to compute, and something to send", DA
 #
 # > **Predict.** Now the step has only 8,192 tokens. How many times as fast as one GPU are eight?
 
+# %% tags=["hide-input"]
+speedup = step_ms(1, 8192)[0] / sum(step_ms(8, 8192))
+
 # %%
 my_prediction = None  # times
-speedup = step_ms(1, 8192)[0] / sum(step_ms(8, 8192))
 lesson.predicted("eight GPUs over one", my_prediction, speedup, "times", within=0.1)
 
 # %% tags=["remove-cell"]
@@ -69,7 +71,7 @@ assert abs(whole / 8 - part) < 0.01 and abs(speedup - 2.28) < 0.01
 
 # %% [markdown]
 # Compute shrinks from 11 ms to 1.4 ms. The gradients have the size of the weights, however many tokens there
-# were, so the all-reduce still takes 3.4 ms.
+# were, so the float32 all-reduce still takes 3.4 ms. (In bfloat16, as in chapters 02 and 03, 1.7 ms.)
 #
 # ## How a chip is built
 #
@@ -155,8 +157,8 @@ figure.suptitle(title, x=0.02, ha="left")
 #
 # *Links* connect chips. A TPU v4 has links to its neighbors only, two in each of three directions, and
 # these chips form a *slice*. Eight H100s in a *node* all reach each other through NVLink switches. Between
-# slices or nodes, chips send over a slower network (DCN, InfiniBand). (This site's page on GPUs explains NCCL
-# and streams with the same numbers.)
+# slices or nodes, chips send over a slower network (DCN, InfiniBand). ([GPUs](../gpus.md) explains NCCL and
+# streams.)
 
 # %%
 v4, h100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
@@ -229,13 +231,15 @@ for name, (x_spec, w_spec, y_spec) in layouts.items():
 # In the last layout, D is split, the *contracting* dim, which the matmul sums over. Device i has 320 of the
 # 2,560 columns of `x` and the 320 matching rows of `w`. At the end, every device has the whole result.
 #
-# > **Predict.** How many bytes does each device contribute to the all-reduce? The result is 32 x 1,536 in
-# > float32, 4 bytes per number.
+# > **Predict.** How many bytes does each device contribute to the all-reduce (its *payload*)? The result is
+# > 32 x 1,536 in float32, 4 bytes per number.
+
+# %% tags=["hide-input"]
+[(shape, kind)] = collectives["dim D of both"]
+payload = 4 * math.prod(map(int, shape.split(",")))
 
 # %%
 my_prediction = None  # bytes
-[(shape, kind)] = collectives["dim D of both"]
-payload = 4 * math.prod(map(int, shape.split(",")))
 lesson.predicted(f"{kind} of an array [{shape}]", my_prediction, payload, "bytes")
 
 # %% [markdown]
@@ -261,11 +265,11 @@ axes[2].spines[:].set_visible(False)
 
 # %% [markdown]
 # Adding these arrays and giving every device the sum is the all-reduce. If every device sent its array to all
-# others, it would send 7 payloads. A ring needs less. In each of 7 steps every device passes one eighth of
-# the array on to its neighbor, which adds its own numbers. After that, each device has one eighth of the sum.
-# In 7 more steps these eighths travel around the ring. So each device sends 14 eighths, or 1.75 payloads.
-# **With n devices, an all-reduce sends `2 (n - 1)/n` payloads: never more than 2.** (Chapter 01 covers the
-# other collectives.)
+# others, it would send 7 payloads. A ring needs less. It splits the array into eight chunks. In each step,
+# every device sends one chunk to its neighbor, and the neighbor adds its own numbers to this chunk. After 7
+# steps, each device has one chunk of the complete sum. In 7 more steps these chunks travel around the ring.
+# So each device sends 14 chunks, or 1.75 payloads.
+# **With n devices, an all-reduce sends `2 (n - 1)/n` payloads: never more than 2.**
 #
 # Does a larger batch hide this communication? In bfloat16, one of n devices computes `2 B D F / n` FLOPs and
 # sends `2 (n - 1)/n * 2 B F` bytes. That is `D / (2 (n - 1))` FLOPs per byte: B cancels. With
@@ -324,8 +328,10 @@ sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 seconds = dict.fromkeys(sizes, 1.0)
 for B in 6 * sizes:  # six rounds, because other programs may disturb some
     seconds[B] = min(seconds[B], timed(jnp.ones((B, D))))
-my_prediction = None  # times the seconds of one row
 measured = seconds[8] / seconds[1]
+
+# %%
+my_prediction = None  # times the seconds of one row
 lesson.predicted("8 rows over 1 row", my_prediction, measured, "times", within=0.3)
 
 # %% [markdown]
@@ -357,16 +363,17 @@ for B, took in seconds.items():
     longer, both = max(parts.values()), sum(parts.values())
     print(f"{B:4} {took * 1e3:6.2f} ms {longer * 1e3:7.2f} {both * 1e3:7.2f}", end="")
     print("  " + max(parts, key=parts.get))
-    between.append(longer <= took <= both)
+    if B not in (1, 256):  # the estimates are calibrated with these two
+        between.append(longer <= took <= both)
     assert 0.6 * longer < took < 1.6 * both
-print(f"{sum(between)} of {len(between)} are between the two estimates")
+print(f"{sum(between)} of the other {len(between)} are between the two estimates")
 
 # %% tags=["remove-cell"]
 assert measured < 6
 
 # %% [markdown]
-# On a machine that runs nothing else, every measured time would be between the two estimates. This machine is
-# shared, so some are not. But none is below 0.6 times the longer time or above 1.6 times the sum.
+# The first and the last row fit, because the speeds come from them. Some others are not between the two
+# estimates, but none is below 0.6 times the longer time or above 1.6 times the sum.
 #
 # In bfloat16, with 2 bytes per number, B rows need B FLOPs per byte of `w`, and the ridge point of a TPU v4's
 # HBM is 229. That is why servers batch requests: up to about 229 rows, one more row costs almost nothing.
@@ -396,7 +403,7 @@ axes.set(xlabel="FLOPs per byte", ylabel="GFLOP/s at most")
 # Large models train on thousands of chips. In this guide every mesh has the same six axes, and most of them
 # have size 1:
 #
-# | axis | what differs between devices along this axis |
+# | axis | devices along this axis have different |
 # |---|---|
 # | `data` | sequences |
 # | `stage` | layers (pipeline parallelism) |
@@ -406,7 +413,8 @@ axes.set(xlabel="FLOPs per byte", ylabel="GFLOP/s at most")
 # | `tensor` | shards of the same weight matrices, for the same tokens |
 #
 # The last axis varies fastest, so devices along it are the closest chips. We write a mesh as
-# `stage=2,tensor=4`; all other axes have size 1.
+# `stage=2,tensor=4`; all other axes have size 1. In figures, each axis has its own
+# color, and a shard that two axes split has the first one's.
 
 # %%
 cube = make_mesh("stage=2,fsdp=2,tensor=2")
@@ -480,8 +488,8 @@ del copies_FD
 
 
 # %%
-# The same execution settings for all meshes, so that you can compare them: recompute
-# each layer in the backward pass, and gather the weights of one layer at a time.
+# The same execution settings for all meshes, so that you can compare them. You can
+# ignore them until later chapters explain them (03 explains the first two).
 ALIKE = {"work.remat": "full", "work.gather": "layer", "work.schedule": "gpipe"}
 ALIKE |= {"work.tensor_exchange": "ring"}
 
@@ -515,11 +523,13 @@ print(f"{throughput:,.0f} tokens/s, MFU {one.mfu(one.step_s):.0%}")
 # > **Predict.** Four times the sequences on the same chips need four times the FLOPs. How many times the
 # > seconds, if nothing overlaps?
 
-# %%
-my_prediction = None  # times the seconds of 64 sequences
+# %% tags=["hide-input"]
 four = step(256)
 assert four.model_flops == 4 * one.model_flops
 more = sum(four.seconds(alone=True).values()) / sum(parts.values())
+
+# %%
+my_prediction = None  # times the seconds of 64 sequences
 lesson.predicted("256 sequences over 64", my_prediction, more, "times", within=0.05)
 
 # %% tags=["remove-cell"]
@@ -542,7 +552,7 @@ for part, colour in {"compute": lesson.NEUTRAL, TENSOR: None, FSDP: None}.items(
     colour = colour or lesson.COLORS[part]
     axes.loglog(tokens, took, "o-", ms=4, color=colour)
     axes.text(tokens[-1] * 1.15, took[-1], part, color="black", va="center")
-axes.set(title="With a larger batch, compute exceeds fsdp, but never tensor")
+axes.set(title="A larger batch shrinks fsdp's share; tensor's share stays the same")
 axes.set(xlabel="tokens per chip and step", ylabel="seconds per step")
 
 # %% [markdown]
@@ -734,11 +744,11 @@ for wrong, hint in (
 # %% [markdown]
 # ## Exercise 3: what to send over the slow network
 #
-# You train Llama 3 8B on sixteen H100s in two nodes, with 16 sequences of T tokens per step. Inside a node, a
-# GPU sends 450 GB/s. To the other node a GPU sends 50 GB/s, over its own network card; an axis with k GPUs in
-# each node can use the cards of all k. Choose the sizes of `fsdp` and `tensor`, at most `tensor=8` because
-# the model has 8 KV heads. First predict which is better for short sequences, and why. `priced` then tells
-# you up to which length it is better.
+# You train Llama 3 8B on sixteen H100s in two nodes, with 16 sequences of T tokens per step. Inside a node,
+# a GPU sends 450 GB/s. To the other node a GPU sends 50 GB/s, over its own network card; an axis with k
+# GPUs in each node can use the cards of all k. Choose the sizes of `fsdp` and `tensor`, at most `tensor=8`
+# because it splits attention by heads, and the model has only 8 heads of keys and values. First predict
+# which is better for short sequences, and why. `priced` then tells you up to which length it is better.
 
 
 # %%
@@ -1020,7 +1030,8 @@ assert lesson.same(tested, plan.mfu(3.0), 1e-3), "on one device"
 # %% [markdown]
 # ## In one table
 #
-# `x_BD @ w_DF` on n devices in bfloat16, with b = B/n, d = D/n, f = F/n:
+# `x_BD @ w_DF` on n devices in bfloat16, with b = B/n, d = D/n, f = F/n. *Exposed* communication does not
+# overlap with compute, so the step waits for it.
 #
 # | layout | each device stores | communication | bytes a device sends | exposed |
 # |---|---|---|---|---|
@@ -1028,8 +1039,7 @@ assert lesson.same(tested, plan.mfu(3.0), 1e-3), "on one device"
 # | `x_BD @ w_Df` | all of x, columns of w | none | 0; gathering y sends 2 B F (n - 1)/n | if y is gathered |
 # | `x_Bd @ w_dF` | columns of x, rows of w | all-reduce of y | 4 B F (n - 1)/n | yes: the next matmul needs y |
 #
-# *Exposed* communication does not overlap with compute, so the step waits for it. The same things have other
-# names elsewhere:
+# The names elsewhere:
 #
 # | JAX | PyTorch | Megatron-LM |
 # |---|---|---|
