@@ -274,7 +274,7 @@ legend = axes.legend(fontsize=9, loc="upper left")
 # It also splits a matmul into chunks, so that a gather overlaps with compute, which is chapter 04's ring
 # exchange without your help. The table is for 16 chips of v5e, mesh `data=4,model=4`, and eight layers of
 # width 4,096 (printed by `python -m bench.partition --topology v5e:4x4`, libtpu 0.0.42.1). The step is
-# simulated from the compiled program, as in [Step times](../docs/seconds.md); no chip was measured.
+# simulated from the compiled program, as in [Step times](../seconds.md); no chip was measured.
 #
 # | parameters | activations | written with | sent | exposed | peak memory | simulated step |
 # |---|---|---|---|---|---|---|
