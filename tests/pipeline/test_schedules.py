@@ -272,7 +272,7 @@ def test_a_schedule_is_drawn(tmp_path, capsys):
     out = tmp_path / "zb.png"
     assert main(["draw", "zb", "--out", str(out)]) == 0
     pixels = image.imread(out)[..., :3].reshape(-1, 3)
-    for colour in ((0x4C, 0x78, 0xA8), (0xF2, 0xA3, 0x3A), (0x59, 0xA1, 0x4F)):  # forward, backward, weights
+    for colour in ((0xF6, 0xD6, 0xA6), (0xE0, 0x8A, 0x1E), (0x94, 0x54, 0x0D)):  # forward, backward, weights
         assert np.mean(np.all(np.abs(pixels - np.array(colour) / 255) < 0.02, axis=1)) > 0.02
     for wrong, why in (("none/zb.png", "there is no directory"), ("zb.xyz", "known: png, svg, pdf, jpg, webp")):
         assert main(["draw", "zb", "--out", str(tmp_path / wrong)]) == 2
