@@ -219,6 +219,14 @@ def make_mesh(devices, data: int, model: int, axis_type: AxisType) -> Mesh:
     return Mesh(arranged, ("data", "model"), axis_types=(axis_type, axis_type))
 
 
+def sizes_of(program, found: ledger.Ledger, topology: hardware.Topology | None) -> dict[str, float]:
+    """Return the bytes that a device sends and exposes, and its peak memory; the CPU compiler reports no peak."""
+    memory = program.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return {"wire_bytes": found.total.wire_bytes, "exposed_bytes": found.total.exposed_bytes,
+            "peak_bytes": memory.peak_memory_in_bytes if topology else held}  # fmt: skip
+
+
 def measure(way: Way, params: int, activations: int, sizes: Sizes, devices, topology: hardware.Topology | None,
             data: int = 2, model: int = 4) -> dict:  # fmt: skip
     """Compile one program and return its numbers. On simulated devices, also run it and compare it with one device."""
@@ -228,14 +236,11 @@ def measure(way: Way, params: int, activations: int, sizes: Sizes, devices, topo
         function, begin = gradient(way, table, mesh), time.perf_counter()
         program, _ = compiled.compile_lowered(function.lower(*described))
         compile_s = time.perf_counter() - begin
-    text, memory = program.as_text(), program.memory_analysis()
+    text = program.as_text()
     found = ledger.read(text, mesh)
     row = {
-        "params": params, "activations": activations, "compile_s": compile_s, "wire_bytes": found.total.wire_bytes,
-        "exposed_bytes": found.total.exposed_bytes,
+        "params": params, "activations": activations, "compile_s": compile_s, **sizes_of(program, found, topology),
         "collectives": {kind: int(total.count) for kind, total in found.totals_by("kind").items()},
-        "peak_bytes": memory.peak_memory_in_bytes if topology else memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes,
     }  # fmt: skip
     if topology:
         played = replay.replay(text, mesh, replayed.machine(topology, mesh))
@@ -308,13 +313,10 @@ def measure_step(way: str, cfg: Config, topology: hardware.Topology | None) -> d
     else:
         program, _ = compiled.compile_lowered(optimizer.train_step(cfg, mesh).lower(*compiled.shapes(cfg, mesh)))
     compile_s, text = time.perf_counter() - begin, program.as_text()
-    found, memory = ledger.read(text, mesh, compiled.shares(cfg, text)), program.memory_analysis()
+    found = ledger.read(text, mesh, compiled.shares(cfg, text))
     row = {
-        "way": way, "compile_s": compile_s, "wire_bytes": found.total.wire_bytes,
-        "exposed_bytes": found.total.exposed_bytes,
+        "way": way, "compile_s": compile_s, **sizes_of(program, found, topology),
         "sent": {kind: total.wire_bytes for kind, total in found.totals_by("kind").items()},
-        "peak_bytes": memory.peak_memory_in_bytes if topology else memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes,
     }  # fmt: skip
     if topology:
         played = replayed.simulate(cfg, topology, mesh, text)
