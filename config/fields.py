@@ -101,7 +101,7 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-# Strings that encode several values: data.skip and data.mixture -------------------------------------------------------
+# Strings that encode several values: data.skip, data.mixture, data.objective ------------------------------------------
 
 PERIOD = 1000  # the weights of a mixture are exact over any window of this many sequences
 
@@ -120,6 +120,12 @@ def parse_skips(text: str) -> tuple[tuple[int, int], ...]:
                             "skips 10 batches: step 1200 uses the batch of step 1210")  # fmt: skip
         found.append((first - 1, last - first))
     return tuple(sorted(found))
+
+
+MIXTURE_PART = (
+    r"[A-Za-z0-9_.-][A-Za-z0-9_./-]*",
+    "NAME=WEIGHT, where NAME is a directory of tokens in data.path, such as code=0.7",
+)
 
 
 class Phase(NamedTuple):
@@ -141,27 +147,61 @@ def parse_mixture(text: str) -> tuple[Phase, ...]:
         if bool(colon) != bool(phases) or (colon and not (begins.isdecimal() and int(begins) > phases[-1].first + 1)):
             form = "STEP:NAME=WEIGHT,... with a later step" if phases else "NAME=WEIGHT,..."
             raise UserError(f"data.mixture={text!r}: {part!r} should be {form}")
-        phases.append(Phase(int(begins) - 1 if colon else 0, _shares(text, words)))
+        phases.append(Phase(int(begins) - 1 if colon else 0, _shares(f"data.mixture={text!r}", words, *MIXTURE_PART)))
     if len({frozenset(phase.shares) for phase in phases}) > 1:
         raise UserError(f"data.mixture={text!r}: all phases (separated by @) must have the same names; use 0 if unused")
     return tuple(phases)
 
 
-def _shares(text: str, words: str) -> dict[str, int]:
+def _shares(given: str, words: str, name: str, form: str) -> dict[str, int]:
+    """Parse NAME=WEIGHT,.. into weights, in sequences out of PERIOD.
+
+    given  the whole setting, for errors
+    name   regular expression of a NAME
+    form   what one part should be, for errors
+    """
     shares, sum_is = {}, []
     for part in words.split(","):
-        match = re.fullmatch(r"([A-Za-z0-9_.-][A-Za-z0-9_./-]*)=(\d*\.?\d+)", part)
+        match = re.fullmatch(rf"({name})=(\d*\.?\d+)", part)
         if not match:
-            raise UserError(f"data.mixture={text!r}: {part!r} should be NAME=WEIGHT, where NAME is a directory of "
-                            "tokens in data.path, such as code=0.7")  # fmt: skip
-        name, share = match[1], Fraction(match[2]) * PERIOD
-        if name in shares:
-            raise UserError(f"data.mixture={text!r}: {name!r} is given twice")
+            raise UserError(f"{given}: {part!r} should be {form}")
+        key, weight = match[1], match[2]
+        share = Fraction(weight) * PERIOD
+        if key in shares:
+            raise UserError(f"{given}: {key!r} is given twice")
         if share.denominator > 1:
-            raise UserError(f"data.mixture={text!r}: {part!r}: a weight may have at most 3 decimals; use "
-                            f"{name}={round(share) / PERIOD}")  # fmt: skip
-        shares[name] = int(share)
-        sum_is.append(match[2])
+            raise UserError(
+                f"{given}: {part!r}: a weight may have at most 3 decimals; use {key}={round(share) / PERIOD}"
+            )
+        shares[key] = int(share)
+        sum_is.append(weight)
     if (total := sum(shares.values())) != PERIOD:
-        raise UserError(f"data.mixture={text!r}: weights must add up to 1, but {' + '.join(sum_is)} = {total / PERIOD}")
+        raise UserError(f"{given}: weights must add up to 1, but {' + '.join(sum_is)} = {total / PERIOD}")
     return shares
+
+
+@functools.lru_cache(maxsize=64)
+def parse_objectives(text: str) -> dict[str, int]:
+    """Parse data.objective: `span`, or a mixture such as `span:0.5:32=0.5,prefix=0.5`. Return objective -> sequences
+    out of PERIOD.
+
+    Raises: UserError that quotes the part that cannot be parsed, or the weights whose sum is not 1.
+    """
+    given, form = f"data.objective={text!r}", "causal, prefix, task, span or span:RATE:LENGTH, such as span:0.5:32"
+    shares = {text: PERIOD}
+    if "=" in text:
+        shares = _shares(given, text, r"[a-z]+(?::[\d.]+)*", "OBJECTIVE=WEIGHT, such as span:0.5:32=0.25")
+    for name in shares:
+        if name not in ("causal", "prefix", "task"):
+            match = re.fullmatch(r"span(:(0?\.\d+):(\d*\.?\d+))?", name)
+            if not match:
+                raise UserError(f"{given}: {name!r} should be {form}")
+            if match[1] and not (0 < float(match[2]) < 1 <= float(match[3])):
+                raise UserError(f"{given}: {name!r} needs a rate above 0 and below 1, and a mean length of 1 or more")
+    return shares
+
+
+def span_rate(name: str) -> tuple[float, float]:
+    """Return the fraction of masked tokens and the mean length of a span, of an objective `span` or `span:0.5:32`."""
+    rate, length = (name.split(":")[1:] + ["0.15", "3"])[:2]
+    return float(rate), float(length)

@@ -29,6 +29,7 @@ from config.fields import (
     is_remote,
     metadata_of,
     parse_mixture,
+    parse_objectives,
     parse_skips,
 )
 from config.migrations import flatten, migrate, replacement
@@ -176,6 +177,8 @@ class ModelConfig:
     vocab_size: Size = 272  # rows of the embedding table: at least the size of the tokenizer's vocabulary
     d_model: Size = 128  # width of the residual stream
     n_layers: Size = 4  # layers; each has attention and a feed-forward layer (dense or MoE)
+    encoder_layers: Count = 0  # layers of the encoder (T5, arXiv:1910.10683); n_layers is the decoder's; 0: no encoder
+    prefix_lm: Annotated[bool, Affects.OWN] = False  # bidirectional attention over the inputs; see data.objective
     n_heads: Size = 4  # query heads
     attention: Literal["mla", "gqa"] = "mla"  # multi-head latent (arXiv:2405.04434), grouped-query (arXiv:2305.13245)
     # gqa: key/value heads; must divide n_heads. If equal to n_heads in the preset, changing n_heads changes this too
@@ -191,7 +194,7 @@ class ModelConfig:
     rope_theta: Positive = 10_000.0  # RoPE base (theta)
     no_rope_every: Annotated[Count, Affects.OWN] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
     d_ff: Size = 512  # hidden dimension of a dense feed-forward layer
-    activation: Literal["swiglu", "gelu"] = "swiglu"  # nonlinearity of feed-forward layers and of experts
+    activation: Literal["swiglu", "gelu", "geglu"] = "swiglu"  # nonlinearity of feed-forward layers and of experts
     parallel_residual: bool = False  # attention and feed-forward layer have the same input; needs gqa and no experts
     bias: bool = False  # add biases in dense feed-forward layers and shared experts, and to the logits; nowhere else
     n_experts: Count = 0  # routed experts of an MoE layer; 0: every layer is dense
@@ -238,6 +241,10 @@ class ModelConfig:
         if self.parallel_residual and (self.attention != "gqa" or self.n_experts):
             has = f"attention={self.attention!r}" if self.attention != "gqa" else f"n_experts={self.n_experts}"
             self._refuse("parallel_residual", f"needs attention='gqa' and n_experts=0, but {has}")
+        if self.encoder_layers:
+            for name, allowed in dict(attention="gqa", n_experts=0, parallel_residual=False, prefix_lm=False).items():
+                if getattr(self, name) != allowed:
+                    self._refuse(name, f"a model with an encoder needs {name}={allowed!r}")
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
             self._refuse("top_k", f"must be between 1 and n_experts={self.n_experts}")
         repeating = self.n_layers - self.dense_prefix
@@ -289,6 +296,9 @@ class DataConfig:
     # code=0.7,prose=0.3; to change the weights at step 5000: code=0.7,prose=0.3@5000:code=0.5,prose=0.5
     mixture: Annotated[str, Affects.ORDER] = ""
     seq_len: Annotated[Size, Affects.FUNCTION] = 256  # tokens per sequence
+    input_len: Annotated[Count, Affects.FUNCTION] = 0  # inputs per sequence, if the model has an encoder
+    # causal, prefix, span, span:RATE:LENGTH, task, or a mixture of these; see docs/objectives.md
+    objective: str = "causal"
     batch_size: Size = 8  # sequences per step, over all devices
     shuffle: bool = True  # shuffle the sequences in each epoch; False: keep the order of the text
     # batches to skip, START:END,..: with 1200:1210, step 1200 uses the batch of step 1210, step 1201 that of step 1211
@@ -300,7 +310,7 @@ class DataConfig:
 
     def __post_init__(self):
         check(self, "data.")
-        parse_skips(self.skip), parse_mixture(self.mixture)  # raise if they cannot be parsed
+        parse_skips(self.skip), parse_mixture(self.mixture), parse_objectives(self.objective)  # raise if unparsable
         if self.packing == "documents" and not self.shuffle:
             raise UserError("data.packing='documents' packs documents by length, so it cannot keep the order of the "
                             "text (data.shuffle=False); change one of the two settings")  # fmt: skip
@@ -391,6 +401,15 @@ class Config:
     data: Annotated[DataConfig, BARE, Affects.TRAINING] = field(default_factory=DataConfig)
     optim: Annotated[OptimConfig, BARE, Affects.TRAINING] = field(default_factory=OptimConfig)
     run: Annotated[RunConfig, BARE, Affects.RUN] = field(default_factory=RunConfig)
+
+    def __post_init__(self):
+        layers, positions, context = self.model.encoder_layers, self.data.input_len, self.mesh.context
+        if bool(layers) != bool(positions):
+            raise UserError(f"data.input_len={positions}, but model.encoder_layers={layers}: a model with an encoder "
+                            "needs data.input_len of 1 or more, and a model without one needs 0")  # fmt: skip
+        if layers and context > 1:
+            raise UserError(f"mesh context={context}: a model with an encoder (model.encoder_layers={layers}) cannot "
+                            "split positions over context; use another axis, such as fsdp or tensor")  # fmt: skip
 
     @property
     def at_work(self) -> ModelAtWork:

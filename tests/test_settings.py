@@ -8,7 +8,7 @@ import pytest
 
 import config
 import main
-from config import Config, migrations, preset
+from config import Config, fields, migrations, preset
 from errors import UserError
 
 # The config.json of `tiny`, written when there were 104 settings.
@@ -116,10 +116,54 @@ def test_a_flag_that_now_needs_a_value_names_it(flag, now):
 def test_the_number_of_settings_does_not_grow():
     """Catches a flag that was added without removing another; a long list of flags is hard to read."""
     settings = len(migrations.flatten(Config().to_dict()))
-    assert settings == 89, f"{settings} settings: a new one needs a reason in its commit, and another one to go"
+    assert settings == 93, f"{settings} settings: a new one needs a reason in its commit, and another one to go"
 
 
 def test_every_setting_declares_what_it_affects():
     """Catches a setting that is in no list made from the declarations, or in two."""
     kinds = [config.affecting(kind) for kind in config.Affects]
     assert sorted(name for kind in kinds for name in kind) == sorted(migrations.flatten(Config().to_dict()))
+
+
+ENCODER = {"model.encoder_layers": 2, "model.attention": "gqa", "model.n_experts": 0, "data.input_len": 20}
+NOT_BUILT = [  # settings besides ENCODER -> what is said of them
+    ({"data.input_len": 0}, "data.input_len=0, but model.encoder_layers=2: .*needs data.input_len of 1 or more"),
+    ({"model.encoder_layers": 0}, "data.input_len=20, but model.encoder_layers=0: "),
+    ({"mesh": "context=2"}, "mesh context=2: a model with an encoder .*use another axis, such as fsdp"),
+    ({"model.attention": "mla"}, "model.attention=mla: a model with an encoder needs attention='gqa'"),
+    ({"model.n_experts": 8}, "model.n_experts=8: a model with an encoder needs n_experts=0"),
+    ({"model.parallel_residual": True}, "parallel_residual=True: a model with an encoder needs"),
+    ({"model.prefix_lm": True}, "prefix_lm=True: a model with an encoder needs"),
+]
+
+
+@pytest.mark.parametrize("changes, why", NOT_BUILT)
+def test_a_model_with_an_encoder_refuses_what_it_does_not_have(changes, why):
+    """Catches a setting that is silently ignored with an encoder, and an encoder without inputs."""
+    assert preset("tiny", **ENCODER).model.encoder_layers == 2
+    with pytest.raises(UserError, match=why):
+        preset("tiny", **ENCODER | changes)
+
+
+OBJECTIVES = [  # data.objective -> its weights in sequences out of 1,000, or what is said of it
+    ("span", {"span": 1000}),
+    ("span=0.5,span:0.5:32=0.25,prefix=0.25", {"span": 500, "span:0.5:32": 250, "prefix": 250}),
+    ("spam", "'spam' should be causal, prefix, task, span or span:RATE:LENGTH"),
+    ("span=0.5,spam=0.5", "'spam' should be causal"),
+    ("span:0.5", "'span:0.5' should be"),
+    ("span:0.5:0.9", "needs a rate above 0 and below 1, and a mean length of 1 or more"),
+    ("span:0.0:3", "needs a rate above 0"),
+    ("span=0.5,prefix=0.4", r"weights must add up to 1, but 0\.5 \+ 0\.4 = 0\.9"),
+    ("span=0.5,span=0.5", "'span' is given twice"),
+    ("span=0.5;prefix=0.5", "'span=0.5;prefix=0.5' should be OBJECTIVE=WEIGHT"),
+]
+
+
+@pytest.mark.parametrize("text, expected", OBJECTIVES)
+def test_objectives_have_exact_weights(text, expected):
+    """Catches an objective that is unknown until the first batch, and weights that are not exact."""
+    if isinstance(expected, dict):
+        assert fields.parse_objectives(preset("tiny", **{"data.objective": text}).data.objective) == expected
+    else:
+        with pytest.raises(UserError, match=f"data.objective='{text}': .*{expected}"):
+            preset("tiny", **{"data.objective": text})
