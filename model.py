@@ -250,29 +250,29 @@ def grouped_attention(
 # Feed-forward -----------------------------------------------------------------------------------------------
 
 
-def swiglu(c: ModelConfig):
-    return c.activation == "swiglu"
+GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}  # arXiv:2002.05202
+gated = lambda c: c.activation in GATES
 
 
-def activate(up, gate):
-    """Apply SwiGLU (arXiv:2002.05202) if there is a gate, else GELU."""
-    return jax.nn.gelu(up) if gate is None else jax.nn.silu(gate) * up
+def activate(c: ModelConfig, up, gate):
+    """Apply the nonlinearity: to the gate, which multiplies `up`, if there is one."""
+    return jax.nn.gelu(up) if gate is None else GATES[c.activation](gate) * up
 
 
 @struct.dataclass
 class FeedForward:
-    w_gate_DF: Any = param("DF", fan_in="D", D=SLICED, F=TENSOR, needs=swiglu)
+    w_gate_DF: Any = param("DF", fan_in="D", D=SLICED, F=TENSOR, needs=gated)
     w_up_DF: Any = param("DF", fan_in="D", D=SLICED, F=TENSOR)
     bias_up_F: Any = param("F", decay=False, F=TENSOR, needs=lambda c: c.bias)
     w_down_FD: Any = param("FD", fan_in="F", residual=True, F=TENSOR, D=SLICED)
     bias_down_D: Any = param("D", decay=False, needs=lambda c: c.bias)
 
 
-def hidden(w: FeedForward, x_bsD):
+def hidden(w: FeedForward, c: ModelConfig, x_bsD):
     """Compute the hidden activations of a feed-forward layer. Shapes: [.., D] -> [.., f]."""
     up_bsf = add_bias(x_bsD @ w.w_up_DF, w.bias_up_F)
     gate_bsf = None if w.w_gate_DF is None else x_bsD @ w.w_gate_DF
-    return activate(up_bsf, gate_bsf)
+    return activate(c, up_bsf, gate_bsf)
 
 
 def down(w: FeedForward, up_bsf):
@@ -283,7 +283,7 @@ def down(w: FeedForward, up_bsf):
 
 def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
     """Apply a dense feed-forward layer. Shapes: [.., D] -> [.., D], a partial sum over TENSOR."""
-    return down(w, hidden(w, x_bsD))
+    return down(w, hidden(w, c, x_bsD))
 
 
 # Mixture of experts -----------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class MoE:
     # Added to the scores that select experts, not to the gates. `optimizer.update_selection_bias` updates it
     # from the load of the experts; it has no gradient.
     bias_E: Any = param("E", decay=False, trainable=False, needs=lambda c: c.balance_rate)
-    w_gate_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR, needs=swiglu)
+    w_gate_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR, needs=gated)
     w_up_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR)
     w_down_EMD: Any = param("EMD", fan_in="M", residual=True, E=EXPERT, M=TENSOR, D=(FSDP, CONTEXT))
     shared: FeedForward | None = None
@@ -342,13 +342,13 @@ def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
     return c.n_experts * jnp.sum(share_E * probability_E / tokens, axis=-1)
 
 
-def experts_feed_forward(w: MoE, matmul, rows, gates):
+def experts_feed_forward(w: MoE, c: ModelConfig, matmul, rows, gates):
     """Apply its expert to each row, one token per row, and multiply by its gate. Returns a partial sum over
     TENSOR. matmul(rows, weights) multiplies each row by the weights of its expert."""
     up = matmul(rows, w.w_up_EDM)
     gate = None if w.w_gate_EDM is None else matmul(rows, w.w_gate_EDM)
     # Multiply by the gates before the last matmul, so that the backward pass does not need its output.
-    return matmul(activate(up, gate) * gates[..., None].astype(up.dtype), w.w_down_EMD)
+    return matmul(activate(c, up, gate) * gates[..., None].astype(up.dtype), w.w_down_EMD)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -387,7 +387,7 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
 
     rows_AD = permute_rows(x_ND, order_A, inverse_A, c.top_k)
     gates_A = permute_rows(gates_A[:, None], order_A, inverse_A)[:, 0]
-    out_AD = experts_feed_forward(w, lambda rows, w: grouped_matmul(rows, w, sizes_e), rows_AD, gates_A)
+    out_AD = experts_feed_forward(w, c, lambda rows, w: grouped_matmul(rows, w, sizes_e), rows_AD, gates_A)
     partial_ND = jnp.sum(permute_rows(out_AD, inverse_A, order_A).reshape(-1, c.top_k, D), axis=1)
     return reduce_scatter(partial_ND, EXPERT, dim=0).reshape(b, s, D)
 
@@ -435,7 +435,7 @@ def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bs
 
     rows_eAD = all_to_all(buffer_EbXD, EXPERT, split_dim=0, join_dim=1).reshape(-1, n * b * slots, D)
     gates_eA = all_to_all(gates_EbX, EXPERT, split_dim=0, join_dim=1).reshape(-1, n * b * slots)
-    out_eAD = experts_feed_forward(w, lambda rows, w: jnp.einsum("eAD,eDm->eAm", rows, w), rows_eAD, gates_eA)
+    out_eAD = experts_feed_forward(w, c, lambda x, w: jnp.einsum("eAD,eDm->eAm", x, w), rows_eAD, gates_eA)
     out_EbXD = all_to_all(out_eAD.reshape(-1, n * b, slots, D), EXPERT, split_dim=1, join_dim=0)
 
     out_bskD = out_EbXD.at[place].get(mode="fill", fill_value=0)
@@ -490,14 +490,12 @@ class Block:
     moe: Layer | None = None
 
 
-def embedding_std(c: ModelConfig) -> float:
-    """Return an initial std that gives the residual stream variance 1, or the logits if weights are tied."""
-    return c.d_model**-0.5 if c.tie_embeddings else 1.0
-
-
 @struct.dataclass
 class Transformer:
-    embedding_VD: Any = param("VD", std=embedding_std, decay=False, V=TENSOR, D=SLICED)
+    # Initially, the residual stream has variance 1, or the logits have if weights are tied.
+    embedding_VD: Any = param(
+        "VD", std=lambda c: c.d_model ** (-c.tie_embeddings / 2), decay=False, V=TENSOR, D=SLICED
+    )
     prefix: Layer | None = None
     blocks: Block | None = None
     norm_D: Any = param("D", mean=1.0, decay=False)
@@ -536,6 +534,7 @@ class Tokens(NamedTuple):
     segments_bs: jax.Array  # number of the document within its sequence, from 1; 0 is padding
     real_bt: jax.Array  # 1.0 for a token, 0.0 for padding
     index_bt: jax.Array  # index of the token in the global batch
+    prefix_bs: Any = None  # prefix LM: 1 for tokens to which earlier tokens of the document attend, too
 
 
 def dropout(c: ModelConfig, x_btD, tokens: Tokens, key):
@@ -569,7 +568,7 @@ def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
     h_btD = norm(x_btD, w.norm_feed_forward_D, c.norm_eps, w.norm_feed_forward_bias_D)
     if isinstance(w.feed_forward, MoE):
         return moe(w.feed_forward, c, h_btD, real_bt)
-    into = lambda h_bpD: hidden(w.feed_forward, h_bpD)
+    into = lambda h_bpD: hidden(w.feed_forward, c, h_bpD)
     return gather_apply_scatter(c, into, lambda up_bpf: down(w.feed_forward, up_bpf), h_btD), {}
 
 
@@ -709,6 +708,7 @@ def tokens_of(batch) -> Tokens:
         segments_bs=batch["segments_BT"],
         real_bt=own_slice(batch["segments_BT"] > 0, TENSOR, dim=1).astype(float32),
         index_bt=own_slice(batch["index_BT"], TENSOR, dim=1),
+        prefix_bs=batch.get("prefix_BT"),
     )
 
 
@@ -726,7 +726,8 @@ def stage(w: Transformer, c: ModelConfig, x_btD, batch, key, chunk=0):
     """Apply the layers of this pipeline stage, or one chunk of them.
     Returns [b, t, D] and router statistics with a leading dim for the blocks."""
     tokens, key = tokens_of(batch), dropout_keys(key)[1]
-    one = remat(c, lambda w, x_btD, number: layer(at_use(w, c), c, x_btD, tokens, number, key))
+    attend = functools.partial(over_context, prefix_bs=tokens.prefix_bs)
+    one = remat(c, lambda w, x_btD, i: layer(at_use(w, c), c, x_btD, tokens, i, key, attend))
     if w.prefix is not None:
         prefix = lambda x_btD: block(Block(dense=w.prefix), c, x_btD, one, 0)[0]
         is_first = (axis_index(STAGE) == 0) & (chunk == 0)

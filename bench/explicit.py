@@ -68,7 +68,7 @@ def layer(w: model.Layer, c: ModelConfig, x_BTD, batch, number):
     o_BTHK = attend(*parts, batch["segments_BT"])
     x_BTD += jnp.einsum("bthk,hkd->btd", o_BTHK, w.attention.w_out_HKD, out_sharding=RESIDUAL)
     h_BTD = reshard(norm(x_BTD, w.norm_feed_forward_D, c), GATHERED)
-    hidden_BTF = model.hidden(w.feed_forward, h_BTD)
+    hidden_BTF = model.hidden(w.feed_forward, c, h_BTD)
     return x_BTD + jnp.einsum("btf,fd->btd", hidden_BTF, w.feed_forward.w_down_FD, out_sharding=RESIDUAL)
 
 

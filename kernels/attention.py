@@ -39,6 +39,28 @@ def partial_attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, starts: 
         return _attention(starts, *vary(operands, sorted(everywhere)))
 
 
+@jax.checkpoint
+def masked_attention(q_bshK, k_bSgK, v_bSgU, seen_bsS, bias_hsS=None):
+    """Compute attention with any mask, and store the scores of all pairs; the backward pass recomputes them.
+
+    seen_bsS  whether a query attends to a key; a query that attends to none gets zeros
+    bias_hsS  float32, added to the scores; None: nothing
+    Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U].
+    """
+    (b, s, h, K), (_, S, g, _) = q_bshK.shape, k_bSgK.shape
+    with jax.named_scope("attend"):
+        scores_bgrsS = einsum_f32("bsgrK,bSgK->bgrsS", (q_bshK * K**-0.5).reshape(b, s, g, h // g, K), k_bSgK)
+        if bias_hsS is not None:
+            scores_bgrsS += bias_hsS.reshape(1, g, h // g, s, S)
+        seen_b11sS = seen_bsS[:, None, None]
+        weight_bgrsS = jax.nn.softmax(jnp.where(seen_b11sS, scores_bgrsS, HIDDEN), axis=-1) * seen_b11sS
+        return (
+            einsum_f32("bgrsS,bSgU->bsgrU", weight_bgrsS.astype(v_bSgU.dtype), v_bSgU)
+            .astype(v_bSgU.dtype)
+            .reshape(b, s, h, -1)
+        )
+
+
 # The custom gradient wraps the choice of implementation, so all implementations save the same arrays.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(starts: Starts, *operands):

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from config import ModelAtWork
-from kernels.attention import partial_attention
+from kernels.attention import masked_attention, partial_attention
+from kernels.blocks import query_positions
 from sharding import (
     CONTEXT,
     all_gather,
@@ -90,20 +91,28 @@ def chunk_starts(s: int, n: int):
     return tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)
 
 
-def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs, absorbed=None):
+def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs, absorbed=None, prefix_bs=None):
     """Attend to the whole context in the form that `work.context_attention` selects: gather, ring or all_to_all.
 
     parts     arrays [b, s, ..] of the local positions, such as keys and values, or MLA's latents
     keys_values  fn(*parts) -> keys [b, S, g, K] and values [b, S, g, U]; it also accepts parts of several devices
     absorbed  functions that attend to `parts` directly, without keys and values. A KV cache uses them
               (`generate/cache.py`), training does not
+    prefix_bs  for a prefix LM: 1 for tokens to which all tokens of the document attend; then always `gather`
     Sends over CONTEXT (n devices): the local `parts` and segments, n - 1 times; for all_to_all, see `over_heads`.
     """
     n, s = axis_size(CONTEXT), q_bshK.shape[1]
+    in_order = lambda x: to_sequence_order(all_gather(x, CONTEXT, dim=1), dim=1)
+    if prefix_bs is not None:
+        order_s = jnp.asarray(query_positions(chunk_starts(s, n), s))[axis_index(CONTEXT)]
+        early_1sS = (order_s[:, None] >= jnp.arange(n * s)[None, :])[None]
+        same_bsS = segments_bs[:, :, None] == in_order(segments_bs)[:, None, :]
+        seen_bsS = same_bsS & (early_1sS | (in_order(prefix_bs) > 0)[:, None, :])
+        return masked_attention(q_bshK, *keys_values(*map(in_order, parts)), seen_bsS)
     if c.work.context_attention == "ring" and n > 1:
         return ring_attention(q_bshK, parts, keys_values, segments_bs)
     if c.work.context_attention == "all_to_all" and n > 1:
         return over_heads(q_bshK, parts, keys_values, segments_bs)
-    *parts, segments_bS = (to_sequence_order(all_gather(x, CONTEXT, dim=1), dim=1) for x in (*parts, segments_bs))
+    *parts, segments_bS = map(in_order, (*parts, segments_bs))
     operands = q_bshK, *keys_values(*parts), segments_bs, segments_bS
     return partial_attention(*operands, chunk_starts(s, n), axis_index(CONTEXT))[0]

@@ -61,8 +61,8 @@ def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: b
         if on_tpu and c.attention == "mla" and one_piece:
             made += keys * h * c.d_rope
         return (branches * stream + whole * (2 if present(dense) else 1) - less + N * latent + N * h * score + made
-                + dense * (1 + model.swiglu(c))) * z.width  # fmt: skip
-    matrices = 2 + model.swiglu(c)
+                + dense * (1 + model.gated(c))) * z.width  # fmt: skip
+    matrices = 2 + model.gated(c)
     attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32
     if way == "all_to_all":  # attention outputs before and after the all-to-all
         attended += N * h * value * z.width
@@ -71,7 +71,7 @@ def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: b
     if remat == "fused":  # a TPU recomputes values that need no matmul instead of saving them
         return attended + (branches * stream + (2 * branches - 1) * whole + N * latent + matrices * (dense + rows * m)
                            + 3 * rows * c.d_model) * z.width  # fmt: skip
-    activation = 5 if model.swiglu(c) else 6
+    activation = 5 if model.gated(c) else 6
     return (
         branches * 2 * stream * f32 + (branches * stream + (2 * branches - 1) * whole + 3 * N * latent) * z.width
         + attended
