@@ -5,14 +5,14 @@ import functools
 import math
 from types import SimpleNamespace
 
-import model
 import sharding
+from architectures import declare
 from config import AUTO, PRESETS, Config, MeshConfig, ModelConfig, WorkConfig, preset
 from errors import UserError, require_multiple
 
 # Letter of a parameter's dim -> the setting that holds its size. For L (blocks) and Q (query latent), see `remedy`.
 SETTINGS = dict(V="vocab_size", D="d_model", H="n_heads", G="n_kv_heads", K="d_head", R="d_rope", U="d_value",
-                C="d_kv_latent", F="d_ff", E="n_experts", M="d_expert")  # fmt: skip
+                C="d_kv_latent", F="d_ff", E="n_experts", M="d_expert", I="encoder_layers")  # fmt: skip
 
 
 def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work) -> None:
@@ -21,7 +21,7 @@ def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work)
     Raises: UserError that shows the failed division, and suggests settings and presets that split.
     """
     try:
-        sharding.check_divides(model.declare(c), SimpleNamespace(shape=mesh.sizes))
+        sharding.check_divides(declare(c), SimpleNamespace(shape=mesh.sizes))
     except sharding.DoesNotSplit as error:
         others = ", ".join(name for name in PRESETS if fits(declare_preset(name), mesh)) or "none"
         raise UserError(f"{error.what}; use {remedy(c, error)}, or a smaller {'*'.join(error.axes)}; "
@@ -46,7 +46,7 @@ def check_heads(c: ModelConfig, mesh: MeshConfig) -> None:
 
 @functools.cache
 def declare_preset(name: str):
-    return model.declare(preset(name).model)
+    return declare(preset(name).model)
 
 
 def fits(declarations, mesh: MeshConfig) -> bool:
@@ -94,6 +94,8 @@ def split_batch(cfg: Config) -> BatchSplit:
     parts = cfg.mesh.position_shards
     require_multiple("data.batch_size", B, shards, f"sequences over data*fsdp*expert = {shards} batch shards")
     require_multiple("data.seq_len", cfg.data.seq_len, parts, f"positions over context*tensor = {parts} devices")
+    if cfg.model.encoder_layers:
+        require_multiple("data.input_len", cfg.data.input_len, parts, f"positions over tensor = {parts} devices")
     if (context := cfg.mesh.context) > 1:
         chunks = f"positions into 2 chunks for each of context={context} devices"
         require_multiple("data.seq_len", cfg.data.seq_len, math.lcm(2 * context, parts), chunks)

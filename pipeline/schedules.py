@@ -90,11 +90,14 @@ class Schedule:
 def gpipe(S: int, M: int, v: int = 1, lead: int = 1, passes: int = 1) -> Schedule:
     """Order all forward passes, then all backward passes, last microbatch first; repeat for each accumulation pass.
 
-    Source: GPipe, arXiv:1811.06965. Bubble (idle fraction): (S - 1) / (M + S - 1). Stored activations: M.
+    With v chunks, all microbatches pass through the stages v times.
+    Source: GPipe, arXiv:1811.06965. Bubble (idle fraction): (S - 1) / (vM + S - 1). Stored activations: vM.
     """
-    numbers = [range(i * M, (i + 1) * M) for i in range(passes)]
-    order = [op for ms in numbers for op in (*(Op("F", m) for m in ms), *(Op("B", m) for m in reversed(ms)))]
-    return Schedule("gpipe", S, M * passes, 1, (tuple(order),) * S, turns=passes == 1)
+    order = []
+    for first in range(0, M * passes, M):
+        forward = [Op("F", m, chunk) for chunk in range(v) for m in range(first, first + M)]
+        order += [*forward, *(op._replace(kind="B") for op in reversed(forward))]
+    return Schedule("gpipe", S, M * passes, v, (tuple(order),) * S, turns=passes == 1)
 
 
 def alternate_passes(forward: list[Op], backward: list[Op], ahead: int) -> tuple[Op, ...]:

@@ -14,11 +14,21 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import model
 import sharding
+from architectures import architecture, declare, passes
 from config import AXES, Config, ModelConfig
+from encoder_decoder import ENCODER_BATCH
 from errors import UserError
 from overlap.weights import ready_for_autodiff
 from pipeline import fit, schedules
-from pipeline.ticks import IDLE, keep_last_stage, loss_and_grads_by_schedule, spread_loss, zeros_like_result
+from pipeline.ticks import (
+    IDLE,
+    keep_last_stage,
+    loss_and_grads_by_schedule,
+    loss_input,
+    read_at,
+    spread_loss,
+    zeros_like_result,
+)
 from sharding import (
     BATCH,
     BATCH_SPEC,
@@ -36,58 +46,76 @@ from sharding import (
 )
 from xla import ordered
 
-BATCH_NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")
+INPUTS = ("tokens_BT", "positions_BT", "segments_BT")
+BATCH_NAMES = (*INPUTS, "targets_BT", "weights_BT")
+
+
+def batch_names(c: ModelConfig, names: tuple[str, ...] = BATCH_NAMES) -> tuple[str, ...]:
+    """Return the names of the arrays that a model reads from a batch: `names`, and those of an encoder or a prefix."""
+    return names + (ENCODER_BATCH if c.encoder_layers else ("prefix_BT",) if c.prefix_lm else ())
+
 
 # Forward passes through the stages ------------------------------------------------------------------------------------
 
 
 def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: int):
-    """Run the microbatches forward through the stages, one after the other.
+    """Run the microbatches forward through the stages, one after the other; twice if there is an encoder.
 
     batch  this device's sequences, [b, s]
     Returns activations [b, t, D], which are valid only on the last stage, and this stage's router statistics.
-    Sends over STAGE: the activations of one microbatch, [b / microbatches, t, D], in every tick, even if idle. (A tick
-    is a time slot of the schedule.)
     """
-    stage, stages = axis_index(STAGE), axis_size(STAGE)
-    table = schedules.forward_only(schedules.gpipe(stages, microbatches)).table
-    row_m = np.array([[cell[0].microbatch if cell else IDLE for cell in row] for row in table])
     split = lambda x: x.reshape(microbatches, -1, *x.shape[1:])
-    batch_mbs = jax.tree.map(split, batch)
 
     def enter():
-        return split(vary(model.embed_batch(w, c, batch, key), AXES))
+        return jax.tree.map(split, vary(architecture(c).embed_batch(w, c, batch, key), AXES))
 
-    x_mbtD = enter() if stages == 1 else jax.lax.cond(stage == 0, enter, lambda: zeros_like_result(enter))
+    batch_mbs, first = jax.tree.map(split, batch), axis_index(STAGE) == 0
+    x_mbtD = enter() if axis_size(STAGE) == 1 else jax.lax.cond(first, enter, lambda: zeros_like_result(enter))
+    for chunk in range(passes(c)):
+        if chunk:
+            x_mbtD = shift(x_mbtD, STAGE)  # from the last stage to the first
+        x_mbtD, statistics = run_chunk(w, c, x_mbtD, batch_mbs, key, chunk)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), x_mbtD), statistics
+
+
+def run_chunk(w: model.Transformer, c: ModelConfig, x_mbtD, batch_mbs, key, chunk: int):
+    """Run the microbatches through one chunk of each stage's layers. Returns the last stage's outputs [m, b, t, D].
+
+    Sends over STAGE: the activations of one microbatch, [b, t, D], in every tick, even if idle. (A tick is a time slot
+    of the schedule.)
+    """
+    stage, stages, microbatches = axis_index(STAGE), axis_size(STAGE), len(jax.tree.leaves(x_mbtD)[0])
+    table = schedules.forward_only(schedules.gpipe(stages, microbatches)).table
+    row_m = np.array([[cell[0].microbatch if cell else IDLE for cell in row] for row in table])
 
     def work(m, x_btD):
-        batch_bs = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, m, keepdims=False), batch_mbs)
-        return vary(model.stage(w, c, x_btD, batch_bs, key), AXES)
+        return vary(architecture(c).stage(w, c, x_btD, read_at(batch_mbs, m), key, chunk), AXES)
 
     def tick(carry, row):
         received_btD, statistics = carry
         m = row[stage]
-        first_btD = jax.lax.dynamic_index_in_dim(x_mbtD, jnp.maximum(m, 0), keepdims=False)
-        x_btD = jnp.where(stage == 0, first_btD, received_btD)
+        first_btD = read_at(x_mbtD, jnp.maximum(m, 0))
+        x_btD = jax.tree.map(lambda first, received: jnp.where(stage == 0, first, received), first_btD, received_btD)
         idle = lambda: (x_btD, jax.tree.map(jnp.zeros_like, statistics))
         with jax.named_scope("forward_slot"):
             y_btD, more = jax.lax.cond(m != IDLE, lambda: work(m, x_btD), idle)
         return (shift(y_btD, STAGE), jax.tree.map(jnp.add, statistics, more)), y_btD
 
     if stages == microbatches == 1:
-        return work(0, x_mbtD[0])
-    start = zeros_like_result(lambda: work(0, x_mbtD[0]))
+        y_btD, statistics = work(0, read_at(x_mbtD, 0))
+        return jax.tree.map(lambda y: y[None], y_btD), statistics
+    start = zeros_like_result(lambda: work(0, read_at(x_mbtD, 0)))
     (_, statistics), y_ibtD = jax.lax.scan(tick, start, jnp.array(row_m))
-    return y_ibtD[row_m[:, -1] != IDLE].reshape(-1, *y_ibtD.shape[2:]), statistics
+    return jax.tree.map(lambda y: y[row_m[:, -1] != IDLE], y_ibtD), statistics
 
 
 def forward_sums(w: model.Transformer, cfg: Config, batch, key):
     """Compute the sums over this device's tokens that `model.loss` reduces to the loss."""
     split = fit.split_batch(cfg)
-    if schedule(cfg).in_one_piece:
+    if schedule(cfg).in_one_piece and not cfg.model.encoder_layers:
         return model.forward(w, cfg.at_work, batch, key)
-    x_btD, statistics = run_stages(w, cfg.at_work, batch, key, split.microbatches * split.accumulation)
-    cross_entropy, auxiliary = spread_loss(w, cfg.at_work, x_btD, batch["targets_BT"], batch["weights_BT"])
+    x, statistics = run_stages(w, cfg.at_work, batch, key, split.microbatches * split.accumulation)
+    cross_entropy, auxiliary = spread_loss(w, cfg.at_work, x, batch["targets_BT"], batch["weights_BT"])
     return model.Sums(cross_entropy, jnp.sum(batch["weights_BT"]), auxiliary, statistics)
 
 
@@ -101,6 +129,8 @@ def schedule(cfg: Config) -> schedules.Schedule:
     """
     split, work, S, n = fit.split_batch(cfg), cfg.work.resolved, cfg.mesh.stage, cfg.model.n_blocks
     v = work.chunks
+    if cfg.model.encoder_layers:
+        return two_stacks(work.schedule, S, split)
     if n % (S * v):
         raise UserError(
             f"cannot split {n} blocks of layers over stage={S} * work.chunks={v} = {S * v} parts "
@@ -111,17 +141,34 @@ def schedule(cfg: Config) -> schedules.Schedule:
     return schedules.schedule(name, S, split.microbatches * split.accumulation, v if S > 1 else 1, lead=2)
 
 
+def two_stacks(name: str, S: int, split: fit.BatchSplit) -> schedules.Schedule:
+    """Build the schedule of an encoder-decoder: chunk 0 of a stage is its encoder layers, chunk 1 its decoder layers.
+
+    So its 1F1B is the interleaved schedule with 2 chunks. Raises: UserError for any other schedule than gpipe and 1f1b.
+    """
+    if name not in ("gpipe", "1f1b"):
+        raise UserError(f"work.schedule={name!r}: an encoder-decoder runs gpipe or 1f1b; use one of them")
+    if name == "gpipe" and S > 1:
+        return schedules.gpipe(S, split.microbatches, 2, passes=split.accumulation)
+    return schedules.interleaved(S, split.microbatches * split.accumulation, 2, lead=2)
+
+
 def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
     """Return a function of whole arrays that runs function(params, batch, step) on local shards.
 
     This is the one `shard_map` around the model: manual over all axes, `check_vma` on.
 
-    reads  names of the arrays that the function needs from the batch, a dict as `dataset.batch` returns it; others are
-           ignored. One array is added: index_BT, int32, the index of each token in the global batch, for dropout keys
+    reads  names of the arrays that the function needs from the batch, a dict as `dataset.batch` returns it, besides
+           those that `batch_names` adds; others are ignored. Another array is added: index_BT, int32, the index of each
+           token in the global batch, for dropout keys, and encoder_index_BS
     Raises: UserError that lists the arrays missing from the batch.
     """
-    batch_specs = dict.fromkeys((*reads, "index_BT"), BATCH_SPEC)
-    in_specs = (sharding.specs(model.declare(cfg.model)), batch_specs, P())
+    reads = batch_names(cfg.model, reads)
+    index_of = {"index_BT": "tokens_BT"}
+    if cfg.model.encoder_layers:
+        index_of |= {"encoder_index_BS": "encoder_tokens_BS"}
+    batch_specs = dict.fromkeys((*reads, *index_of), BATCH_SPEC)
+    in_specs = (sharding.specs(declare(cfg.model)), batch_specs, P())
 
     def local(params, batch, step):
         # From contiguous shards of positions to the zig-zag chunks of `own_chunks`
@@ -134,12 +181,11 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
         if missing := set(reads) - set(batch):
             raise UserError(f"the batch has no {', '.join(sorted(missing))}; it has {', '.join(batch) or 'nothing'}")
         batch = {name: batch[name] for name in reads}
-        # Computed outside the shard_map, so that a token's index does not depend on the device that holds it.
-        index_BT = jnp.arange(batch["tokens_BT"].size).reshape(batch["tokens_BT"].shape)
-        segments_BT = batch["segments_BT"]
         if not cfg.data.mask_documents:
-            segments_BT = jnp.minimum(segments_BT, 1)
-        return mapped(params, batch | {"index_BT": index_BT, "segments_BT": segments_BT}, jnp.asarray(step))
+            batch |= {name: jnp.minimum(x, 1) for name, x in batch.items() if "segments" in name}
+        # Computed outside the shard_map, so that a token's index does not depend on the device that holds it.
+        index = {name: jnp.arange(batch[of].size).reshape(batch[of].shape) for name, of in index_of.items()}
+        return mapped(params, batch | index, jnp.asarray(step))
 
     return numbered
 
@@ -162,7 +208,7 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
         return loss_and_grads_by_schedule(params, cfg, batch, key(step), sched)
 
     if not sched.in_one_piece:
-        specs = (*specs, sharding.specs(model.declare(cfg.model)))
+        specs = (*specs, sharding.specs(declare(cfg.model)))
         return ordered.jit(on_mesh(cfg, mesh, in_microbatches, specs), mesh)
     loss = on_mesh(cfg, mesh, in_one_piece, specs)
 
@@ -194,12 +240,11 @@ def logits(cfg: Config, mesh: Mesh):
 
     def local_logits(params, batch, step):
         w = ready_for_autodiff(params, cfg.at_work)
-        x_btD, _ = run_stages(w, cfg.at_work, batch, None, 1)
-        x_bsD = model.final_norm(w, cfg.at_work, x_btD, dim=1)
+        x, _ = run_stages(w, cfg.at_work, batch, None, 1)
+        x_bsD = model.final_norm(w, cfg.at_work, loss_input(x), dim=1)
         return psum(keep_last_stage(model.logits(w, cfg.at_work, x_bsD)), STAGE)
 
-    reads = ("tokens_BT", "positions_BT", "segments_BT")
-    by_device = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR), reads)
+    by_device = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR), INPUTS)
 
     def of_tokens(params, batch):
         B, T = batch["tokens_BT"].shape

@@ -3,7 +3,8 @@
 A tick is a time slot of the schedule's table (`schedules.py`). The table gives the tick of every forward and backward
 pass, so backward passes are called explicitly, with `jax.vjp`, instead of by autodiff of the whole loop.
 In shapes, lower-case letters are this device's shards, as in `model.py`, and b is the sequences of one microbatch. v is
-the number of chunks of layers per stage.
+the number of chunks of layers per stage. The activations [b, t, D] of an encoder-decoder are a pair of such arrays; its
+chunk 0 is the encoder's layers, and chunk 1 the decoder's.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 import model
+from architectures import architecture
 from config import AXES, Config, ModelConfig
 from overlap.weights import held_by_step
 from pipeline import schedules
@@ -43,12 +45,18 @@ def pad_for_stages(x, *, dim):
     return jnp.pad(x, widths)
 
 
-def spread_loss(w: model.Transformer, c: ModelConfig, x_btD, targets_bs, weights_bs):
+def loss_input(x):
+    """Return the activations that the loss reads: of an encoder-decoder's pair, those of the decoder."""
+    return jax.tree.leaves(x)[-1]
+
+
+def spread_loss(w: model.Transformer, c: ModelConfig, x, targets_bs, weights_bs):
     """Compute the loss of the last stage's output on all stages: each stage gets 1/stages of the tokens.
 
     Returns the sums of loss and auxiliary losses over this device's tokens, as `model.token_losses`.
     Sends over STAGE: (stages - 1)/stages of the activations.
     """
+    x_btD = loss_input(x)
     b, t, tensor = *x_btD.shape[:2], axis_size(TENSOR)
 
     def local_tokens(x_bs):  # those of the TENSOR group, in the order in which `model.final_norm` gathers them
@@ -152,16 +160,21 @@ class Job(NamedTuple):
     how: Any = None  # structure from which `rebuild_pull` rebuilds a pullback
 
 
+def unchunked_layers(w: model.Transformer) -> dict:
+    """Return the layers that are not stored in chunks: the prefix, or an encoder and a decoder."""
+    return {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if not f.metadata and f.name != "blocks"}
+
+
 def unsaved_inputs(job: Job, m, chunk):
     """Return the inputs of a forward pass that its backward pass can read again: weights, tokens and random key."""
-    return (job.w.prefix, read_at(job.w.blocks, chunk)), (read_at(job.microbatches, m), job.key)
+    weights = unchunked_layers(job.w) | {"blocks": read_at(job.w.blocks, chunk)}
+    return weights, (read_at(job.microbatches, m), job.key)
 
 
 def enter(job: Job, table_VD, m):
     """Embed the tokens of microbatch m. Returns the input of the first stage, [b, t, D]."""
-    return vary(
-        model.embed_batch(job.w.replace(embedding_VD=table_VD), job.c, read_at(job.microbatches, m), job.key), AXES
-    )
+    w, batch = job.w.replace(embedding_VD=table_VD), read_at(job.microbatches, m)
+    return vary(architecture(job.c).embed_batch(w, job.c, batch, job.key), AXES)
 
 
 def with_balance(job: Job, router):
@@ -187,8 +200,7 @@ def forward(job: Job, m, chunk, x_btD):
     weights, context = unsaved_inputs(job, m, chunk)
 
     def run(weights, x_btD, context):
-        here = job.w.replace(prefix=weights[0], blocks=weights[1])
-        y_btD, router = model.stage(here, job.c, x_btD, *context, chunk)
+        y_btD, router = architecture(job.c).stage(job.w.replace(**weights), job.c, x_btD, *context, chunk)
         return vary((y_btD, with_balance(job, router)), AXES)
 
     if job.d_loss is None:
@@ -199,7 +211,7 @@ def forward(job: Job, m, chunk, x_btD):
 
 
 def backward(job: Job, carry: Carry, m, chunk, kept_at, cotangent_at):
-    """Run microbatch m backward through a chunk. Returns gradients of (prefix, blocks) and of the input [b, t, D]."""
+    """Run microbatch m backward through a chunk. Returns gradients of its layers and of the input [b, t, D]."""
     pull = rebuild_pull(job.how, read_at(carry.kept, kept_at), unsaved_inputs(job, m, chunk))
     d_weights, dx_btD, _ = pull((read_at(carry.cotangents, cotangent_at), read_at(job.d_router, chunk)))
     return d_weights, dx_btD
@@ -234,8 +246,9 @@ def add_embedding_gradient(job: Job, own: schedules.Rows, grads: model.Transform
 
 def add_layers(grads: model.Transformer, chunk, d_weights):
     """Add the weight gradients of one backward pass."""
-    d_prefix, d_blocks = d_weights
-    return grads.replace(prefix=add(grads.prefix, d_prefix), blocks=add_at(grads.blocks, chunk, d_blocks))
+    blocks = add_at(grads.blocks, chunk, d_weights["blocks"])
+    others = {name: add(total, d_weights[name]) for name, total in unchunked_layers(grads).items()}
+    return grads.replace(blocks=blocks, **others)
 
 
 # The slots of a tick --------------------------------------------------------------------------------------------------
