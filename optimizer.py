@@ -13,10 +13,10 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-import model
 import parameters
 import pipeline
 import sharding
+from architectures import declare
 from config import Config, OptimConfig, replace
 from errors import UserError
 from pipeline import fit
@@ -83,7 +83,7 @@ def adamw(o: OptimConfig, steps: int, decay=None) -> optax.GradientTransformatio
 
 def make_optimizer(cfg: Config) -> optax.GradientTransformation:
     """Build the optimizer of a run: `adamw`, with the weight decay that the parameters declare."""
-    return adamw(cfg.optim, cfg.run.steps, decay_mask(model.declare(cfg.model)))
+    return adamw(cfg.optim, cfg.run.steps, decay_mask(declare(cfg.model)))
 
 
 def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
@@ -101,7 +101,7 @@ def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
 
 def init(cfg: Config, mesh: Mesh, params=None) -> TrainState:
     """Build the state at step 0, with new or given parameters. Moments are sharded like their parameters."""
-    params = parameters.init(model.declare(cfg.model), mesh, cfg.run.seed) if params is None else params
+    params = parameters.init(declare(cfg.model), mesh, cfg.run.seed) if params is None else params
     # Three separate arrays, because the training step donates each.
     return TrainState(
         params,
@@ -117,7 +117,7 @@ def compile_moments(cfg: Config, mesh: Mesh):
 
 def state_shapes(cfg: Config) -> TrainState:
     """Return the ShapeDtypeStruct of every array in the state, without touching a device."""
-    params = sharding.shapes(model.declare(cfg.model))
+    params = sharding.shapes(declare(cfg.model))
     return TrainState(
         params, jax.eval_shape(make_optimizer(cfg).init, params), *[jax.ShapeDtypeStruct((), jnp.int32)] * 3
     )
@@ -125,7 +125,7 @@ def state_shapes(cfg: Config) -> TrainState:
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the sharding of every array in the state: moments like their parameters, the rest replicated."""
-    params = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), model.declare(cfg.model))
+    params = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declare(cfg.model))
     everywhere = NamedSharding(mesh, P())
     shapes = state_shapes(cfg)
     moments = optax.tree_map_params(
@@ -199,7 +199,7 @@ def layer_squares(cfg: Config, tree):
     """Return the sum of squares of each parameter, per layer if stacked: float32 arrays [], [P], [L] or [L, J].
     For the letters see the legend of `model.py`."""
     square = lambda d, x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=tuple(range(stacked_dims(d), x.ndim)))
-    return jax.tree.map(square, model.declare(cfg.model), tree)
+    return jax.tree.map(square, declare(cfg.model), tree)
 
 
 def layer_parameters(cfg: Config) -> dict[str, int]:
@@ -207,7 +207,7 @@ def layer_parameters(cfg: Config) -> dict[str, int]:
 
     The value is its index in the concatenated arrays of `layer_squares`.
     """
-    declared = sharding.flatten_named(model.declare(cfg.model))
+    declared = sharding.flatten_named(declare(cfg.model))
     parts = {".".join(name.split(".")[:n]): None for name in declared for n in (1, 2)}
     rank = {part: number for number, part in enumerate(parts)}
     found = []

@@ -58,6 +58,43 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "data.path": "tokens/stdlib-gpt2", "data.seq_len": 2048, "data.batch_size": 16,
         "optim.lr": 2e-5, "run.name": "gptj_6b",
     }),
+    "t5_tiny": ("for tests: an encoder-decoder in which every dimension has a different size", {
+        "model": ModelConfig(
+            vocab_size=304, d_model=24, n_layers=4, encoder_layers=2, n_heads=4, attention="gqa", n_kv_heads=4,
+            d_head=10, d_ff=40, activation="geglu", precision="float32"),
+        "work.loss_chunk": 36, "data.seq_len": 12, "data.input_len": 28, "data.objective": "span",
+        "data.batch_size": 16, "optim.warmup_steps": 2,
+        "run.name": "t5_tiny", "run.steps": 10, "run.log_every": 1, "run.eval_every": 5, "run.eval_batches": 2,
+        "run.checkpoint_every": 5,
+    }),
+    "t5_laptop": ("T5 with about 2M parameters: learns span corruption in 4 minutes on 2 cores", {
+        "model": ModelConfig(
+            vocab_size=320, d_model=128, n_layers=3, encoder_layers=3, n_heads=4, attention="gqa", n_kv_heads=4,
+            d_head=32, d_ff=384, activation="geglu", precision="float32"),
+        "data.seq_len": 64, "data.input_len": 192, "data.objective": "span", "optim.lr": 5e-3,
+        "run.name": "t5_laptop",
+    }),
+    "t5_small": ("T5 1.1, 76,961,152 parameters", {
+        "model": ModelConfig(
+            vocab_size=32_128, d_model=512, n_layers=8, encoder_layers=8, n_heads=6, attention="gqa", n_kv_heads=6,
+            d_head=64, d_ff=1024, activation="geglu"),
+        "data.path": "tokens/stdlib-t5", "data.seq_len": 114, "data.input_len": 512, "data.objective": "span",
+        "data.batch_size": 128, "run.name": "t5_small",
+    }),
+    "t5_base": ("T5 1.1, 247,577,856 parameters", {
+        "model": ModelConfig(
+            vocab_size=32_128, d_model=768, n_layers=12, encoder_layers=12, n_heads=12, attention="gqa", n_kv_heads=12,
+            d_head=64, d_ff=2048, activation="geglu"),
+        "data.path": "tokens/stdlib-t5", "data.seq_len": 114, "data.input_len": 512, "data.objective": "span",
+        "data.batch_size": 128, "run.name": "t5_base",
+    }),
+    "t5_xxl": ("T5 1.1, 11,135,332,352 parameters", {
+        "model": ModelConfig(
+            vocab_size=32_128, d_model=4096, n_layers=24, encoder_layers=24, n_heads=64, attention="gqa", n_kv_heads=64,
+            d_head=64, d_ff=10_240, activation="geglu"),
+        "data.path": "tokens/stdlib-t5", "data.seq_len": 114, "data.input_len": 512, "data.objective": "span",
+        "data.batch_size": 128, "run.name": "t5_xxl",
+    }),
     "llama3_8b": ("planner only: the published architecture, 8,030,261,248 parameters", {
         "model": ModelConfig(
             vocab_size=128_256, d_model=4096, n_layers=32, n_heads=32, attention="gqa", n_kv_heads=8, d_head=128,

@@ -242,7 +242,10 @@ class ModelConfig:
             has = f"attention={self.attention!r}" if self.attention != "gqa" else f"n_experts={self.n_experts}"
             self._refuse("parallel_residual", f"needs attention='gqa' and n_experts=0, but {has}")
         if self.encoder_layers:
-            for name, allowed in dict(attention="gqa", n_experts=0, parallel_residual=False, prefix_lm=False).items():
+            needed = dict(
+                attention="gqa", n_experts=0, dense_prefix=0, parallel_residual=False, norm="rms", prefix_lm=False
+            )
+            for name, allowed in needed.items():
                 if getattr(self, name) != allowed:
                     self._refuse(name, f"a model with an encoder needs {name}={allowed!r}")
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:

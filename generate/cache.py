@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import model
 import sharding
+from architectures import declare
 from config import ModelAtWork, ModelConfig
 from generate.quantised import Quantized, dequantize, gather_over_context, gather_weights, quantize_like, specs
 from kernels.blocks import HIDDEN
@@ -367,7 +368,7 @@ def cached_forward(c: ModelConfig, mesh: Mesh, *, rows: bool = False) -> Callabl
             has one row of tokens
     The old cache is donated, so do not use it again. Raises: UserError if a parameter does not split over the mesh.
     """
-    sharding.check_divides(model.declare(c), mesh)
+    sharding.check_divides(declare(c), mesh)
 
     def shards(w, cache, tokens_bs, positions_bs, wanted_bm, *at_1):
         run = lambda cache: forward_shards(

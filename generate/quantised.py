@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-import model
+from architectures import declare
 from config import ModelConfig
 from parameters import split_axes
 from sharding import CONTEXT, FSDP, Declaration, all_gather, as_tuple, axis_size, map_fsdp_sharded, vary
@@ -62,7 +62,7 @@ def specs(c: ModelConfig, params):
         whole = lambda dim, axes: dim in shared_dims(d) or FSDP in as_tuple(axes)
         return Quantized(d.spec, P(*(None if whole(dim, axes) else axes for dim, axes in enumerate(d.spec))))
 
-    return jax.tree.map(one, model.declare(c), params)
+    return jax.tree.map(one, declare(c), params)
 
 
 def quantize(params, c: ModelConfig, mesh: Mesh):
@@ -82,7 +82,7 @@ def quantize(params, c: ModelConfig, mesh: Mesh):
                 scale = all_gather(scale, axes, dim=dim, to="invarying")
         return Quantized(values, scale)
 
-    declarations = model.declare(c)
+    declarations = declare(c)
     shapes = jax.tree.map(lambda d: Quantized(d, d) if is_matrix(d) else d, declarations)
     out = specs(c, shapes)
     local = jax.shard_map(lambda w: jax.tree.map(one, declarations, w), mesh=mesh,

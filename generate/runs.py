@@ -10,8 +10,8 @@ import jax
 import tiktoken
 from jax.sharding import Mesh
 
-import model
 import sharding
+from architectures import declare
 from config import Config, MeshConfig, WorkConfig, replace
 from data import tokenizers
 from errors import UserError
@@ -63,7 +63,7 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
     if encoding and encoding.n_vocab > cfg.model.vocab_size:
         raise UserError(f"--tokenizer {tokenizer} has {encoding.n_vocab} ids, but the vocabulary of {directory} has "
                         f"{cfg.model.vocab_size}; use the tokenizer this model was trained with")  # fmt: skip
-    devices, declarations = sharding.make_mesh(mesh), model.declare(cfg.model)
+    devices, declarations = sharding.make_mesh(mesh), declare(cfg.model)
     sharding.check_divides(declarations, devices)
     if (loaded_step := convert.resolve_step(directory, step)) is not None:
         checkpoint.print_to_stderr(f"reading    step {loaded_step} of {directory}/checkpoints")

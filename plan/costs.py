@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import model
 import sharding
+from architectures import declare
 from config import AXES, Config, ModelAtWork
 from kernels import attention as attending, grouped
 from overlap import weights as slicing
@@ -413,7 +414,7 @@ class Weights:
 
 @functools.cache
 def declared(c: ModelAtWork) -> dict[str, sharding.Declaration]:
-    return sharding.flatten_named(model.declare(c))
+    return sharding.flatten_named(declare(c))
 
 
 def weights(cfg: Config) -> list[Weights]:

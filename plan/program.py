@@ -18,9 +18,9 @@ import jax.extend.core as jex
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-import model
 import pipeline
 import sharding
+from architectures import declare
 from config import Config
 from errors import UserError
 from pipeline.step import BATCH_NAMES
@@ -271,5 +271,5 @@ def training_step(cfg: Config, platform: str = "cpu") -> Program:
     mesh = abstract_mesh(hardware.named_mesh(cfg.mesh.sizes), platform)
     shape, dtype = (cfg.data.batch_size, cfg.data.seq_len), {"weights_BT": np.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, dtype.get(name, np.int32)) for name in BATCH_NAMES}
-    parameters, step = sharding.shapes(model.declare(cfg.model)), jax.ShapeDtypeStruct((), np.int32)
+    parameters, step = sharding.shapes(declare(cfg.model)), jax.ShapeDtypeStruct((), np.int32)
     return read(pipeline.loss_and_grads(cfg, mesh), parameters, batch, step, mesh=mesh, shares=slot_shares(cfg))

@@ -88,6 +88,13 @@ def draw(seed: int) -> dict:
         model |= {"norm": "layer", "bias": pick(True, False)}
         if model["attention"] == "gqa":
             model |= {"rope_dims": 2, "parallel_residual": not n_experts}
+    if not n_experts and context == 1 and rng.random() < 1 / 2:
+        model |= {"encoder_layers": mesh.stage * pick(1, 2), "attention": "gqa", "norm": "rms", "dense_prefix": 0,
+                  "n_layers": mesh.stage * pick(1, 2), "activation": "geglu", "parallel_residual": False}  # fmt: skip
+        work |= {"schedule": pick("gpipe", "1f1b"), "chunks": 1}
+        rest["data.input_len"] = some(tensor, 7, 11)
+    elif rng.random() < 1 / 4:
+        model["prefix_lm"] = True
     dotted = lambda group, values: {f"{group}.{name}": value for name, value in values.items()}
     return {"mesh": str(mesh)} | dotted("model", model) | dotted("work", work) | rest
 

@@ -39,24 +39,36 @@ def documents(*lengths, padding=0):
     return np.array(positions, np.int32), np.array(segments, np.int32)
 
 
-def random_batch(cfg: Config, seed: int):
-    """Draw random tokens and targets. Rows have different documents, padding and target weights."""
-    rng = np.random.default_rng(seed)
-    B, T, V = cfg.data.batch_size, cfg.data.seq_len, cfg.model.vocab_size
+def random_rows(rng, B: int, T: int):
+    """Draw rows with two documents and padding. Returns positions and segments, [B, T]."""
     rows = []
     for _ in range(B):
         padding = int(rng.integers(0, T // 3))
         first = int(rng.integers(1, T - padding))
         rows.append(documents(first, T - padding - first, padding=padding))
-    segments_BT = np.stack([segments for _, segments in rows])
+    return (np.stack(x) for x in zip(*rows, strict=True))
+
+
+def random_batch(cfg: Config, seed: int):
+    """Draw random tokens and targets. Rows have different documents, padding and target weights; an encoder has
+    different rows, and a prefix LM has documents that begin with 0 to 4 inputs."""
+    rng = np.random.default_rng(seed)
+    B, T, V = cfg.data.batch_size, cfg.data.seq_len, cfg.model.vocab_size
+    positions_BT, segments_BT = random_rows(rng, B, T)
     weights_BT = rng.uniform(0.5, 2, (B, T)) * (rng.random((B, T)) < 0.8) * (segments_BT > 0)
-    return {
+    batch = {
         "tokens_BT": rng.integers(0, V, (B, T), dtype=np.int32),
         "targets_BT": rng.integers(0, V, (B, T), dtype=np.int32),
-        "positions_BT": np.stack([positions for positions, _ in rows]),
+        "positions_BT": positions_BT,
         "segments_BT": segments_BT,
         "weights_BT": weights_BT.astype(np.float32),
     }
+    if cfg.model.prefix_lm:
+        batch["prefix_BT"] = (positions_BT < rng.integers(0, 5, (B, 1))).astype(np.int32)
+    if S := cfg.data.input_len:
+        batch["encoder_tokens_BS"] = rng.integers(0, V, (B, S), dtype=np.int32)
+        batch["encoder_positions_BS"], batch["encoder_segments_BS"] = random_rows(rng, B, S)
+    return batch
 
 
 # Weights and blocks ---------------------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ import numpy as np
 import optax
 import pytest
 
+import encoder_decoder
 import model
 import pipeline
 import sharding
+from architectures import declare
 from config import preset
 from overlap import context, positions
 from pipeline import step, ticks
@@ -25,6 +27,7 @@ from tests import helpers, parity
 SETTINGS = {"model.n_layers": 4, "model.dense_prefix": 0, "model.moe_every": 2, "model.no_rope_every": 3,
             "model.dropout": 0.25, "model.balance_loss": 0.5, "data.seq_len": 16}  # fmt: skip
 
+SEQ2SEQ = {"model.encoder_layers": 2, "model.n_experts": 0, "model.attention": "gqa", "data.input_len": 12}
 RING = {"work.tensor_exchange": "ring"}
 ATTENTION = r"^gradient of blocks\.\w+\.attention\."
 
@@ -237,13 +240,25 @@ def an_embedding_that_learns_nothing(true):
     return lambda w, c, batch, key: jax.lax.stop_gradient(true(w, c, batch, key))
 
 
+@mutation(r"^no gradient of encoder\.", encoder_decoder.memory, in_module=encoder_decoder, mesh="stage=2", **SEQ2SEQ)
+def an_encoder_that_learns_nothing(true):
+    return lambda *args: jax.lax.stop_gradient(true(*args))
+
+
+@mutation(
+    r"^gradient of encoder\.", encoder_decoder.position_bias, in_module=encoder_decoder, mesh="tensor=2", **SEQ2SEQ
+)
+def position_biases_of_other_heads(true):
+    return lambda bias_Wh, *args: true(sharding.shift(bias_Wh, TENSOR), *args)
+
+
 # The comparison -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def result(**settings):
     cfg = preset("tiny", **SETTINGS | settings)
-    w, batch = helpers.draw(model.declare(cfg.model)), helpers.random_batch(cfg, 0)
+    w, batch = helpers.draw(declare(cfg.model)), helpers.random_batch(cfg, 0)
     program = pipeline.loss_and_grads(cfg, sharding.make_mesh(cfg.mesh))
     return jax.tree.map(np.asarray, program(w, batch, 3))
 
@@ -269,7 +284,7 @@ QUICK = ("pmean_for_psum", "a_partial_sum_that_is_never_added", "keys_in_the_ord
 def test_a_broken_model_is_seen(name, monkeypatch):
     """Catches a comparison that cannot fail: it must be silent about the model as it is, and blame what was broken."""
     mutation = MUTATIONS[name]
-    plain = {key: value for key, value in mutation.settings.items() if key == "model.capacity_factor"}
+    plain = {key: value for key, value in mutation.settings.items() if key.startswith(("model.", "data."))}
     want = result(**plain)
     mutation.apply(monkeypatch)
     found = blame(result.__wrapped__(**mutation.settings), want)  # what is broken must not be remembered
@@ -292,7 +307,7 @@ def test_a_mutation_replaces_a_function_that_its_module_has(mutation, monkeypatc
 def test_a_dropped_psum_is_seen_before_it_runs(monkeypatch):
     """Catches check_vma switched off: a sum that each device has its own part of would pass for the whole."""
     cfg = preset("tiny", **SETTINGS, mesh="fsdp=2")
-    w, batch = helpers.draw(model.declare(cfg.model)), helpers.random_batch(cfg, 0)
+    w, batch = helpers.draw(declare(cfg.model)), helpers.random_batch(cfg, 0)
     replace_in(step, step.psum, lambda x, axes: x, monkeypatch)
     with pytest.raises(ValueError, match=r"possibly varying over \{data,stage,fsdp"):
         pipeline.evaluate(cfg, sharding.make_mesh(cfg.mesh)).lower(w, batch)

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-import model
 import sharding
+from architectures import declare
 from config import AXES, MeshConfig, preset
 from pipeline import fit
 from tests import fuzz, helpers, parity
@@ -50,6 +50,12 @@ MODELS = {
     "parallel": {"model.n_layers": 4, "model.n_experts": 0, "model.attention": "gqa", "model.n_heads": 16,
                  "model.n_kv_heads": 8, "model.norm": "layer", "model.parallel_residual": True, "model.bias": True,
                  "model.rope_dims": 4, "model.dropout": 0.1},
+    # Inputs to which all tokens of a document attend, on latent attention.
+    "prefix": {"model.n_layers": 4, "model.n_experts": 0, "model.n_heads": 16, "model.prefix_lm": True},
+    # An encoder and a decoder, on grouped attention.
+    "seq2seq": {"model.n_layers": 4, "model.encoder_layers": 2, "model.n_experts": 0, "model.attention": "gqa",
+           "model.n_heads": 16, "model.n_kv_heads": 8, "model.no_rope_every": 0, "model.activation": "geglu",
+           "model.dropout": 0.1, "model.top_k": 3, "data.input_len": 56},
 }  # fmt: skip
 
 # A word of a case -> the setting it changes. None of them may change a result.
@@ -83,6 +89,15 @@ tensor=2                    parallel  exchange=ring remat=branches
 stage=2                     parallel  microbatches=2 schedule=1f1b
 expert=2,context=2          parallel  attention=ring loss_chunk=40
 data=2,fsdp=2,tensor=2      parallel  gather=step
+
+context=2                   prefix    attention=ring
+data=2,stage=2              prefix    microbatches=2 schedule=1f1b gather=step
+fsdp=2,expert=2,tensor=2    prefix    exchange=ring remat=full
+
+expert=2                    seq2seq   accumulation=3 loss_chunk=40
+fsdp=4,tensor=2             seq2seq   exchange=ring gather=step
+stage=2                     seq2seq   microbatches=4 remat=dots
+data=2,stage=2,tensor=2     seq2seq   microbatches=2 schedule=1f1b accumulation=3 remat=full
 
 data=2,stage=2              moe       microbatches=2 gather=step
 data=4,fsdp=2               dense     remat=dots
@@ -240,7 +255,7 @@ def test_the_cases_cover():
     for word in [*MODELS, "accumulation=3", "microbatches=2", "microbatches=4", "remat=dots", "remat=full",
                  "gather=step", "attention=ring", "exchange=ring", "1f1b", "interleaved", "zb"]:  # fmt: skip
         axes = {axis for case in cases if word in case for axis in case.split()[0].replace("=", ",").split(",")}
-        wanted = {"context"} if word == "attention=ring" else set(AXES)
+        wanted = {"context"} if word == "attention=ring" else set(AXES) - ({"context"} if word == "seq2seq" else set())
         if "microbatches" in word or word in ("1f1b", "interleaved", "zb"):
             wanted = {"stage"}
         assert wanted <= axes, f"{word} never meets {wanted - axes}"
@@ -272,8 +287,8 @@ def test_a_case_has_its_passes_and_microbatches(case):
 def test_every_dim_has_a_different_size(name):
     """Catches a model in which a test would not notice two swapped dims."""
     cfg = config(f"data=1 {name}")
-    sizes = {("B", cfg.data.batch_size), ("T", cfg.data.seq_len), ("k", cfg.model.top_k)}
-    for d in sharding.flatten_named(model.declare(cfg.model)).values():
+    sizes = {("B", cfg.data.batch_size), ("T", cfg.data.seq_len), ("k", cfg.model.top_k), ("S", cfg.data.input_len)}
+    for d in sharding.flatten_named(declare(cfg.model)).values():
         sizes |= set(zip(d.dims, d.shape, strict=True)) - {("P", 1), ("J", 1)}  # one layer deep
     if not cfg.model.d_query_latent:
         sizes -= {("Q", cfg.model.d_model)}  # queries come from the stream

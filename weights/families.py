@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import sharding
+from architectures import declare
 from config import Affects, ModelConfig, affecting
 from errors import UserError, suggest
-from model import declare
 
 # Tables: tensors ------------------------------------------------------------------------------------------------------
 
