@@ -8,6 +8,7 @@ is tokens i*T .. i*T+T of the stream (the first T are inputs, the last T are tar
 `data/order.py` defines the order of rows. In a mixture, each token directory is shuffled separately.
 """
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -20,12 +21,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from config import Config, DataConfig
-from config.fields import PERIOD, is_remote, parse_mixture
-from data import bucket, order, packing
+from config.fields import PERIOD, Phase, is_remote, parse_mixture, parse_objectives
+from data import bucket, examples, features, objectives, order, packing
 from errors import UserError
 
 FORMAT = 1  # version of manifest.json
@@ -126,14 +128,19 @@ class Corpus:
 
 
 def open_corpus(cfg: Config) -> Corpus:
-    """Open the token directory of a run, or all directories of its mixture. Raises: UserError as `load` does."""
+    """Open the token directory of a run, or all directories of its mixture.
+
+    Raises: UserError as `load` does, or if the data cannot be used with data.objective.
+    """
     limits, d = (cfg.model.vocab_size, cfg.data.seq_len), cfg.data
-    if not d.mixture:
-        return load(d.path, *limits)
-    shares = parse_mixture(d.mixture)[0].shares
-    return _open_mixture(
-        d.path, tuple(shares.items()), *(load(f"{d.path.rstrip('/')}/{name}", *limits) for name in shares)
-    )
+    if d.mixture:
+        shares = parse_mixture(d.mixture)[0].shares
+        corpora = (load(f"{d.path.rstrip('/')}/{name}", *limits) for name in shares)
+        corpus = _open_mixture(d.path, tuple(shares.items()), *corpora)
+    else:
+        corpus = load(d.path, *limits)
+    examples.check(cfg, corpus.manifest["tokenizer"]["vocabulary"])
+    return corpus
 
 
 @functools.lru_cache(maxsize=8)
@@ -276,7 +283,8 @@ def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | No
     """Make the global batch of a step: rows step*B .. step*B+B-1 of an infinite sequence, reshuffled each epoch.
 
     A batch is a dict of arrays [B, T], B = data.batch_size rows of T = data.seq_len positions. You can also train on a
-    batch that you make yourself: `sharding.put` places it on a mesh.
+    batch that you make yourself: `sharding.put` places it on a mesh. With an objective that has inputs and targets, see
+    `data/features.py` for the arrays.
 
         tokens_BT     int32    inputs of the model
         targets_BT    int32    the next token at each position
@@ -290,25 +298,59 @@ def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | No
     rows by index, and only these are read: each host reads its `sharding.own_rows`.
     """
     corpus, d = open_corpus(cfg), cfg.data
-    sequence, first = functools.partial(_row_pieces, corpus.splits[split], d, cfg.run.seed), step * d.batch_size
+    sequence, first = functools.partial(_row, corpus.splits[split], d, cfg.run.seed), step * d.batch_size
     if split == "train":
         first = order.batch_number(d.skip, step) * d.batch_size
-        sequence = functools.partial(_mixture_row_pieces, corpus, d, cfg.run.seed) if d.mixture else sequence
+        sequence = functools.partial(_mixture_row, corpus, d, cfg.run.seed) if d.mixture else sequence
     return _make_batch([sequence(first + row) for row in _rows(cfg, rows)], corpus.eot, cfg)
 
 
-def _row_pieces(split: Split, d: DataConfig, seed: int, number: int) -> list[Piece]:
-    """Return the documents, or the window, of row `number` in the infinite sequence of rows."""
-    count = rows_of(split, d)
-    row = _shuffled(count, seed)[number] if d.shuffle else number % count
-    if d.packing == "documents":
-        return [(split, *piece) for piece in packed_rows(split, d.seq_len).pieces(row)]
-    return [split.piece(row, d.seq_len)]
+class Row(NamedTuple):
+    """What one row of a batch is made from."""
+
+    pieces: list[Piece]
+    objective: str
+    key: objectives.Key  # of the row's random numbers
+
+
+def _row(split: Split, d: DataConfig, seed: int, number: int) -> Row:
+    """Return row `number` in the infinite sequence of rows. Each objective of a mixture has a separate shuffle."""
+    objective, own = _objective_and_index(d, number)
+    seed = seed if objective == d.objective else order.seed_of(objective, seed)
+    count = _rows_of_objective(split, d, objective)
+    row = _shuffled(count, seed)[own] if d.shuffle else own % count
+    return Row(_pieces(split, d, objective, row), objective, (seed, own))
+
+
+def _objective_and_index(d: DataConfig, number: int) -> tuple[str, int]:
+    """Return the objective of row `number`, and how many rows before it have the same objective."""
+    return order.source_and_index((Phase(0, parse_objectives(d.objective)),), (0,), number)
+
+
+def _pieces(split: Split, d: DataConfig, objective: str, row: int) -> list[Piece]:
+    """Return the documents, or the window, of a row of the epoch."""
+    if d.packing == "documents" or objective == "task":
+        return [(split, *piece) for piece in packed_rows(split, objective, features.room(d)).pieces(row)]
+    if objective == "causal":
+        return [split.piece(row, d.seq_len)]
+    size = features.longest_text(objective, features.room(d))
+    return [(split, row * size, min((row + 1) * size, split.tokens))]
+
+
+def _rows_of_objective(split: Split, d: DataConfig, objective: str) -> int:
+    """Count the rows in an epoch if all rows have this objective."""
+    if d.packing == "documents" or objective == "task":
+        return len(packed_rows(split, objective, features.room(d)))
+    if objective == "causal":
+        return split.windows(d.seq_len)
+    return -(-split.tokens // features.longest_text(objective, features.room(d)))
 
 
 def rows_of(split: Split, d: DataConfig) -> int:
-    """Count the rows in an epoch."""
-    return len(packed_rows(split, d.seq_len)) if d.packing == "documents" else split.windows(d.seq_len)
+    """Count the rows in an epoch. In a mixture of objectives, the rows that have as many tokens as the split."""
+    shares = parse_objectives(d.objective)
+    counts = {name: _rows_of_objective(split, d, name) for name in shares}
+    return max(1, round(PERIOD / sum(share / counts[name] for name, share in shares.items())))
 
 
 def epoch_steps(cfg: Config) -> dict[str, int]:
@@ -321,9 +363,21 @@ def epoch_steps(cfg: Config) -> dict[str, int]:
 
 
 @functools.lru_cache(maxsize=64)  # enough for all directories of a mixture
-def packed_rows(split: Split, seq_len: int) -> packing.Packed:
-    """Pack the documents of a split into rows, the same on each host. Raises: as `Split.document_edges`."""
-    return packing.pack(split.document_edges(), seq_len)
+def packed_rows(split: Split, objective: str, room: tuple[int, ...]) -> packing.Packed:
+    """Pack the documents of a split into rows, the same on each host.
+
+    Raises: as `Split.document_edges`; for `task`, UserError if there are no prompts or targets, or if one is too long
+    """
+    edges = split.document_edges()
+    if objective == "causal":
+        return packing.pack(edges, room[-1])
+    edges[-1] = split.tokens
+    if objective == "task":
+        lengths = examples.task_lengths(split.read_weights(0, split.tokens), edges, room)
+    else:
+        edges = packing.cut(edges, features.longest_text(objective, room))
+        lengths = objectives.lengths(objective, np.maximum(np.diff(edges), objectives.LEAST))
+    return packing.pack_pieces(edges, features.row_share(lengths, room), max(room))
 
 
 def describe_epoch(split: Split, d: DataConfig) -> str:
@@ -339,11 +393,11 @@ def describe_epoch(split: Split, d: DataConfig) -> str:
     return f"{len(cut):,} documents {rows}, {cut.mean():.1%} of them cut{padding}"
 
 
-def _mixture_row_pieces(corpus: Corpus, d: DataConfig, seed: int, number: int) -> list[Piece]:
+def _mixture_row(corpus: Corpus, d: DataConfig, seed: int, number: int) -> Row:
     phases = parse_mixture(d.mixture)
     starts = tuple(order.batch_number(d.skip, phase.first) * d.batch_size if phase.first else 0 for phase in phases)
     name, own = order.source_and_index(phases, starts, number)
-    return _row_pieces(corpus.sources[name].splits["train"], d, order.seed_of(name, seed), own)
+    return _row(corpus.sources[name].splits["train"], d, order.seed_of(name, seed), own)
 
 
 def _rows(cfg: Config, rows: Sequence[int] | None) -> list[int]:
@@ -356,16 +410,28 @@ def evaluation_batches(
     """Yield the validation split in a fixed order, each target once. The last batch is padded.
 
     With `batches` > 0, yield at most that many, from a shuffle that is the same in every run. `rows` as for `batch`.
+    Every run divides a text of the split into the same inputs and targets. A mixture of objectives is always shuffled.
     """
-    corpus, T = open_corpus(cfg), cfg.data.seq_len
+    corpus, d = open_corpus(cfg), evaluation_data(cfg)
     split = corpus.splits["val"]
-    windows = range(count := split.windows(T))
+    count = rows_of(split, d)
     if batches:
-        shuffled = _shuffled(count, EVALUATION_SEED)
-        windows = [shuffled[i] for i in range(min(count, batches * cfg.data.batch_size))]
-    for first in range(0, len(windows), cfg.data.batch_size):
-        numbers = [first + row for row in _rows(cfg, rows)]
-        yield _make_batch([[split.piece(windows[n], T)] if n < len(windows) else [] for n in numbers], corpus.eot, cfg)
+        count = min(count, batches * d.batch_size)
+
+    def row_of(number: int) -> Row:
+        objective, row = _objective_and_index(d, number)
+        if batches or objective != d.objective:
+            row = _shuffled(_rows_of_objective(split, d, objective), EVALUATION_SEED)[row]
+        pieces = _pieces(split, d, objective, row) if number < count else []
+        return Row(pieces, objective, (EVALUATION_SEED, row))
+
+    for first in range(0, count, d.batch_size):
+        yield _make_batch([row_of(first + row) for row in _rows(cfg, rows)], corpus.eot, cfg)
+
+
+def evaluation_data(cfg: Config) -> DataConfig:
+    """Return the settings that evaluation reads the validation split with."""
+    return dataclasses.replace(cfg.data, packing="windows")
 
 
 @functools.lru_cache(maxsize=8)
@@ -376,12 +442,29 @@ def _shuffled(count: int, seed: int):
     return grain.MapDataset.range(count).seed(seed).shuffle().repeat()
 
 
-def _make_batch(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str, np.ndarray]:
-    """Make a batch from the pieces of each row, and pad the rows."""
+def _make_batch(rows: list[Row], eot: int, cfg: Config) -> dict[str, np.ndarray]:
+    """Make a batch from the pieces of each row."""
+    is_causal = np.array([row.objective == "causal" for row in rows], bool)
+    made = causal = {}
+    if is_causal.any():
+        causal = _make_causal_batch([row.pieces if row.objective == "causal" else [] for row in rows], eot, cfg)
+        made = causal | ({"prefix_BT": np.zeros_like(causal["tokens_BT"])} if cfg.model.prefix_lm else {})
+    if not is_causal.all():
+        read = _read([piece for row in rows if row.objective != "causal" for piece in row.pieces], 0)
+        pieces = [[] if row.objective == "causal" else [next(read) for _ in row.pieces] for row in rows]
+        made = features.convert([examples.make(row.objective, row.key, of_row, eot, cfg)
+                                 for row, of_row in zip(rows, pieces, strict=True)], eot, cfg)  # fmt: skip
+    for name, array in causal.items():
+        made[name][is_causal] = array[is_causal]
+    return made
+
+
+def _make_causal_batch(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str, np.ndarray]:
+    """Make a batch in which every token is a target, from the pieces of each row, and pad the rows."""
     B, T = len(sequences), cfg.data.seq_len
     tokens_BT, targets_BT = np.full((2, B, T), eot, np.int32)
     lengths_B, weights_BT, starts_BT = np.zeros(B, np.int32), np.zeros((B, T), np.float32), np.zeros((B, T), bool)
-    all_read = _read([piece for pieces in sequences for piece in pieces])
+    all_read = _read([piece for pieces in sequences for piece in pieces], 1)
     for row, pieces in enumerate(sequences):
         end = 0
         for _, start, stop in pieces:
@@ -405,10 +488,12 @@ def _make_batch(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str
     }
 
 
-def _read(pieces: list[Piece]) -> Iterator[tuple[np.ndarray, np.ndarray | int]]:
-    """Read the tokens of each piece (its inputs and one more, for the last target) and their target weights. Reads from
-    a bucket run in parallel."""
-    read = lambda piece: (piece[0].read(piece[1], piece[2] + 1), piece[0].read_weights(piece[1] + 1, piece[2] + 1))
+def _read(pieces: list[Piece], more: int) -> Iterator[tuple[np.ndarray, np.ndarray | int]]:
+    """Read the tokens of each piece and `more` (1 for the last target), and the weights of the last stop - start as
+    targets. Reads from a bucket run in parallel."""
+    read = lambda piece: (
+        piece[0].read(piece[1], piece[2] + more), piece[0].read_weights(piece[1] + more, piece[2] + more)
+    )  # fmt: skip
     return (bucket.pool().map if any(split.in_bucket for split, _, _ in pieces) else map)(read, pieces)
 
 
@@ -428,10 +513,10 @@ def prefetch(cfg: Config, start: int, rows: Sequence[int] | None = None) -> Iter
         background.shutdown(cancel_futures=True)
 
 
-def bytes_per_token(corpus: Corpus, split: str = "val") -> float:
+def bytes_per_token(corpus: Corpus, split: str = "val", objective: str = "causal") -> float:
     """Return the text bytes per target (NaN: unknown). Bits per byte = nats per token / ln 2 / bytes per token."""
     text_bytes = corpus.splits[split].text_bytes
-    return math.nan if text_bytes is None else text_bytes / corpus.splits[split].targets
+    return math.nan if text_bytes is None or objective != "causal" else text_bytes / corpus.splits[split].targets
 
 
 def fingerprint(cfg: Config) -> dict:

@@ -314,9 +314,13 @@ class DataConfig:
     def __post_init__(self):
         check(self, "data.")
         parse_skips(self.skip), parse_mixture(self.mixture), parse_objectives(self.objective)  # raise if unparsable
-        if self.packing == "documents" and not self.shuffle:
-            raise UserError("data.packing='documents' packs documents by length, so it cannot keep the order of the "
+        packs = "data.objective='task'" if "task" in parse_objectives(self.objective) else "data.packing='documents'"
+        if (self.packing == "documents" or "task" in packs) and not self.shuffle:
+            raise UserError(f"{packs} packs documents by length, so it cannot keep the order of the "
                             "text (data.shuffle=False); change one of the two settings")  # fmt: skip
+        if (self.packing == "documents" or "task" in packs) and not self.mask_documents and self.objective != "causal":
+            raise UserError(f"{packs} packs several examples into a row, and none may attend to another; remove "
+                            "data.mask_documents=False")  # fmt: skip
 
     @property
     def tokens_per_step(self) -> int:

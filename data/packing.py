@@ -33,12 +33,22 @@ def pack(edges: np.ndarray, seq_len: int) -> Packed:
 
     edges   stream position of each document's start, and of the last document's end
     """
-    parts = -(-np.diff(edges) // seq_len)
+    pieces = cut(edges, seq_len)
+    return pack_pieces(pieces, np.diff(pieces), seq_len)
+
+
+def cut(edges: np.ndarray, longest: int) -> np.ndarray:
+    """Cut documents into pieces of `longest` tokens and a remainder; return the edges of the pieces."""
+    parts = -(-np.diff(edges) // longest)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document
-    pieces = np.append(np.repeat(edges[:-1], parts) + number * seq_len, edges[-1])
-    rows = best_fit(np.diff(pieces), seq_len)
+    return np.append(np.repeat(edges[:-1], parts) + number * longest, edges[-1])
+
+
+def pack_pieces(edges: np.ndarray, lengths: np.ndarray, seq_len: int) -> Packed:
+    """Pack pieces of the stream into rows of `seq_len` positions; `lengths` has the positions that each needs."""
+    rows = best_fit(lengths, seq_len)
     first = np.append(0, np.cumsum(np.bincount(rows)))
-    return Packed(pieces, np.argsort(rows, kind="stable"), first)
+    return Packed(edges, np.argsort(rows, kind="stable"), first)
 
 
 def best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
