@@ -383,6 +383,8 @@ def packed_rows(split: Split, objective: str, room: tuple[int, ...]) -> packing.
 def describe_epoch(split: Split, d: DataConfig) -> str:
     """Describe an epoch: rows, padding and the fraction of documents that are cut (unless it is slow to compute)."""
     T, count, windows = d.seq_len, rows_of(split, d), d.packing != "documents"
+    if d.objective != "causal":
+        return f"{count:,} rows{_describe_truncation(split, d)}"
     rows = f"in {count:,} {'windows' if windows else 'rows'} of {T:,} tokens"
     if windows and (split.in_bucket or not split.has_document_starts):
         return f"documents {rows}"
@@ -391,6 +393,15 @@ def describe_epoch(split: Split, d: DataConfig) -> str:
     cut = first // T != last // T if windows else last - first >= T
     padding = "" if windows else f", {1 - split.targets / (count * T):.2%} padding"
     return f"{len(cut):,} documents {rows}, {cut.mean():.1%} of them cut{padding}"
+
+
+def _describe_truncation(split: Split, d: DataConfig) -> str:
+    """Describe how many rows drop text at their end (unless none does, or it is slow to compute)."""
+    whole = d.packing == "documents" or not d.mask_documents or split.in_bucket or not split.has_document_starts
+    shares = {} if whole else parse_objectives(d.objective)
+    cut = sum(share * examples.truncated(name, split.document_edges(), split.tokens, features.room(d))
+              for name, share in shares.items() if name not in ("causal", "task"))  # fmt: skip
+    return f", {cut / PERIOD:.1%} of them truncated" if cut else ""
 
 
 def _mixture_row(corpus: Corpus, d: DataConfig, seed: int, number: int) -> Row:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from config import Config
-from config.fields import parse_objectives, span_rate
+from config import Config, DataConfig
+from config.fields import PERIOD, parse_objectives, span_rate
 from data import features, objectives
 from data.objectives import Example, Key, Lengths
 from errors import UserError
@@ -40,6 +40,31 @@ def _texts(ids: np.ndarray, weights: np.ndarray | int, eot: int | None) -> Itera
     edges = [-1, *([] if eot is None else np.flatnonzero(ids == eot).tolist()), len(ids)]
     weights = np.broadcast_to(weights, len(ids))
     return ((ids[a + 1 : b], weights[a + 1 : b]) for a, b in itertools.pairwise(edges))
+
+
+def truncated(objective: str, edges: np.ndarray, tokens: int, room: tuple[int, ...]) -> float:
+    """Return the fraction of windows whose documents do not all fit into a row, so that text at its end is dropped.
+
+    edges   where each document begins, with its end-of-text token
+    """
+    size = features.longest_text(objective, room)
+    bounds = np.union1d(edges[:-1], np.arange(0, tokens, size))
+    lengths = np.diff(bounds, append=tokens) - np.isin(bounds, edges[:-1])
+    needed = features.positions(objectives.lengths(objective, np.maximum(lengths, objectives.LEAST)), room)
+    by_row = lambda positions: np.bincount(bounds // size, weights=positions * (lengths >= objectives.LEAST))
+    return np.mean(np.any([by_row(part) > free for part, free in zip(needed, room, strict=True)], axis=0))
+
+
+def describe(d: DataConfig) -> Iterator[str]:
+    """Yield a line for each objective: its fraction of the rows, and the most text in a row."""
+    for name, share in parse_objectives(d.objective).items():
+        line = f"{name}, {share / PERIOD:.1%} of the rows"
+        if name not in ("causal", "task"):
+            tokens = features.longest_text(name, features.room(d))
+            found = objectives.lengths(name, tokens)
+            parts = "a random cut" if name == "prefix" else f"{found.inputs:,} inputs and {found.targets:,} targets"
+            line += f": up to {tokens:,} tokens of text, {parts}"
+        yield line
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def perplexity(run: Run, folder: str, batches: int = 0, batch_size: int = 0) -> 
     corpus = dataset.open_corpus(cfg)
     check_tokenizer(run, folder, corpus.manifest["tokenizer"])
     compiled = pipeline.evaluate(cfg, run.mesh)
-    total = -(-corpus.splits["val"].windows(cfg.data.seq_len) // size)
+    total = -(-dataset.rows_of(corpus.splits["val"], dataset.evaluation_data(cfg)) // size)
     with show.progress("batches", min(batches or total, total)) as advance:
         found = progress.evaluate(cfg, run.mesh, compiled, run.params, batches, moves=advance)
     return {"tokens": found["tokens"], "loss": found["loss"], "perplexity": math.exp(found["loss"]),

@@ -13,7 +13,7 @@ import generate
 import sharding
 from config import Config
 from config.fields import parse_skips
-from data import tokenizers
+from data import examples, tokenizers
 from devices import devices_per_process, log, memory_bytes, only_cpu, share_of_memory
 from errors import UserError
 from pipeline import fit
@@ -28,6 +28,7 @@ LATE_S = 15  # when a process is lost, the others exit within run.peer_timeout_s
 def check_tokens(cfg: Config):
     """Return the tokenizer of a run's tokens, or None if unknown. Raises: UserError if tokens or prompt don't fit."""
     corpus = dataset.open_corpus(cfg)
+    dataset.rows_of(corpus.splits["val"], dataset.evaluation_data(cfg))  # raises if a task does not fit
     encoding = tokenizers.from_manifest(corpus.manifest)
     if encoding and cfg.run.sample_prompt:  # fail now, not after the last step
         generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len)
@@ -59,6 +60,8 @@ def log_plan(cfg: Config, mesh) -> planner.Plan:
     for name, one in (corpus.sources or {"": corpus}).items():
         epoch = f"; an epoch is {steps[name]:,} steps" if name in steps else ""
         log(f"rows       {dataset.describe_epoch(one.splits['train'], cfg.data)}" + f", of {name}" * bool(name) + epoch)
+    for line in examples.describe(cfg.data) if cfg.data.objective != "causal" else ():
+        log(f"objective  {line}")
     log(f"settings   {plan.settings()}")
     for first, count in parse_skips(cfg.data.skip):
         log(f"skip       from step {first + 1} on, each step uses the batch of the step {count} steps later")

@@ -20,8 +20,8 @@ from train.interruptions import command
 def evaluate(cfg: Config, mesh, compiled, params, batches: int, moves: Callable[[], None] = lambda: None) -> dict:
     """Compute nats per token and bits per byte on `batches` batches of the validation split; 0: on all of it.
 
-    Every token has the same weight. Bits per byte are NaN if the number of text bytes per token is unknown. `moves` is
-    called after each batch, to show that the evaluation has not hung.
+    Every token has the same weight. Bits per byte are NaN if the number of text bytes per token is unknown, or if some
+    tokens are not targets. `moves` is called after each batch, to show that the evaluation has not hung.
     """
     nats = tokens = 0.0
     size = cfg.data.batch_size
@@ -29,7 +29,7 @@ def evaluate(cfg: Config, mesh, compiled, params, batches: int, moves: Callable[
         sums = compiled(params, sharding.put(batch, mesh, size))
         nats, tokens = nats + float(sums[0]), tokens + float(sums[1])
         moves()
-    bytes_per_token = dataset.bytes_per_token(dataset.open_corpus(cfg))
+    bytes_per_token = dataset.bytes_per_token(dataset.open_corpus(cfg), objective=cfg.data.objective)
     return {
         "loss": nats / tokens,
         "bits_per_byte": nats / tokens / math.log(2) / bytes_per_token,
