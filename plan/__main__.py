@@ -47,7 +47,8 @@ class Arguments(Config):
     piece: Count = 64  # --inference: prompt tokens per prefill chunk
     weights_dtype: DType = AUTO  # --inference: dtype of the stored weights; auto: the dtype of activations
     cache_dtype: DType = AUTO  # --inference: dtype of the KV cache; auto: the dtype of activations
-    batch: tuple[int, ...] = ()  # --inference: batch sizes; none: powers of two up to the largest batch that fits
+    # --inference: batch sizes; none: powers of two up to the largest batch that fits, but 1 sequence with --search
+    batch: tuple[int, ...] = ()
 
 
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
@@ -72,6 +73,10 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
     modes = [name for name in ("search", "max_batch", "why", "compile") if getattr(args, name)]
     if len(modes) > 1 and modes != ["max_batch", "compile"]:  # --max_batch compiles anyway
         raise UserError(f"{' and '.join(f'--{name}' for name in modes)} are mutually exclusive; pass one of them")
+    if args.search and (not topology or args.search != topology.devices):
+        has = f"--topology {topology} has {topology.devices}" if topology else "there is no --topology"
+        raise UserError(f"--search {args.search} plans meshes of {args.search} devices, but {has}; pass a "
+                        f"--topology with {args.search} devices")  # fmt: skip
     if not args.plot:
         return
     check_picture(args.plot)
@@ -88,7 +93,7 @@ INFERENCE_FLAGS = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", 
 def check_effect(argv: list[str], answers: bool) -> None:
     """Raises: UserError for a training flag with --inference, or an inference flag without it."""
     flags = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
-    training = {"search", "max_batch", "why", "compile", *affecting(Affects.TRAINING, Affects.ORDER)}
+    training = {"max_batch", "why", "compile", *affecting(Affects.TRAINING, Affects.ORDER)}
     for name in flags:
         if answers and (name in training or name.startswith("work.")):
             raise UserError(f"--{name} has no effect with --inference; drop one of the two")
@@ -101,6 +106,8 @@ def run_inference(cfg: Config, args: Arguments, topology: hardware.Topology | No
     T = cfg.data.seq_len
     request = inference.Request(args.prompt or max(3 * T // 4, 1), args.answer or max(T // 4, 1), args.weights_dtype,
                                 args.cache_dtype, args.piece)  # fmt: skip
+    if args.search:
+        return search_inference(cfg, args, topology, request, console)
     one = inference.plan(cfg, topology, request, round(args.memory * 2**30) or None)
     if args.plot and not one.speed_known:
         raise UserError("--plot with --inference plots time, but the speed of these devices is unknown; pass a "
@@ -113,6 +120,18 @@ def run_inference(cfg: Config, args: Arguments, topology: hardware.Topology | No
         log(f"error: {one.refusal()}")
     numbers = one.to_json(args.batch)
     return numbers, 1 if any(row["fits"] is False for row in numbers["batches"]) else 0
+
+
+def search_inference(cfg: Config, args: Arguments, topology, request, console) -> tuple[dict, int]:
+    """Rank all meshes by the time of a decode step. Returns the numbers for JSON, and 1 if the batch fits on none."""
+    if len(args.batch) > 1 or args.plot or not topology.chip.peak_flops_per_s:
+        raise UserError("--search with --inference ranks meshes by the time of a decode step: pass one --batch and a "
+                        "--topology of TPUs or GPUs, and no --plot")  # fmt: skip
+    limit = round(args.memory * 2**30) or None
+    fit, large, refused = inference.search(cfg, topology, request, limit, *(args.batch or (1,)))
+    show.inference_search_table(fit, large, refused, console)
+    layouts = [{"mesh": str(one.cfg.mesh)} | summary for one, summary in fit]
+    return {"layouts": layouts, "too_large": len(large), "refused": refused}, 0 if fit else 1
 
 
 def better_json(better) -> dict:
@@ -136,10 +155,6 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     if (args.compile or args.max_batch) and not planner.is_tpu(topology and topology.chip):
         use_devices(cfg.mesh.devices)
     if args.search:
-        if not topology or args.search != topology.devices:
-            has = f"--topology {topology} has {topology.devices}" if topology else "there is no --topology"
-            raise UserError(f"--search {args.search} plans meshes of {args.search} devices, but {has}; pass a "
-                            f"--topology with {args.search} devices")  # fmt: skip
         fit, large, refused = planner.search(cfg, topology, limit, log)
         better = planner.faster_layout((fit or large)[0]) if fit or large else None
         show.search_table(fit, large, refused, better, console)

@@ -24,7 +24,7 @@ from config import AUTO, AXES, Config, ModelConfig
 from errors import UserError
 from generate.cache import decoding_config
 from pipeline import fit
-from plan import costs, hardware, hiding, traced_layer
+from plan import costs, hardware, hiding, planner, traced_layer
 from plan.auto import SPARE
 from plan.costs import Weights
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, drop_axis
@@ -44,9 +44,19 @@ class Request:
     cache_dtype: DType = AUTO
     piece: int = 64  # prompt tokens per prefill chunk; the default of `generate.engine`
 
+    def __post_init__(self):
+        for name in ("prompt", "answer", "piece"):
+            if (value := getattr(self, name)) < 1:
+                raise UserError(f"--{name} {value}: must be at least 1 token")
+
     @property
     def slots(self) -> int:
         return self.prompt + self.answer
+
+
+def check_batches(sizes: tuple[int, ...]) -> None:
+    if min(sizes, default=1) < 1:
+        raise UserError(f"--batch {min(sizes)}: must be at least 1 sequence")
 
 
 class Sent(NamedTuple):
@@ -398,8 +408,7 @@ class Plan:
 
     def batches(self, asked: tuple[int, ...] = ()) -> list[int]:
         """Return the requested batch sizes, or powers of two up to the largest batch that fits."""
-        if min(asked, default=1) < 1:
-            raise UserError(f"--batch {min(asked)}: must be at least 1 sequence")
+        check_batches(asked)
         if asked:
             return sorted(set(asked))
         most = (256 * self.unit if self.largest_batch is None else self.largest_batch) or self.unit
@@ -508,10 +517,28 @@ def plan(
         hardware.layout(cfg.mesh, topology)
         limit_bytes = limit_bytes or topology.chip.memory_bytes
     fit.check(cfg.model, cfg.mesh)
-    for name in ("prompt", "answer", "piece"):
-        value = getattr(request, name)
-        if value < 1:
-            raise UserError(f"--{name} {value}: must be at least 1 token")
     formats = {name: cfg.model.compute_dtype for name in ("weights_dtype", "cache_dtype")
                if getattr(request, name) == AUTO}  # fmt: skip
     return Plan(cfg, topology, replace(request, **formats), limit_bytes)
+
+
+def search(cfg: Config, topology: hardware.Topology, request: Request, limit_bytes: int | None, batch: int):
+    """Plan every mesh of the topology's devices.
+
+    Returns a (plan, summary of the batch) for each mesh on which the batch fits, those with the shortest decode step
+    first; for each mesh on which it does not fit, those that need the least memory first; and {reason: number} for
+    meshes that the model cannot use.
+    """
+    check_batches((batch,))
+    fit, large, refused = [], [], {}
+    for mesh in planner.candidate_meshes(cfg, topology):
+        try:
+            one = plan(replace(cfg, mesh=mesh), topology, request, limit_bytes)
+        except UserError as error:
+            planner.count_refusal(refused, error)
+            continue
+        summary = one.batch_summary(batch)
+        (large if summary["fits"] is False else fit).append((one, summary))
+    fit.sort(key=lambda row: (row[1]["step_s"], row[1]["memory_bytes"]))
+    large.sort(key=lambda row: row[1]["memory_bytes"])
+    return fit, large, refused

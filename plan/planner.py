@@ -320,6 +320,16 @@ def meshes(devices: int):
             yield MeshConfig(*sizes, devices // math.prod(sizes))
 
 
+def candidate_meshes(cfg: Config, topology: hardware.Topology) -> list[MeshConfig]:
+    """List the meshes of a search. In a dense model, an expert axis does the same as an fsdp axis, so it stays 1."""
+    return [mesh for mesh in meshes(topology.devices) if mesh.expert == 1 or cfg.model.n_experts]
+
+
+def count_refusal(refused: dict[str, int], error: UserError) -> None:
+    reason = str(error).split(" of ")[0].split(";")[0].split(" (")[0]
+    refused[reason] = refused.get(reason, 0) + 1
+
+
 REFINED = 20  # a search chooses the `auto` settings only for this many layouts, the fastest
 
 
@@ -331,12 +341,9 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
     the model cannot use, {reason: number}.
     """
     fit, large, refused = [], [], {}
-    autos, dense = (
-        cfg.work.auto_settings,
-        not cfg.model.n_experts,
-    )  # in a dense model, an expert axis does the same as an fsdp axis
+    autos = cfg.work.auto_settings
     least = {name: value for name, value in cfg.work.baselines("least").items() if name in autos}
-    candidates = [mesh for mesh in meshes(topology.devices) if mesh.expert == 1 or not dense]
+    candidates = candidate_meshes(cfg, topology)
     for number, mesh in enumerate(candidates):
         if number % 50 == 0:
             say(f"{number} of {len(candidates)} meshes planned ...")
@@ -345,8 +352,7 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
             try:
                 one = plan(dataclasses.replace(cfg, mesh=mesh, work=work), topology, limit_bytes)
             except UserError as error:
-                reason = str(error).split(" of ")[0].split(";")[0].split(" (")[0]
-                refused[reason] = refused.get(reason, 0) + 1
+                count_refusal(refused, error)
                 continue
             (large if one.fits is False else fit).append(one)
     order = lambda one: one.likely_s or one.wire_bytes

@@ -159,13 +159,23 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
         table.add_row(str(one.cfg.mesh), schedule_label(one), amount(one.peak_bytes, "bytes"),
                       amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", amount(one.likely_s, "s"), mfu)  # fmt: skip
     console.print(table)
-    if large:
-        console.print(f"{len(large)} layouts are too large; the smallest of them, {large[0].cfg.mesh}, needs "
-                      f"{amount(large[0].peak_bytes, 'bytes')} of {amount(large[0].limit_bytes, 'bytes')}")  # fmt: skip
-    for reason, many in sorted(refused.items(), key=lambda item: -item[1])[:5]:
-        console.print(f"{many} layouts are not possible: {reason}")
+    smallest = (large[0].cfg.mesh, large[0].peak_bytes, large[0].limit_bytes) if large else ()
+    print_rejected(len(large), smallest, refused, console)
     if better:
         console.print(suggestion((fit or large)[0], *better), soft_wrap=True)
+
+
+def print_rejected(too_large: int, smallest: tuple, refused: dict[str, int], console) -> None:
+    """Print how many layouts of a search are too large or not possible.
+
+    smallest  mesh, bytes and limit of the layout that needs the least memory of those that are too large
+    """
+    if too_large:
+        mesh, need, limit = smallest
+        console.print(f"{too_large} layouts are too large; the smallest of them, {mesh}, needs "
+                      f"{amount(need, 'bytes')} of {amount(limit, 'bytes')}")  # fmt: skip
+    for reason, many in sorted(refused.items(), key=lambda item: -item[1])[:5]:
+        console.print(f"{many} layouts are not possible: {reason}")
 
 
 # Inference ------------------------------------------------------------------------------------------------------------
@@ -196,6 +206,19 @@ def inference_tables(one: inference.Plan, asked: tuple[int, ...], console) -> No
         table.add_row(f"{found['batch']:,}", memory, amount(found.get("first_token_s"), "s"),
                       amount(found.get("step_s"), "s"), *rates, found.get("bound_by", "-"))  # fmt: skip
     console.print(table)
+
+
+def inference_search_table(fit: list, large: list, refused: dict[str, int], console, most: int = 20) -> None:
+    """Print the meshes on which a batch fits, the shortest decode step first, and why other meshes are rejected."""
+    batch = (fit or large or [(None, {"batch": 1})])[0][1]["batch"]
+    table = make_table(f"{len(fit)} layouts fit a batch of {batch:,}; the shortest decode step first", "mesh", "memory",
+                       "first tokens", "step", "tokens/s", "bound by", words=1, no_wrap=True)  # fmt: skip
+    for one, found in fit[:most]:
+        table.add_row(str(one.cfg.mesh), amount(found["memory_bytes"], "bytes"), amount(found["first_token_s"], "s"),
+                      amount(found["step_s"], "s"), f"{found['tokens_per_s']:,.1f}", found["bound_by"])  # fmt: skip
+    console.print(table)
+    smallest = [(one.cfg.mesh, found["memory_bytes"], one.usable_bytes) for one, found in large[:1]]
+    print_rejected(len(large), *(smallest or [()]), refused, console)
 
 
 def inference_lines(one: inference.Plan) -> list[str]:

@@ -21,7 +21,7 @@ from config import PRESETS, ModelConfig, preset, replace
 from errors import UserError
 from generate.cache import cache_shapes, cached_forward, unstack, unstacked_specs
 from generate.engine import Engine
-from plan import hardware, inference
+from plan import hardware, inference, planner
 from plan.__main__ import main
 from xla import ledger
 
@@ -309,8 +309,47 @@ def test_without_a_topology_there_are_no_seconds(capsys):
     assert "each of the tensor=2 devices stores the latents of all heads" in out
 
 
+@pytest.mark.parametrize("name, batch", [("llama3_70b", 24), ("mixtral_8x7b", 1)])
+def test_a_search_puts_the_mesh_with_the_shortest_decode_step_first(capsys, name, batch):
+    """Catches a search that ranks by something else, skips a mesh that fits, or plans for another request or batch."""
+    words = [name, "--inference", "--topology", "v5e:4x4", "--search", "16", "--prompt", "700", "--answer", "90"]
+    words += ["--batch", str(batch)] if batch > 1 else []  # 1 is the default
+    status, out, _ = run(capsys, *words, "--weights_dtype", "int8", "--json", "-")
+    found, alone, refused = json.loads(out), {}, 0
+    asked, on = request(700, 90, weights_dtype="int8"), hardware.Topology.parse("v5e:4x4")
+    for mesh in planner.meshes(16):
+        try:
+            one = inference.plan(dataclasses.replace(preset(name), mesh=mesh), on, asked)
+        except UserError:
+            refused += 1
+            continue
+        alone[str(mesh)] = one.batch_summary(batch)
+    fit = {mesh: one for mesh, one in alone.items() if one["fits"]}
+    layouts = {row.pop("mesh"): row for row in found["layouts"]}
+    sparse = name == "mixtral_8x7b"  # in a dense model, expert is one more fsdp axis, so the search leaves it out
+    assert status == 0 and layouts == {mesh: one for mesh, one in fit.items() if sparse or "expert" not in mesh}
+    steps = [row["step_s"] for row in layouts.values()]
+    assert steps == sorted(steps) and steps[0] == min(one["step_s"] for one in fit.values())
+    if sparse:
+        assert (found["too_large"], sum(found["refused"].values())) == (len(alone) - len(fit), refused)
+    best = next(iter(layouts))
+    assert not {"fsdp", "expert"} & {part.split("=")[0] for part in best.split(",")}, "gathered for every token"
+
+
+def test_a_search_prints_why_no_mesh_fits(capsys):
+    """Catches exit status 0 if the batch fits nowhere, and a crash of the empty table."""
+    words = ["--inference", "--topology", "v5e:2x2", "--search", "4"]
+    status, out, _ = run(capsys, "llama3_70b", *words)
+    assert status == 1 and "0 layouts fit a batch of 1;" in out
+    assert re.search(r"\d+ layouts are too large; the smallest of them, \S+, needs [\d.]+ GiB of 14.175 GiB", out)
+
+
 @pytest.mark.parametrize("name, words, why", [
-    ("tiny", ["--inference", "--search", "8"], "--search has no effect with --inference"),
+    ("tiny", ["--inference", "--search", "8"], "--search 8 plans meshes of 8 devices, but there is no --topology"),
+    ("tiny", ["--inference", "--search", "8", "--topology", "cpu:8"], "--topology of TPUs or GPUs"),
+    ("tiny", ["--inference", "--search", "8", "--topology", "v5e:2x4", "--batch", "1", "2"], "pass one --batch"),
+    ("tiny", ["--inference", "--search", "8", "--topology", "v5e:2x4", "--batch", "0"], "--batch 0: must be at"),
+    ("tiny", ["--inference", "--search", "8", "--topology", "v5e:2x4", "--prompt=-3"], "must be at least 1 token"),
     ("tiny", ["--inference", "--work.remat=full"], "--work.remat has no effect with --inference"),
     ("tiny", ["--inference", "--max-batch"], "--max_batch has no effect with --inference"),
     ("tiny", ["--prompt", "9"], "--prompt has an effect only with --inference"),
