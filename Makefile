@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
-EXTRAS := tpu gpu ray wandb s3 gcs buckets sentencepiece serve evaluate site parity lock
+EXTRAS := tpu gpu ray wandb s3 gcs buckets sentencepiece serve evaluate metrics site parity lock
 PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps
 TORCH := torch==2.13.0 accelerate==1.15.0
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
@@ -86,7 +86,7 @@ notebooks: .venv/installed .venv/extra-site ## write the chapters as notebooks i
 test: .venv/installed ## run the tests without repeated cases (17 minutes on 2 cores); ARGS="-k report -x" goes to pytest
 	.venv/bin/python -m pytest -m "not (tpu or site or launch or slow or extra or rotation)" $(ARGS)
 
-test-more: .venv/installed .venv/extra-serve .venv/extra-buckets ## run the tests that make test skips: slow tests, the server, buckets
+test-more: .venv/installed .venv/extra-serve .venv/extra-buckets .venv/extra-metrics ## run the tests that make test skips: slow tests, light extras
 	.venv/bin/python -m pytest -m "(slow or extra) and not (tpu or site or launch or rotation)" $(ARGS)
 
 test-all: .venv/installed ## run all tests that need no TPU compiler, including repeats; skip tests whose extras are missing

@@ -2,7 +2,8 @@
 
 `python -m data.tasks` lists them, and `python -m data.tasks NAME` prints a few decoded examples. A document is a dict
 of strings. A preprocessor takes one document and yields any number of documents. The last preprocessor yields either
-`text`, where all targets count, or `prompt` and `answer`, where only the targets in the answer count.
+`text`, where all targets count, or `prompt` and `answer`, where only the targets in the answer count. With `choices`, a
+list of strings that contains the answer, the metric `accuracy` checks whether the model finds the answer most likely.
 
 Source: seqio, in the T5X paper, arXiv:2203.17189, section 3.
 """
@@ -26,7 +27,8 @@ from errors import UserError, exit_status, suggest
 
 Document = dict[str, str]
 Preprocessor = Callable[[Document], Iterator[Document]]
-METRICS = ("loss", "bits_per_byte")  # names as in metrics.jsonl
+# The first two are measured as in training; `evaluate.metrics` computes the others from decoded text.
+METRICS = ("loss", "bits_per_byte", "exact_match", "token_f1", "bleu", "rouge1", "rouge2", "rougeL", "accuracy")
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ def functions(document: Document) -> Iterator[Document]:
 add(Task("stdlib", "Python's standard library, one document per file", "stdlib", (normalise(), split_on()),
          metrics=("loss", "bits_per_byte")))  # fmt: skip
 add(Task("stdlib_functions", "bodies of its functions, given their signatures and docstrings", "stdlib",
-         (functions, keep(lambda d: len(d["prompt"]) + len(d["answer"]) < 2000), normalise())))  # fmt: skip
+         (functions, keep(lambda d: len(d["prompt"]) + len(d["answer"]) < 2000), normalise()),
+         metrics=("loss", "exact_match", "token_f1")))  # fmt: skip
 
 
 # The command ----------------------------------------------------------------------------------------------------------

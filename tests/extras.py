@@ -16,11 +16,12 @@ PACKAGES = {
     "ray": ("ray",),
     "sentencepiece": ("sentencepiece",),
     "evaluate": ("lm_eval", "tenacity"),
+    "metrics": ("rouge_score", "sacrebleu"),
     "parity": ("tokenizers", "transformers"),
     "torch": ("torch", "accelerate"),
     "tpu": ("libtpu",),
 }
-LIGHT = {"serve", "buckets"}  # `make test-more` installs them; the tests of all other extras run by rotation
+LIGHT = {"serve", "buckets", "metrics"}  # `make test-more` installs them; the tests of all other extras run by rotation
 
 
 @cache
