@@ -77,6 +77,7 @@ class Job:
 class Engine:
     """A model with a fixed number of slots for requests.
 
+    params          None: `load` sets them later
     vocabulary      number of ids that may be generated, from 0; the model's table may be longer
     end             the token that ends a text
     slots           requests at a time; rounded up to a multiple of the devices along BATCH
@@ -91,14 +92,15 @@ class Engine:
                  piece: int = 64, prefill_tokens: int = 512, cache: str = "compute",
                  unused_ids: Sequence[int] = ()):  # fmt: skip
         c = cfg.model
-        self.c, self.mesh, self.params, self.vocabulary, self.end = c, mesh, unstack(params, c, mesh), vocabulary, end
+        self.c, self.mesh, self.vocabulary, self.end = c, mesh, vocabulary, end
         self.groups = math.prod(mesh.shape[axis] for axis in BATCH)
         self.context, slots = context or cfg.data.seq_len, slots + -slots % self.groups
         self.piece, self.chunks_per_step = min(piece, self.context), max(1, prefill_tokens // (piece * self.groups))
         self.slots: list[Job | None] = [None] * slots
         self.waiting: deque[Job] = deque()
-        self.cache = empty_cache(c, mesh, slots, self.context + -self.context % mesh.shape[CONTEXT], cache)
-        self.cached_prompts: list[list[int]] = [[]] * slots  # the prompt tokens in each row of the cache
+        rows_of = self.context + -self.context % mesh.shape[CONTEXT]
+        self.empty_cache = lambda: empty_cache(c, mesh, slots, rows_of, cache)
+        self.load(params)
         everywhere = NamedSharding(mesh, P())
         self.seen_bV = jnp.zeros((slots, vocabulary), bool, device=everywhere)
         self.drawable_V = jax.device_put(drawable_ids(vocabulary, unused_ids), everywhere)
@@ -118,6 +120,14 @@ class Engine:
         set_row = lambda seen_bV, row, seen_V: seen_bV.at[row].set(seen_V)
         self.draw = jax.jit(draw, out_shardings=everywhere, donate_argnums=2)
         self.set_row = jax.jit(set_row, out_shardings=everywhere, donate_argnums=0)
+
+    def load(self, params) -> None:
+        """Use these parameters from now on, and drop all requests. None: free the parameters and the cache."""
+        self.slots = [None] * len(self.slots)
+        self.waiting.clear()
+        self.params = params if params is None else unstack(params, self.c, self.mesh)
+        self.cache = params if params is None else self.empty_cache()
+        self.cached_prompts: list[list[int]] = [[]] * len(self.slots)  # the prompt tokens in each row of the cache
 
     def submit(self, job: Job) -> Job:
         """Queue a request for a slot. Raises: UserError if its prompt leaves no room for a new token."""

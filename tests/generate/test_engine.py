@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 
@@ -157,3 +158,19 @@ def test_the_penalty_does_not_carry_over_to_the_next_request():
     run_all(*[job("defg", 8, **settings) for _ in range(3)])
     assert drawn_tokens(run_all(job("abc", 6, **settings))[0]) == alone
     assert np.all(np.diff(ids) != 0)
+
+
+def test_other_parameters_can_be_loaded():
+    """Catches keys and values of the old parameters, requests that stay, and memory that is not freed."""
+    one, prompts = engine(), ["abcdefghijklm", "abcdefghijkno", "b"]
+    asked = lambda: [job(prompt, 4, temperature=0) for prompt in prompts]
+    before, first = one.params, [drawn_tokens(done) for done in run_all(*asked())]
+    other = jax.tree.map(lambda x: x[..., ::-1], before)
+    one.load(other)
+    second = [drawn_tokens(done) for done in run_all(*asked())]
+    one.submit(asked()[0])
+    one.step()
+    one.load(None)
+    assert one.idle and one.params is one.cache is None
+    one.load(before)
+    assert [drawn_tokens(done) for done in run_all(*asked())] == first and second != first
