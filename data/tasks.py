@@ -25,7 +25,7 @@ from data import prepare, sources, tokenizers, units
 from data.shards import SPLITS
 from errors import UserError, exit_status, suggest
 
-Document = dict[str, str]
+Document = dict[str, str]  # but `choices` is a list of strings, and with it `answer` may be an index
 Preprocessor = Callable[[Document], Iterator[Document]]
 # The first two are measured as in training; `evaluate.metrics` computes the others from decoded text.
 METRICS = ("loss", "bits_per_byte", "exact_match", "token_f1", "bleu", "rouge1", "rouge2", "rougeL", "accuracy")
@@ -95,11 +95,16 @@ def documents(task: Task, split: str) -> Iterator[Document]:
         yield from processed
 
 
+def answer_text(document: Document) -> str:
+    answer = document.get("answer", "")
+    return document["choices"][answer] if isinstance(answer, int) else answer
+
+
 def examples(task: Task, split: str) -> Iterator[Example]:
     """Encode the documents of a split. Special tokens that appear in them are treated as text."""
     encoding = tokenizers.load(task.tokenizer)
     for document in documents(task, split):
-        parts = [(document.get("prompt", ""), 0.0), (document.get("answer", ""), 1.0)]
+        parts = [(document.get("prompt", ""), 0.0), (answer_text(document), 1.0)]
         if "text" in document:
             parts = [(document["text"], 1.0)]
         elif not {"prompt", "answer"} <= set(document):
@@ -142,7 +147,13 @@ def rekey(**new: str) -> Preprocessor:
 
 def normalise(form: str = "NFC") -> Preprocessor:
     """Apply Unicode normalization to every field."""
-    return lambda document: iter([{name: unicodedata.normalize(form, text) for name, text in document.items()}])
+
+    def apply(value):
+        if isinstance(value, list):
+            return [apply(one) for one in value]
+        return unicodedata.normalize(form, value) if isinstance(value, str) else value
+
+    return lambda document: iter([{name: apply(value) for name, value in document.items()}])
 
 
 def split_on(separator: str = tokenizers.END_OF_TEXT) -> Preprocessor:

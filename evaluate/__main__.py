@@ -5,14 +5,16 @@ import importlib.util
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from config import Count, MeshConfig, MeshFlag, RunConfig, check
+from config.fields import is_remote
 from devices import is_main_process, use_devices
 from errors import UserError, exit_status
-from evaluate import show
+from evaluate import show, task
 from evaluate.answering import Answerer
 from evaluate.perplexity import perplexity
 from generate.runs import Run, open_run
@@ -22,11 +24,12 @@ from train.processes import end_together, join
 
 @dataclass(frozen=True)
 class Arguments:
-    """Evaluate a run on tasks of lm-evaluation-harness, or compute its loss on the validation split of any tokens."""
+    """Evaluate a run on tasks, or compute its loss on the validation split of any tokens."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # run directory, or output of from-hf
     step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the latest
-    tasks: str = ""  # comma-separated names of tasks, in the harness or in include_path
+    task: str = ""  # name of a task that python -m data.tasks lists
+    tasks: str = ""  # comma-separated names of tasks of lm-evaluation-harness, or in include_path
     perplexity: str = ""  # directory of tokens, written by python -m data.prepare
     include_path: str = ""  # directory of additional task files (YAML)
     num_fewshot: int | None = None  # examples before each question; none: the default of the task
@@ -36,7 +39,9 @@ class Arguments:
     seq_len: Count = 0  # maximum tokens of a text; 0: as in training, or in the Hugging Face config.json
     tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a tiktoken file, or the word bytes
     bos: str = ""  # special token to put before each text, e.g. Llama's <|begin_of_text|>; empty: none
-    cache: str = ""  # file that caches the model's responses, so that the same command resumes after an interruption
+    # file that caches the model's responses, so that the same command resumes after an interruption; empty: for --task
+    # RUN/predictions-TASK-STEP.jsonl, otherwise none
+    cache: str = ""
     json: bool = False  # print JSON instead of a table
     # devices along each of data, stage, fsdp, expert, context, tensor
     mesh: MeshFlag = dataclasses.field(default_factory=MeshConfig)
@@ -45,9 +50,10 @@ class Arguments:
 
 HELP = """\
 e.g. python -m evaluate runs/laptop --perplexity tokens/stdlib-bytes
+     python -m evaluate runs/laptop --task stdlib_functions --limit 100
      python -m evaluate runs/laptop --tasks lambada_openai --limit 100   # needs extra-evaluate
 
-Evaluate a run on tasks of lm-evaluation-harness, or compute its loss on the validation split of any tokens."""
+Evaluate a run on tasks, or compute its loss on the validation split of any tokens."""
 
 
 def evaluate_tasks(args: Arguments) -> dict:
@@ -67,6 +73,24 @@ def evaluate_tasks(args: Arguments) -> dict:
     return {"step": run.step} | results
 
 
+def evaluate_task(args: Arguments) -> dict:
+    """Return the metrics of a task of `data/tasks.py`, and the file with its predictions."""
+    if is_remote(args.run) and not args.cache:
+        raise UserError(f"--task on {args.run} writes the predictions to a file on this machine; set --cache FILE")
+    asked = task.questions(which := task.open_task(args.task), args.limit)
+    run = load_run(args)
+    at = "" if run.step is None else f"-{run.step}"
+    path = Path(args.cache or Path(args.run, f"predictions-{which.name}{at}.jsonl"))
+    evaluator = task.Evaluator(run.cfg, run.mesh, run.encoding, args.batch or 32)
+    with show.progress("examples", len(asked)) as advance:
+        found = evaluator.evaluate(which, asked, run.params, path, {"weights": run.digest}, advance)
+    if not args.json and is_main_process():
+        rows = [(which.name, *metric, len(asked)) for metric in found.items()]
+        show.table(rows, "task", "metric", "value", "examples")
+        print(f"predictions: {path}")
+    return {"step": run.step, "task": which.name, "examples": len(asked), "predictions": str(path)} | found
+
+
 def evaluate_perplexity(args: Arguments) -> dict:
     run = load_run(args)
     results = perplexity(run, args.perplexity, args.batches, args.batch)
@@ -78,7 +102,7 @@ def evaluate_perplexity(args: Arguments) -> dict:
 def load_run(args: Arguments) -> Run:
     """Open the run on the devices of all processes, each of which answers the same requests."""
     use_devices(args.devices, join(RunConfig()).board.count)
-    return open_run(args.run, args.mesh, args.tokenizer, args.seq_len, args.step, texts=bool(args.tasks))
+    return open_run(args.run, args.mesh, args.tokenizer, args.seq_len, args.step, texts=bool(args.tasks or args.task))
 
 
 @end_together
@@ -86,9 +110,11 @@ def load_run(args: Arguments) -> Run:
 def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, args=argv, prog="python -m evaluate", description=HELP, use_underscores=True)
     check(args)
-    if bool(args.tasks) == bool(args.perplexity):
-        raise UserError("choose what to evaluate: either --tasks NAMES or --perplexity TOKENS")
-    results = {"run": args.run} | (evaluate_tasks(args) if args.tasks else evaluate_perplexity(args))
+    kinds = {evaluate_task: args.task, evaluate_tasks: args.tasks, evaluate_perplexity: args.perplexity}
+    chosen = [kind for kind, value in kinds.items() if value]
+    if len(chosen) != 1:
+        raise UserError("choose what to evaluate: one of --task NAME, --tasks NAMES and --perplexity TOKENS")
+    results = {"run": args.run} | chosen[0](args)
     if args.json and is_main_process():
         print(json.dumps(to_json(results), indent=1))
 

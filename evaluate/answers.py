@@ -1,4 +1,4 @@
-"""Cache a model's responses in a file of JSON lines, so that a killed evaluation can resume. The file looks like this:
+"""Store results in files of JSON lines, so that a killed evaluation can resume. A cache of responses looks like this:
 
 {"of": {"weights": "5e1f..", "tokenizer": "9c0a..", "seq_len": 256, "bos": ""}}
 {"key": "77ab..", "answer": [-4.25, false]}
@@ -32,47 +32,69 @@ class Answers(dict):
     def __init__(self, path: str, model: dict):
         super().__init__()
         self.path = Path(path) if path else None
-        if not path:
-            return
-        rows = read_rows(self.path)
-        if rows and (difference := first_difference(model, rows[0].get("of", {}))):
-            raise UserError(f"--cache {path} has responses of another model ({difference}); use another file, or "
-                            "delete this one")  # fmt: skip
-        self.update({row["key"]: row["answer"] for row in rows[1:]})
-        check_same_on_all_hosts(path, list(self))
-        if not rows:
-            self.write({"of": model})
-
-    def write(self, row: dict) -> None:
-        if self.path and is_main_process():
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        if path:
+            rows = resume_rows(self.path, model, {"key", "answer"}, f"--cache {path}")
+            self.update({row["key"]: row["answer"] for row in rows})
 
     def add(self, key: str, answer) -> None:
         self[key] = answer
-        self.write({"key": key, "answer": answer})
+        if self.path:
+            append_row(self.path, {"key": key, "answer": answer})
 
 
-def read_rows(path: Path) -> list[dict]:
+# Files that begin with the row {"of": ..} -----------------------------------------------------------------------------
+
+
+def append_row(path: Path, row: dict) -> None:
+    if is_main_process():
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def begin_rows(path: Path, of: dict, name: str) -> list[dict]:
+    """Start a new file, and return its rows below the first: none."""
+    check_same_on_all_hosts(name, [of])
+    if is_main_process():
+        path.write_text(json.dumps({"of": of}) + "\n", encoding="utf-8")
+    return []
+
+
+def resume_rows(path: Path, of: dict, fields: set[str], name: str) -> list[dict]:
+    """Return the rows of an interrupted evaluation, below the first, or start a new file.
+
+    of      what the rows depend on, such as the weights
+    fields  the fields that each row must have
+    name    the file, as errors name it
+    Raises: UserError if the file has results of another evaluation, or if it is another kind of file.
+    """
+    rows = read_rows(path, fields, name)
+    if rows and (difference := first_difference(of, rows[0].get("of", {}))):
+        raise UserError(f"{name} has results of another evaluation ({difference}); use another file, or delete this "
+                        "one")  # fmt: skip
+    check_same_on_all_hosts(name, rows)
+    return rows[1:] if rows else begin_rows(path, of, name)
+
+
+def read_rows(path: Path, fields: set[str], name: str) -> list[dict]:
     """Read the file's JSON lines, and truncate an incomplete last line. Raises: UserError for another kind of file."""
     if not path.exists():
         return []
     whole, newline, rest = path.read_bytes().rpartition(b"\n")
     try:
         rows = [json.loads(line) for line in whole.splitlines()]
-        assert all(set(row) == {"of"} for row in rows[:1]) and all({"key", "answer"} == set(row) for row in rows[1:])
+        assert all(set(row) == {"of"} for row in rows[:1]) and all(fields <= set(row) for row in rows[1:])
     except (ValueError, AssertionError, TypeError):
-        raise UserError(f"--cache {path} is not a cache of model responses; use another file") from None
+        raise UserError(f"{name} has no results of this kind; use another file") from None
     if rest and is_main_process():
         with open(path, "r+b") as file:
             file.truncate(len(whole + newline))
     return rows
 
 
-def check_same_on_all_hosts(path: str, keys: list[str]) -> None:
-    """Raises: UserError if processes have read different answers, because their batches would differ, and they hang."""
+def check_same_on_all_hosts(name: str, rows: list[dict]) -> None:
+    """Raises: UserError if processes have different rows, because their batches would differ, and they hang."""
     if jax.process_count() == 1:
         return
-    digest = np.frombuffer(hashlib.sha256("".join(keys).encode()).digest(), np.uint8)
+    digest = np.frombuffer(hashlib.sha256(json.dumps(rows).encode()).digest(), np.uint8)
     if np.ptp(multihost_utils.process_allgather(digest), axis=0).any():
-        raise UserError(f"--cache {path}: the hosts read different files; put it on a shared disk")
+        raise UserError(f"{name}: the hosts read different files; put it, and the text of a task, on a shared disk")

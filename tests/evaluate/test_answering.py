@@ -135,10 +135,10 @@ def test_answers_of_another_model_are_refused(changed, why, run, tmp_path):
     """Catches results of another checkpoint in the table."""
     file = tmp_path / "answers.jsonl"
     Answerer(run, cache=str(file))
-    with pytest.raises(UserError, match=rf"--cache {file} has responses of another model \({why}"):
+    with pytest.raises(UserError, match=rf"--cache {file} has results of another evaluation \({why}"):
         Answerer(dataclasses.replace(run, **changed), cache=str(file))
     file.write_text('{"a": 1}\n')
-    with pytest.raises(UserError, match=rf"--cache {file} is not a cache of model responses; use another file"):
+    with pytest.raises(UserError, match=rf"--cache {file} has no results of this kind; use another file"):
         Answerer(run, cache=str(file))
 
 

@@ -1,6 +1,7 @@
 """Models for the tests of generation: some with random weights, and one trained on a simple rule."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import sharding
 from config import Config, ModelConfig, preset, replace
 from data import tokenizers
 from tests import helpers
+from train import checkpoint
 
 BYTES = tokenizers.load("bytes")
 EOT, V = BYTES.eot_token, BYTES.n_vocab
@@ -64,6 +66,15 @@ def rule_text(prompt: str, tokens: int) -> str:
     for _ in range(tokens):
         prompt += chr(follow(ord(prompt[-1])))
     return prompt
+
+
+def save_run(directory):
+    """Write the files of a finished run that generation reads, with the trained model."""
+    with checkpoint.open_directory(directory / "checkpoints") as manager:
+        checkpoint.save(manager, 200, trained(), {})
+    about = {"config": RULE.to_dict(), "data": {"tokenizer": {"name": "bytes"}}}
+    (directory / "config.json").write_text(json.dumps(about))
+    return directory
 
 
 def trained():
