@@ -26,16 +26,16 @@ import jax
 import dataset
 import devices
 import generate
-import pipeline
 import sharding
 from config import PRESETS, Config
 from config.flags import command_line
 from data import tokenizers
+from evaluate.validation import Validation, open_tasks
 from plan import hardware
 from train import checkpoint, directory as runs, guard, preflight, report, storage, tracking
 from train.interruptions import Interruptions
 from train.processes import Processes, end_together, join, write_cache_on_every_process
-from train.progress import evaluate, format_result, print_complete, progress_bar, to_row
+from train.progress import format_result, print_complete, progress_bar, to_row
 from train.start import load_state_before, restore_or_init, trace_step
 from weights import init_from
 from xla import ordered
@@ -89,7 +89,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
                   bigram_nats=manifest["bigram_nats"],
                   import_s=IMPORT_S, restore_s=restore_s, compile_s=compile_s)  # fmt: skip
 
-    evaluation = pipeline.evaluate(cfg, mesh)
+    evaluation = Validation(cfg, mesh, encoding, directory, together.watchdog.record_progress)
     send = lambda: storage.upload(directory)
 
     def saved(step: int) -> None:
@@ -104,9 +104,8 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
                 state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
             if first < int(state.step) == cfg.run.steps:
                 # Use the batches of all earlier evaluations, so that the losses of checkpoints are comparable.
-                moves = together.watchdog.record_progress
-                result = evaluate(cfg, mesh, evaluation, state.params, cfg.run.eval_batches, moves)
-                checkpoint.save(manager, cfg.run.steps, state, runs.result_settings(runs.describe(cfg)), result["loss"])
+                loss = evaluation.loss(state.params, cfg.run.eval_batches)["loss"]
+                checkpoint.save(manager, cfg.run.steps, state, runs.result_settings(runs.describe(cfg)), loss)
         finish(cfg, mesh, state, evaluation, metrics, directory, together)
 
 
@@ -148,7 +147,7 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
                 watchdog.show(run.steps, row)
                 losses, mark = [], time.perf_counter()
             if evaluation_due:
-                result = evaluate(cfg, mesh, evaluation, state.params, run.eval_batches, watchdog.record_progress)
+                result = evaluation(state.params, taken, run.eval_batches)
                 metrics.write("eval", taken, **result)
                 log(f"step {taken:>5}/{run.steps}  validation {format_result(result)}")
             if checkpoint_due:
@@ -163,7 +162,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: runs.Metrics, director
     """Evaluate on the whole validation split, print a sample and plot the report."""
     step, manifest = int(state.step), dataset.open_corpus(cfg).manifest
     log("evaluating on the whole validation split ...")
-    result = evaluate(cfg, mesh, evaluation, state.params, batches=0, moves=together.watchdog.record_progress)
+    result = evaluation(state.params, step, batches=0)
     metrics.write("eval", step, **result)
     log(f"validation {format_result(result)}; entropy of the text: unigram {manifest['unigram_nats']:.3f}, "
         f"bigram {manifest['bigram_nats']:.3f} nats/token")  # fmt: skip
@@ -226,6 +225,7 @@ def main(argv: list[str] | None = None) -> int | None:
     if cfg.run.devices > 1 == cfg.mesh.devices:
         raise UserError(f"--devices {cfg.run.devices}: without --mesh only one device would be used; set a mesh, "
                         f"e.g. --mesh fsdp={cfg.run.devices}")  # fmt: skip
+    open_tasks(cfg)
     if cfg.run.check == "only":
         return preflight.check(cfg)
     together = join(cfg.run)

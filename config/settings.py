@@ -358,6 +358,7 @@ class RunConfig:
     log_every: Size = 10  # steps between rows of metrics.jsonl
     eval_every: Count = 100  # steps between evaluations; 0: only at the end
     eval_batches: Count = 4  # batches per evaluation; 0: the whole validation split, as at the end of the run
+    eval_tasks: str = ""  # tasks to evaluate too, comma-separated, on at most eval_batches * batch_size examples each
     checkpoint_every: Size = 100  # steps between checkpoints; the last step is saved too
     keep_checkpoints: Size = 2  # number of latest checkpoints to keep, besides the one with the lowest validation loss
     sample_prompt: str = "def "  # prompt of the sample at the end, which has up to 200 tokens; empty: no sample

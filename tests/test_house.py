@@ -69,7 +69,7 @@ ROOMS = {
     "directory interruptions start progress selfcheck preflight",
     "weights": "folders families card convert slim init_from __main__",
     "generate": "quantised cache sampling engine beam speculative runs texts __main__",
-    "evaluate": "show answers scoring answering harness perplexity metrics __main__",
+    "evaluate": "show answers scoring answering harness perplexity metrics task validation __main__",
     "serve": "metrics template worker protocol app lifetime __main__",
 }
 AROUND = {"tests", "chapters", "bench", "docs"}  # what uses the rooms, and is not imported by them

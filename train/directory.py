@@ -6,6 +6,7 @@ runs/laptop/  config.json    all settings, and a fingerprint of the tokens; what
               checkpoints/   see `checkpoint.py`
               saved          the latest step that has a checkpoint; if that checkpoint is gone, the run does not resume
               samples.txt    report.png
+              predictions-TASK.jsonl  the answers to the tasks in run.eval_tasks, from the latest evaluation
               .lock          exists while a process trains there
 
 For a run at gs://BUCKET/DIR, `storage.py` explains where these files are stored.
@@ -198,7 +199,9 @@ def open_run(cfg: Config, directory: Path | BucketDirectory, together: Processes
     def write() -> str:
         storage.local_folder(directory).mkdir(parents=True, exist_ok=True)
         storage.claim_ownership(directory)
-        for name in (*OWN_FILES, SET_ASIDE, LOGS, *tracking.FILES) if cfg.run.restart == "scratch" else ():
+        predictions = (file.name for file in storage.local_folder(directory).glob("predictions-*.jsonl"))
+        old = (*OWN_FILES, SET_ASIDE, LOGS, *tracking.FILES, *predictions)
+        for name in old if cfg.run.restart == "scratch" else ():
             storage.remove(directory, name)
         replace_file(directory / "config.json", json.dumps(describe(cfg), indent=1) + "\n")
         storage.upload(directory)

@@ -67,7 +67,8 @@ def progress_bar(cfg: Config, start: int) -> Iterator:
 
 def format_result(result: dict) -> str:
     bits = "" if math.isnan(result["bits_per_byte"]) else f", {result['bits_per_byte']:.3f} bits/byte"
-    return f"{result['loss']:.3f} nats/token{bits} over {result['tokens']:,} tokens"
+    of_tasks = "".join(f", {name} {value:.3f}" for name, value in result.items() if "/" in name)
+    return f"{result['loss']:.3f} nats/token{bits} over {result['tokens']:,} tokens{of_tasks}"
 
 
 def print_complete(cfg: Config, directory: Path, done: int, argv: list[str]) -> None:

@@ -45,7 +45,8 @@ def refused(*argv):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A directory with a run of two steps, its tokens, random bytes, and tokens of another vocabulary."""
+    """A directory with a run of two steps that evaluates a task after each, its tokens, random bytes, and tokens of
+    another vocabulary."""
     home = tmp_path_factory.mktemp("evaluate")
     (home / "texts").mkdir()
     for n in range(9):
@@ -54,7 +55,8 @@ def home(tmp_path_factory):
     random = np.random.default_rng(0).integers(0, 256, 900)
     prepare.from_ids(random, str(home / "random"), tokenizer="bytes", val_share=0.5)
     prepare.from_ids(random, str(home / "others"), vocab_size=256, val_share=0.5)
-    flags = [*SMALL, "--data.path", home / "tokens", "--run.dir", home, "--run.steps", "2"]
+    flags = [*SMALL, "--data.path", home / "tokens", "--run.dir", home, "--run.steps", "2", "--run.eval_every", "1",
+             "--run.eval_tasks", "stdlib_functions", "--run.checkpoint_every", "1"]  # fmt: skip
     # Experts drop tokens at this capacity, which changes the loss.
     status, _, err = test_training.run([*flags, "--model.capacity_factor", "1"])
     assert (status, err) == (0, "")
@@ -105,8 +107,9 @@ def test_other_tokens_need_the_same_tokenizer(home):
 
 def test_tasks_and_perplexity_exclude_each_other(home):
     """Catches a flag that is ignored because of another."""
-    for more in ((), ("--tasks", "a", "--perplexity", "b")):
-        assert refused(home / "small", *more) == "choose what to evaluate: either --tasks NAMES or --perplexity TOKENS"
+    want = "choose what to evaluate: one of --task NAME, --tasks NAMES and --perplexity TOKENS"
+    for more in ((), ("--tasks", "a", "--perplexity", "b"), ("--task", "a", "--tasks", "b")):
+        assert refused(home / "small", *more) == want
 
 
 def test_a_folder_without_weights_is_refused(home, tmp_path):
@@ -153,16 +156,51 @@ def test_slim_weights_open_like_a_run(home):
     jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
 
 
-def test_two_processes_print_one_result(home):
-    """Catches a process that reads rows of another, and results that every process prints."""
+LIMIT = 16  # examples per evaluation during training: one batch
+
+
+def answers(file):
+    """The rows of a file of predictions, without the first."""
+    return [json.loads(row) for row in file.read_text().splitlines()][1:]
+
+
+def test_the_metrics_of_a_task_equal_those_of_training(home):
+    """Catches parameters of an earlier evaluation, a prompt that stays in the cache when they change, other examples,
+    and metrics that are not in metrics.jsonl."""
+    first, last = test_training.rows(home / "small", "eval")
+    names = [f"stdlib_functions/{name}" for name in ("exact_match", "token_f1")]
+    assert {*names} < {*first} and {*names} < {*last} and (first["step"], last["step"]) == (1, 2)
+    got = json.loads(command(home / "small", "--task", "stdlib_functions", "--limit", LIMIT, "--json")[1])
+    assert {name: got[name.split("/")[1]] for name in names} == {name: last[name] for name in names}
+    rows = answers(home / "small" / "predictions-stdlib_functions-2.jsonl")
+    assert len(rows) == LIMIT and len({row["prediction"] for row in rows}) > 1
+    assert answers(home / "small" / "predictions-stdlib_functions.jsonl") == rows
+
+
+def two_processes(*argv):
+    """Run the command in two processes, one device each. Returns what the first prints; the other prints nothing."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         env = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
-    words = [sys.executable, "-m", "evaluate", home / "small", "--perplexity", home / "tokens", "--json",
-             "--devices", "2", "--mesh", "fsdp=2"]  # fmt: skip
+    words = [sys.executable, "-m", "evaluate", *map(str, argv), "--json", "--devices", "2", "--mesh", "fsdp=2"]
     both = [subprocess.Popen(words, cwd=ROOT, env=os.environ | env | {"JAX_PROCESS_ID": str(rank)}, text=True,
                              stdout=subprocess.PIPE) for rank in range(2)]  # fmt: skip
     first, second = (process.communicate(timeout=300)[0] for process in both)
     assert [process.returncode for process in both] == [0, 0] and second == ""
+    return json.loads(first)
+
+
+def test_two_processes_print_one_result(home):
+    """Catches a process that reads rows of another, and results that every process prints."""
+    got = two_processes(home / "small", "--perplexity", home / "tokens")
     want = test_training.rows(home / "small", "eval")[-1]
-    assert json.loads(first)["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_same_predictions(home, tmp_path):
+    """Catches a process that generates other texts, and rows that both write."""
+    argv = home / "small", "--task", "stdlib_functions", "--limit", LIMIT, "--cache", tmp_path / "predictions"
+    got, want = two_processes(*argv), test_training.rows(home / "small", "eval")[-1]
+    assert got["token_f1"] == want["stdlib_functions/token_f1"]
+    assert answers(tmp_path / "predictions") == answers(home / "small" / "predictions-stdlib_functions.jsonl")

@@ -1,0 +1,51 @@
+"""Evaluate a run as it trains: its loss on the validation split, and the metrics of the tasks in run.eval_tasks."""
+
+from collections.abc import Callable
+
+import tiktoken
+from jax.sharding import Mesh
+
+import pipeline
+from config import Config
+from data.tasks import Task
+from errors import UserError
+from evaluate import task
+from train import progress
+
+
+def open_tasks(cfg: Config) -> list[Task]:
+    """Return the tasks in run.eval_tasks. Raises: UserError if one can't be evaluated."""
+    return [task.open_task(name.strip()) for name in cfg.run.eval_tasks.split(",") if name.strip()]
+
+
+class Validation:
+    """Evaluates the parameters of a run as it trains.
+
+    directory  of the run; a file there has the predictions of the latest evaluation
+    moves      called after each batch and each example, to show that the evaluation has not hung
+    Raises: UserError if the tokenizer is unknown, or if a task has no examples to evaluate
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh, encoding: tiktoken.Encoding | None, directory,
+                 moves: Callable[[], None]):  # fmt: skip
+        self.cfg, self.mesh, self.directory, self.moves = cfg, mesh, directory, moves
+        self.compiled, opened = pipeline.evaluate(cfg, mesh), open_tasks(cfg)
+        if opened and not encoding:
+            raise UserError(f"run.eval_tasks={cfg.run.eval_tasks}: the tokenizer of {cfg.data.path} is unknown, so its "
+                            "texts can't be decoded; prepare the tokens with a tokenizer")  # fmt: skip
+        limit = cfg.run.eval_batches * cfg.data.batch_size
+        self.asked = [(one, task.questions(one, limit)) for one in opened]
+        self.evaluator = task.Evaluator(cfg, mesh, encoding)
+
+    def loss(self, params, batches: int) -> dict:
+        """Compute the loss on `batches` batches of the validation split; 0: on all of it."""
+        return progress.evaluate(self.cfg, self.mesh, self.compiled, params, batches, self.moves)
+
+    def __call__(self, params, step: int, batches: int) -> dict:
+        """Compute the loss, and the metrics of each task as TASK/METRIC."""
+        found = self.loss(params, batches)
+        for one, asked in self.asked:
+            path = self.directory / f"predictions-{one.name}.jsonl"
+            values = self.evaluator.evaluate(one, asked, params, path, {"step": step}, self.moves, resume=False)
+            found |= {f"{one.name}/{name}": value for name, value in values.items()}
+        return found
