@@ -43,7 +43,7 @@ scenes = (
 )
 title, units = "Devices should never wait for a batch", ("KiB read per step", "ms")
 opening.before_after(*scenes, title, units=units, **rows)
-plt.gcf().legends.clear()
+plt.gcf().subfigs[0].legends.clear()
 
 # %% tags=["remove-cell"]
 assert 326 < all_ms < 329 and 40 < own_ms < 42 and 346 < step_ms < 348

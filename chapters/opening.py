@@ -57,19 +57,22 @@ def before_after(
     units   labels of the axis of the bars, and of the time axis
     places  what each bar belongs to, such as "host"
     """
-    figure, panels = plt.subplots(2, 2, figsize=(6.6, 4.3), sharey="row", sharex="row", height_ratios=(3, 2))
-    for column, scene in zip(panels.T, (before, after), strict=True):
-        _draw_memory(column[0], scene)
-        _draw_timeline(column[1], scene, COLORS.get(axis, NEUTRAL), rows)
-        column[0].set_xlabel(places)
-        column[1].set_xlabel(units[1])
-    panels[0, 0].set_ylabel(units[0])
+    figure = plt.figure(figsize=(6.6, 4.5))
+    above, below = figure.subfigures(2, 1, height_ratios=(3, 1.8))
+    memory = above.subplots(1, 2, sharex=True, sharey=True)
+    timelines = below.subplots(1, 2, sharex=True, sharey=True)
+    for left, right, scene in zip(memory, timelines, (before, after), strict=True):
+        _draw_memory(left, scene)
+        _draw_timeline(right, scene, COLORS.get(axis, NEUTRAL), rows)
+        left.set_xlabel(places)
+        right.set_xlabel(units[1])
+    memory[0].set_ylabel(units[0])
     names = [name for name in PARTS if name in before.memory or name in after.memory]
     boxes = [
         plt.Rectangle((0, 0), 1, 1, facecolor=PARTS[name], edgecolor="black", lw=0.6, hatch=_hatch(name))
         for name in names
     ]
-    figure.legend(boxes, names, loc="outside lower center", ncols=len(names), fontsize=9)
+    above.legend(boxes, names, loc="outside lower center", ncols=len(names), fontsize=9)
     figure.suptitle(title, x=0.02, ha="left")
 
 
