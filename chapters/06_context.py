@@ -247,8 +247,8 @@ print("*: more devices than KV heads, see exercise 2")
 # the logarithm of the sum, as FlashAttention does. Every query head has its own KV head here. You can paste
 # the program into an empty file. It counts, by device and step, the query-key pairs that causal attention
 # allows. They measure the work: two matmuls of width K per pair and head. (If a query sees no key, the log is
-# -1e30 and its weight 0. This program saves the keys of every step for the backward pass. To save memory in
-# training, a ring sends them around again instead.)
+# -1e30 and its weight 0.) `jax.lax.scan` loops over the steps of the ring, and passes a *carry* from step to
+# step. `jax.checkpoint` saves only the inputs of `merge`, and computes it again in the backward pass.
 #
 # > **Predict.** The positions are sharded in order: device 0 has the first 16, device 3 the last. Each of the
 # > four steps takes as long as its busiest device needs. Time is counted in pairs, and the 2,080 allowed
@@ -264,7 +264,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 n, S, H, K = 4, 64, 8, 8
-ONWARD = [(i, (i + 1) % n) for i in range(n)]
 
 
 def meet(q_sHK, at_s, k_SHK, v_SHK, at_S):
@@ -279,18 +278,25 @@ def meet(q_sHK, at_s, k_SHK, v_SHK, at_S):
 
 
 # %% tags=["by-hand"]
-def ring(q_sHK, k_sHK, v_sHK, at_s):
-    mixed_HsK, sum_Hs, pairs = meet(q_sHK, at_s, k_sHK, v_sHK, at_s)
-    travelling, counted = (k_sHK, v_sHK, at_s), [pairs]
-    for _ in range(1, n):
-        travelling = [jax.lax.ppermute(x, "context", ONWARD) for x in travelling]
-        new_HsK, new_Hs, pairs = meet(q_sHK, at_s, *travelling)
+def ring(q_sHK, k_sHK, v_sHK, at_s, wrap=jax.checkpoint):
+    def merge(mixed_HsK, sum_Hs, keys):
+        new_HsK, new_Hs, pairs = meet(q_sHK, at_s, *keys)
         both_Hs = jnp.logaddexp(sum_Hs, new_Hs)
         old_part, new_part = jnp.exp(sum_Hs - both_Hs), jnp.exp(new_Hs - both_Hs)
         mixed_HsK = mixed_HsK * old_part[..., None] + new_HsK * new_part[..., None]
-        sum_Hs = both_Hs
-        counted.append(pairs)
-    return mixed_HsK.swapaxes(0, 1), jnp.stack(counted)[None]
+        return mixed_HsK, both_Hs, pairs
+
+    def step(carry, _):
+        *so_far, keys = carry
+        keys = [jax.lax.ppermute(x, "context", onward) for x in keys]
+        *so_far, pairs = wrap(merge)(*so_far, keys)
+        return (*so_far, keys), pairs
+
+    n = jax.lax.axis_size("context")
+    onward = [(i, (i + 1) % n) for i in range(n)]
+    *start, pairs = wrap(meet)(q_sHK, at_s, k_sHK, v_sHK, at_s)
+    carry, later = jax.lax.scan(step, (*start, [k_sHK, v_sHK, at_s]), length=n - 1)
+    return carry[0].swapaxes(0, 1), jnp.append(pairs, later)[None]
 
 
 # %% tags=["by-hand"]
@@ -329,6 +335,61 @@ assert busiest.sum() == 904 and round(1 - 520 / 904, 2) == 0.42, "42% idle"
 # time**, for any sequence length. (A real kernel skips blocks that no query sees; this program computes them
 # and discards the result.)
 #
+# ### Memory of the backward pass
+#
+# Without `jax.checkpoint`, a device saves the softmax weights of all steps, H x s x S numbers, until the
+# backward pass. The compiler reports the temporary memory of both passes, here with 512 positions per device:
+
+
+# %%
+def temporary_MB(n, wrap):
+    some = dict(axis_types=mesh.axis_types, devices=jax.devices()[:n])
+    devices = jax.make_mesh((n,), ("context",), **some)
+    device = functools.partial(ring, wrap=wrap)
+    specs = dict(mesh=devices, in_specs=(cut,) * 4, out_specs=(cut, cut))
+    run = jax.shard_map(device, **specs)
+
+    def gradients(d_SHK, at_S, *qkv):
+        return jax.vjp(lambda *qkv: run(*qkv, at_S)[0], *qkv)[1](d_SHK)
+
+    x_SHK = jax.ShapeDtypeStruct((512 * n, H, K), "float32")
+    program = jax.jit(gradients).lower(x_SHK, jnp.arange(512 * n), *[x_SHK] * 3)
+    return program.compile().memory_analysis().temp_size_in_bytes / 1e6
+
+
+save_all = lambda function: function
+for n_ in (4, 8):
+    saved, again = temporary_MB(n_, save_all), temporary_MB(n_, jax.checkpoint)
+    print(f"n = {n_}, S = {512 * n_:,}: {saved:5.1f} MB, checkpointed {again:.1f} MB")
+
+# %% tags=["remove-cell"]
+assert saved > 1.7 * temporary_MB(4, save_all), "it grows with n"
+assert again < 1.1 * temporary_MB(4, jax.checkpoint), "it hardly grows"
+
+
+def sends(wrap_step):
+    """Messages of the forward and backward pass, with `wrap_step` around a step."""
+    scan = jax.lax.scan
+    jax.lax.scan = lambda step, *args, **more: scan(wrap_step(step), *args, **more)
+    try:
+        four = jax.shard_map(ring, mesh=mesh, in_specs=(cut,) * 4, out_specs=(cut, cut))
+        total = lambda *qkv: jnp.sum(four(*qkv, in_order)[0] ** 2)
+        grads = jax.grad(total, argnums=(0, 1, 2))
+        found = lesson.compiled(grads, mesh, q_SHK, k_SHK, v_SHK).collectives
+    finally:
+        jax.lax.scan = scan
+    return sum(one.count for one in found if one.kind == "collective-permute")
+
+
+assert sends(save_all) == 3 * 5, "keys, values, positions; the gradients of two of them"
+assert sends(jax.checkpoint) == 3 * (5 + 3), "a checkpointed step repeats its sends"
+
+# %% [markdown]
+# Checkpointed, the memory hardly depends on n, because scores exist for one step at a time. (A fused kernel,
+# such as FlashAttention, never stores a whole block of them.) The keys and values of all steps are still
+# saved, in the carry. To avoid that, a ring needs its own backward pass (`jax.custom_vjp`), which sends the
+# keys around again. Checkpoint `merge`, not `step`: otherwise the backward pass also repeats the sends.
+#
 # ## Zig-zag
 #
 # An all-gather does not help: device 3 still has the most pairs. Here are the ring's steps:
@@ -348,7 +409,7 @@ title = ax.set_title("In order: keys move down one device per step, work is unev
 # %% [markdown]
 # Later positions have more work, so each device should get an early chunk and a late chunk. Split the
 # sequence into 2n chunks, and give device i **chunk i and chunk 2n - 1 - i**. The ring's code stays the same,
-# because the positions are sent with the keys. Only the assignment of positions to devices changes.
+# because the positions are sent with the keys.
 
 
 # %%
@@ -507,11 +568,9 @@ title = figure.suptitle("With documents, zig-zag is not balanced", size=11)
 # With zig-zag over the sequence, attention takes 1.36 times as long as with balanced work if keys are
 # gathered. In a ring it takes 2.09 times as long, because *every step* waits for its busiest device. Zig-zag
 # in each document is balanced in both cases. Greedy balances only the totals, so it suits an all-gather.
-# (Llama 3 gathers keys and values, partly because document masks are then easier.)
 #
-# Layouts by document have costs. They differ from batch to batch, so the host has to reorder tokens, targets
-# and positions, and a kernel must skip masked pairs based on this data. A chunk of 7 positions does not fill a
-# kernel's block of 128, so a short document should stay on one device.
+# Layouts by document differ from batch to batch, so the host has to reorder tokens, targets and positions. A
+# chunk of 7 positions does not fill a kernel's block of 128, so a short document should stay on one device.
 #
 # ## What it costs, in seconds
 #
@@ -555,9 +614,8 @@ for chips in ("v5p:2x2x2", "h100:8", "h100:16"):
 
 # %% [markdown]
 # On two H100 nodes, two of the 16 devices of a ring send to the other node, each over one network card of
-# 50 GB/s, and all others wait for them. The all-gather uses all cards at once. (An all-to-all over 16
-# devices repeats the 8 KV heads: a fifth more bytes than in that column.) On v5p the all-to-all sends fewer
-# bytes than the all-gather and still takes longer, because on a torus most bytes cross several links.
+# 50 GB/s, and all others wait for them. The all-gather uses all cards at once. On v5p the all-to-all sends
+# fewer bytes than the all-gather and still takes longer, because on a torus most bytes cross several links.
 #
 # Inside a node the all-gather takes about 5% of the matmuls' time, so overlap saves at most that. There a
 # ring mainly saves memory: the gathered keys and values of a layer have 537 MB, and a ring of 8 holds two
@@ -574,8 +632,6 @@ for chips in ("v5p:2x2x2", "h100:8", "h100:16"):
 #   `tensor` send 4D numbers per position in the forward pass. Context sends 2GK, an eighth of that for Llama
 #   3 8B (2,048 instead of 16,384). But each device then needs unsharded weights, so they are stored in shards
 #   and gathered, as with FSDP.
-# - **All-to-all** on switched networks, if n is more than 1 + H/G and divides G. **All-gather** if the keys
-#   fit in memory. **Ring** if they do not, or if s is above the threshold.
 #
 # ## In the project
 #
@@ -622,6 +678,9 @@ def merged(a_HsK, a_Hs, b_HsK, b_Hs):
 
 
 # %% tags=["hide-input"]
+ONWARD = [(i, (i + 1) % n) for i in range(n)]
+
+
 def ring_with(merge, times):
     """Attention on 4 devices with `merge`, with queries multiplied by `times`."""
 
@@ -1248,15 +1307,11 @@ assert check_packed(lambda n: ...) == lesson.NOTHING
 # | backward | their gradients: reduce-scatter | their gradients; keys too, if not saved | the four back: all-to-all |
 # | numbers sent | (n - 1) s 2GK | (n - 1) s 2GK | (n - 1)/n s (2H + 2G) K |
 # | exposed | yes | no, if s is large enough | yes, twice |
-# | work is balanced with | zig-zag; with documents a layout by document | the same, in every step | any layout and mask |
+# | work is balanced with | zig-zag (in PyTorch: head-tail); with documents a layout by document | the same, in every step | any layout and mask |
 # | choose it if | the keys of a layer fit in memory | they do not, or s is above the threshold | n is more than 1 + H/G and divides G, on a switched network |
 # | JAX | `lax.all_gather` | `lax.ppermute` | `lax.all_to_all` |
-# | PyTorch | `context_parallel`, `allgather` | `context_parallel`, `alltoall` | Ulysses: DeepSpeed `DistributedAttention` |
+# | PyTorch | `context_parallel`, `allgather` | `context_parallel`, `alltoall` (which passes keys on, as a ring) | Ulysses: DeepSpeed `DistributedAttention` |
 # | Megatron | `cp_comm_type` `all_gather` | `p2p` | `a2a` |
-#
-# Beware: the rotate method `alltoall` of PyTorch's `context_parallel` is a ring and does not reshard heads.
-# Zig-zag is called *head-tail* there. A prototype, `_PerDocumentHeadTailLoadBalancer`, splits each document
-# as above, if its length is divisible by 2n.
 #
 # ## Three lines to keep
 #
