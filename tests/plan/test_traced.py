@@ -225,7 +225,7 @@ def test_chapter_05_sends_once_per_tick_and_back():
 
 def test_chapter_06_sends_keys_around_a_ring():
     """Catches keys, values or positions that are missing from the ring's bytes."""
-    chapter = by_hand("06", "n", "ONWARD")
+    chapter = by_hand("06", "n")
     n, S, H, K = (chapter[name] for name in "nSHK")
     ring = jax.shard_map(chapter["ring"], in_specs=(P("context"),) * 4, out_specs=P("context"))
     arrays = [shape(S, H, K)] * 3
