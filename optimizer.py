@@ -18,6 +18,7 @@ import pipeline
 import sharding
 from architectures import declare
 from config import Config, OptimConfig, replace
+from config.fields import parse_schedule
 from errors import UserError
 from pipeline import fit
 from xla import options, ordered
@@ -35,17 +36,24 @@ class TrainState:
 
 
 def learning_rate(o: OptimConfig, steps: int) -> optax.Schedule:
-    """Return the schedule: linear warm-up, then cosine decay, or (wsd) a plateau and a linear decay.
+    """Return the schedule: linear warm-up, then a cosine, a plateau and linear decay (wsd), or 1 / sqrt(step) (rsqrt).
 
-    Steps count from 0. The rate is above 0 at step 0, reaches its peak at step warmup_steps - 1, and is final_lr times
-    the peak at the last step. Source of wsd: arXiv:2404.06395.
+    Steps count from 0. The rate is above 0 at step 0 and reaches its peak at step warmup_steps - 1. At the last step,
+    cosine and wsd are at final_lr times the peak. Points count steps from 1, and have no warm-up.
+    Sources: wsd arXiv:2404.06395; rsqrt T5, arXiv:1910.10683, section 3.1.2.
     """
+    if parse_schedule(o.schedule):
+        points = np.array(parse_schedule(o.schedule), np.float32)
+        return lambda step: o.lr * jnp.interp(step + 1.0, points[:, 0], points[:, 1])
     warmup = min(o.warmup_steps, steps)
     rise = optax.linear_schedule(o.lr / max(warmup, 1), o.lr, max(warmup - 1, 1))
     # The decay starts, with the peak, at the last step of the previous phase, so that it ends exactly at the last step.
     if o.schedule == "cosine":
         fall = optax.cosine_decay_schedule(o.lr, max(steps - warmup, 1), alpha=o.final_lr)
         return optax.join_schedules([rise, fall], [warmup - 1])
+    if o.schedule == "rsqrt":
+        peak = max(warmup, 1) - 1
+        return optax.join_schedules([rise, lambda after: o.lr * jnp.sqrt((peak + 1.0) / (peak + 1 + after))], [peak])
     decay = min(round(o.decay_fraction * steps), steps - warmup)
     fall = optax.linear_schedule(o.lr, o.lr * o.final_lr, decay) if decay else optax.constant_schedule(o.lr)
     return optax.join_schedules([rise, optax.constant_schedule(o.lr), fall], [warmup, steps - decay - 1])

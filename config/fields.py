@@ -101,7 +101,7 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-# Strings that encode several values: data.skip, data.mixture, data.objective ------------------------------------------
+# Strings that encode several values: data.skip, data.mixture, data.objective, optim.schedule ------------------------
 
 PERIOD = 1000  # the weights of a mixture are exact over any window of this many sequences
 
@@ -126,6 +126,25 @@ MIXTURE_PART = (
     r"[A-Za-z0-9_.-][A-Za-z0-9_./-]*",
     "NAME=WEIGHT, where NAME is a directory of tokens in data.path, such as code=0.7",
 )
+
+
+SCHEDULES = ("cosine", "wsd", "rsqrt")
+
+
+@functools.lru_cache(maxsize=64)
+def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
+    """Parse `0:0,1000:1,5000:0.1` into pairs (step, multiple), with increasing steps. A schedule's name gives none.
+
+    Raises: UserError that quotes the part that cannot be parsed.
+    """
+    found = []
+    for part in text.split(",") if text not in SCHEDULES else ():
+        match = re.fullmatch(r"(\d+):(\d*\.?\d+)", part)
+        if not match or (found and int(match[1]) <= found[-1][0]):
+            raise UserError(f"optim.schedule={text!r}: {part!r} should be {', '.join(map(repr, SCHEDULES))}, or "
+                            "STEP:MULTIPLE,.. with increasing steps; 1000:0.5 is half of lr at step 1000")  # fmt: skip
+        found.append((int(match[1]), float(match[2])))
+    return tuple(found)
 
 
 class Phase(NamedTuple):

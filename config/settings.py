@@ -30,6 +30,7 @@ from config.fields import (
     metadata_of,
     parse_mixture,
     parse_objectives,
+    parse_schedule,
     parse_skips,
 )
 from config.migrations import flatten, migrate, replacement
@@ -332,10 +333,12 @@ class OptimConfig:
     """AdamW and its learning-rate schedule."""
 
     lr: NotNegative = 3e-3  # peak learning rate of AdamW (arXiv:1711.05101)
-    schedule: Literal["cosine", "wsd"] = "cosine"  # after warm-up: cosine decay; or wsd: constant, then linear decay
+    # after warm-up: cosine decay; wsd: constant, then linear decay; rsqrt: 1 / sqrt(step). Or STEP:MULTIPLE,.. of lr,
+    # linear in between and without warm-up, such as 0:0,1000:1,5000:0.1
+    schedule: str = "cosine"
     warmup_steps: Count = 20  # steps of linear warm-up from 0 to lr
     decay_fraction: Share = 0.2  # wsd: fraction of all steps spent decaying
-    final_lr: NotNegative = 0.1  # final learning rate, as a fraction of lr
+    final_lr: NotNegative = 0.1  # cosine, wsd: final learning rate, as a fraction of lr
     betas: Betas = (0.9, 0.95)  # decay rates of the first and second moments, per step
     eps: Positive = 1e-8  # added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # multiplied by the learning rate; not applied to norms, biases and embeddings
@@ -343,6 +346,7 @@ class OptimConfig:
 
     def __post_init__(self):
         check(self, "optim.")
+        parse_schedule(self.schedule)  # raises if it cannot be parsed
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ WRONG = {
     "tiny --run.step 5": "Unrecognized options: --run.step, 5 Perhaps you meant: --run.steps INT",
     "tiny extra": "Unrecognized options: extra",
     "tiny --run.steps many": "Error parsing --run.steps: invalid literal for int() with base 10: 'many'",
-    "tiny --optim.schedule cosin": "invalid choice 'cosin'",
+    "tiny --optim.schedule cosin": "optim.schedule='cosin': 'cosin' should be 'cosine', 'wsd', 'rsqrt', or STEP:",
     "tiny --mesh fdsp=2": "unknown axis 'fdsp'; did you mean 'fsdp'? known: data, stage, fsdp, expert, context,",
     "tiny --mesh fsdp=two": "mesh 'fsdp=two': 'fsdp=two' should be AXIS=SIZE",
     "tiny --mesh fsdp:2": "'fsdp:2'",
@@ -248,7 +248,7 @@ FILES = {  # what a file holds, None: there is none -> what is said of it
     '{"optim": {"lr": null}}': "optim.lr=None: should be a number",
     '{"model": {"tie_embeddings": 1}}': "model.tie_embeddings=1: should be true or false",
     '{"run": {"name": 5}}': "run.name=5: should be text",
-    '{"optim": {"schedule": "cosin"}}': "optim.schedule='cosin': should be one of 'cosine', 'wsd'",
+    '{"optim": {"schedule": "cosin"}}': "optim.schedule='cosin': 'cosin' should be 'cosine', 'wsd'",
     '{"run": {"steps": 0}}': "run.steps=0: must be at least 1",
     '{"mesh": {"fsdp": 0}}': "mesh.fsdp=0: must be at least 1",
 }

@@ -120,6 +120,21 @@ def test_wsd_at_named_steps():
     np.testing.assert_allclose(rate[18:], 2.0 - 0.3 * np.arange(1, 7), rtol=1e-6)  # six steps down to 0.2
 
 
+def test_rsqrt_at_named_steps():
+    """Catches a decay from step 0 instead of the end of the warm-up, a second peak, and a division by 0."""
+    rate = rates("rsqrt", steps=64, warmup=4)
+    np.testing.assert_allclose(rate[:4], [0.5, 1.0, 1.5, 2.0], rtol=1e-6)
+    named = {4: 2 * (4 / 5) ** 0.5, 15: 1.0, 63: 0.5}  # the 16th and the 64th step: sqrt(4/16) and sqrt(4/64)
+    assert {step: rate[step] for step in named} == pytest.approx(named, rel=1e-6)
+    np.testing.assert_allclose(rates("rsqrt", steps=4, warmup=0), [2.0, 2 / 2**0.5, 2 / 3**0.5, 1.0], rtol=1e-6)
+
+
+def test_piecewise_at_named_steps():
+    """Catches steps that count from 0, a warm-up or a final_lr that also applies, and no rate after the last point."""
+    rate = rates("0:0,4:1,6:1,10:0.5", steps=12, warmup=5)
+    np.testing.assert_allclose(rate, [0.5, 1.0, 1.5, 2, 2, 2, 1.75, 1.5, 1.25, 1, 1, 1], rtol=1e-6)
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_schedules_of_short_runs(schedule):
     """Catches a warm-up longer than the run, a division by 0, and a decay of negative length."""
