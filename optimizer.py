@@ -1,10 +1,11 @@
-"""AdamW as an optax chain, the learning-rate schedule, one training step, and diagnostics of a step.
+"""AdamW and Adafactor as optax chains, learning-rate schedules, one training step, and diagnostics of a step.
 
 The optax chain runs under `jit` outside the `shard_map`, on global sharded arrays. So on every mesh, clipping uses the
 norm of the whole gradient.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,9 +90,84 @@ def adamw(o: OptimConfig, steps: int, decay=None) -> optax.GradientTransformatio
     )
 
 
+# Adafactor ------------------------------------------------------------------------------------------------------------
+
+FACTORED_FROM = 128  # a matrix with fewer rows or columns has a full second moment, as in optax and T5X
+
+
+class AdafactorState(NamedTuple):
+    count: Any  # int32, number of updates so far
+    second_moments: Any  # for each parameter: one array, or two if they are factored
+
+
+def rows_and_columns(d: sharding.Declaration) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the dims of a parameter that are rows and columns of its matrices: those that its matmul contracts, and
+    the others. Earlier dims count layers and experts, each with its own matrix. A vector has no columns."""
+    first = d.dims.index(d.fan_in[0]) if d.fan_in else stacked_dims(d)
+    middle = first + max(len(d.fan_in), 1)
+    return tuple(range(first, middle)), tuple(range(middle, len(d.dims)))
+
+
+def second_moment_shapes(d: sharding.Declaration) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of Adafactor's arrays for a parameter: the means of the squared gradient over columns and over
+    rows, where a mean has size 1; or one full array. So each dim can be sharded as the parameter's."""
+    dims = rows_and_columns(d)
+    if min(math.prod(d.shape[i] for i in some) for some in dims) < FACTORED_FROM:
+        return (d.shape,)
+    return tuple(tuple(1 if i in some else n for i, n in enumerate(d.shape)) for some in reversed(dims))
+
+
+def scale_by_adafactor(declarations) -> optax.GradientTransformation:
+    """Scale gradients as T5 does: factored second moments, no momentum, updates clipped to a root mean square of 1, and
+    relative to the root mean square of the parameter.
+
+    It equals `optax.adafactor` on each matrix of each layer and expert. On stacked layers, optax would factor the two
+    largest dims, which may include the layers, and clip all layers together.
+    Source: arXiv:1804.04235, algorithms 4 and 8, section 8.
+    """
+
+    def init(params):
+        moments = lambda d, p: tuple(jnp.zeros(shape, p.dtype) for shape in second_moment_shapes(d))
+        return AdafactorState(jnp.int32(0), jax.tree.map(moments, declarations, params))
+
+    def update(grads, state, params):
+        decay = 1 - (state.count + 1.0) ** -0.8
+
+        def moments(d, grad, old):
+            square = jnp.square(grad.astype(jnp.float32)) + 1e-30
+            reduced = lambda shape: [i for i, n in enumerate(shape) if n < grad.shape[i]]
+            new = [decay * v + (1 - decay) * jnp.mean(square, reduced(v.shape), keepdims=True) for v in old]
+            return tuple(x.astype(grad.dtype) for x in new)
+
+        def change(d, grad, new, param):
+            rows, columns = rows_and_columns(d)
+            rms = lambda x: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), rows + columns, keepdims=True))
+            v = new[0] if len(new) == 1 else new[0] / jnp.mean(new[0], rows, keepdims=True) * new[1]
+            scaled = grad * jax.lax.rsqrt(v)
+            return (scaled / jnp.maximum(1, rms(scaled)) * jnp.maximum(1e-3, rms(param))).astype(grad.dtype)
+
+        new = jax.tree.map(moments, declarations, grads, state.second_moments)
+        return jax.tree.map(change, declarations, grads, new, params), AdafactorState(state.count + 1, new)
+
+    return optax.GradientTransformation(init, update)
+
+
+def adafactor(o: OptimConfig, steps: int, declarations) -> optax.GradientTransformation:
+    """Build Adafactor, with the clipping by global norm, the weight decay and the schedule of `adamw`."""
+    return optax.chain(
+        clip(o.clip_norm),
+        scale_by_adafactor(declarations),
+        optax.add_decayed_weights(o.weight_decay, mask=decay_mask(declarations)),
+        optax.scale_by_learning_rate(learning_rate(o, steps)),
+    )
+
+
 def make_optimizer(cfg: Config) -> optax.GradientTransformation:
-    """Build the optimizer of a run: `adamw`, with the weight decay that the parameters declare."""
-    return adamw(cfg.optim, cfg.run.steps, decay_mask(declare(cfg.model)))
+    """Build the optimizer of a run, with the weight decay that the parameters declare."""
+    declared, steps = declare(cfg.model), cfg.run.steps
+    if cfg.optim.name == "adafactor":
+        return adafactor(cfg.optim, steps, declared)
+    return adamw(cfg.optim, steps, decay_mask(declared))
 
 
 def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
@@ -133,16 +209,19 @@ def state_shapes(cfg: Config) -> TrainState:
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the sharding of every array in the state: moments like their parameters, the rest replicated."""
-    params = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declare(cfg.model))
-    everywhere = NamedSharding(mesh, P())
-    shapes = state_shapes(cfg)
-    moments = optax.tree_map_params(
-        make_optimizer(cfg),
-        lambda _, sharding: sharding,
-        shapes.optimizer,
-        params,
-        transform_non_params=lambda _: everywhere,
+    declared, everywhere = declare(cfg.model), NamedSharding(mesh, P())
+    is_params = lambda tree: isinstance(tree, type(declared))
+
+    def like(d, moments):  # those of one parameter; a dim of size 1 is a mean over the parameter's
+        spec_of = lambda x: P(*(axes if n > 1 else None for n, axes in zip(x.shape, d.spec, strict=True)))
+        return jax.tree.map(lambda x: NamedSharding(mesh, spec_of(x)), moments)
+
+    moments = jax.tree.map(
+        lambda tree: jax.tree.map(like, declared, tree) if is_params(tree) else everywhere,
+        state_shapes(cfg).optimizer,
+        is_leaf=is_params,
     )
+    params = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declared)
     return TrainState(params, moments, everywhere, everywhere, everywhere)
 
 

@@ -330,17 +330,18 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
-    lr: NotNegative = 3e-3  # peak learning rate of AdamW (arXiv:1711.05101)
+    name: Literal["adamw", "adafactor"] = "adamw"  # AdamW (arXiv:1711.05101); Adafactor (arXiv:1804.04235) as in T5
+    lr: NotNegative = 3e-3  # peak learning rate; adafactor: as a fraction of each matrix's root mean square
     # after warm-up: cosine decay; wsd: constant, then linear decay; rsqrt: 1 / sqrt(step). Or STEP:MULTIPLE,.. of lr,
     # linear in between and without warm-up, such as 0:0,1000:1,5000:0.1
     schedule: str = "cosine"
     warmup_steps: Count = 20  # steps of linear warm-up from 0 to lr
     decay_fraction: Share = 0.2  # wsd: fraction of all steps spent decaying
     final_lr: NotNegative = 0.1  # cosine, wsd: final learning rate, as a fraction of lr
-    betas: Betas = (0.9, 0.95)  # decay rates of the first and second moments, per step
-    eps: Positive = 1e-8  # added to the square root of the second moment
+    betas: Betas = (0.9, 0.95)  # adamw: decay rates of the first and second moments, per step
+    eps: Positive = 1e-8  # adamw: added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # multiplied by the learning rate; not applied to norms, biases and embeddings
     clip_norm: NotNegative = 1.0  # clip the gradient to this global norm; 0: no clipping
 

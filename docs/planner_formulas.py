@@ -42,7 +42,7 @@ class LetterConfig:
         work = copy.copy(cfg.work.resolved)
         for name, options in SETTINGS.items():
             object.__setattr__(work, name, Choice(name, options))
-        self.model, self.at_work = cfg.model, replace(cfg.at_work, work=work)
+        self.model, self.optim, self.at_work = cfg.model, cfg.optim, replace(cfg.at_work, work=work)
         self.mesh = SimpleNamespace(sizes=sizes, devices=math.prod(sizes.values()), **sizes)
         self.data = SimpleNamespace(seq_len=letter("seq_len"), tokens_per_step=letter("batch_size") * letter("seq_len"))
 

@@ -1,6 +1,9 @@
 """Predict the peak memory of a device in a training step. Letters are sizes on one device, as in `costs.py`."""
 
+import math
+
 import model
+import optimizer
 from config import Config, ModelAtWork
 from kernels import grouped
 from pipeline import schedules
@@ -8,6 +11,7 @@ from plan import formulas, hiding
 from plan.costs import (
     WHOLE,
     Sizes,
+    Weights,
     context_exchange,
     grouped_rows,
     layer_counts,
@@ -80,6 +84,19 @@ def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: b
     )  # fmt: skip
 
 
+def moments_bytes(cfg: Config, w: list[Weights]) -> float:
+    """Return the bytes of one device's optimizer moments."""
+
+    def entries(x: Weights) -> float:
+        if cfg.optim.name == "adamw":
+            return 2 * x.local_size
+        split = [math.prod(x.mesh[axis] for axis in axes) for axes in x.axes]
+        shapes = optimizer.second_moment_shapes(x.d)
+        return sum(math.prod(n // by if n > 1 else 1 for n, by in zip(shape, split, strict=True)) for shape in shapes)
+
+    return sum(entries(x) * x.d.dtype.itemsize for x in w)
+
+
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
     """Predict one device's peak memory in bytes, by part. The state is exact; temporary arrays are an estimate."""
     c, z = cfg.at_work, Sizes.from_config(cfg, platform)
@@ -104,7 +121,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     freed = where(one_piece, where(on_tpu, gradients, 0), 0)
     return {
         "parameters": state,
-        "optimizer": 2 * state,
+        "optimizer": moments_bytes(cfg, w),
         "batch": 5 * 4 * z.b * sched.microbatches * z.s,
         "gradients": gradients,
         "weights": where(step, sum(x.gathered_size * x.width for x in w), 2 * of_layer),

@@ -1,5 +1,7 @@
 """Tests of the optimizer: updates against NumPy, schedules, the training step, and the sharding of its state."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -11,6 +13,8 @@ import optimizer
 import sharding
 from config import preset
 from data import prepare
+from plan import planner
+from train import checkpoint
 
 # Only three MoE layers, which compile in seconds; these tests do not depend on the depth.
 SMALL = {"model.n_layers": 3, "model.dense_prefix": 0, "model.moe_every": 1, "model.attention": "gqa",
@@ -142,6 +146,94 @@ def test_schedules_of_short_runs(schedule):
     np.testing.assert_allclose(rates(schedule, steps=1, warmup=0)[0], 2.0 if schedule == "wsd" else 0.2, rtol=1e-6)
     without = rates(schedule, steps=10, warmup=0)
     assert without[0] > 1.9 and without[-1] == pytest.approx(0.2)
+
+
+# Adafactor ------------------------------------------------------------------------------------------------------------
+
+# Two blocks of a dense and an MoE layer, so weights have layers, blocks and experts as leading dims.
+TWO = {"model.n_layers": 4, "model.dense_prefix": 0, "model.moe_every": 2, "model.n_experts": 4, "model.top_k": 2,
+       "optim.name": "adafactor", "optim.schedule": "0:1"}  # fmt: skip
+
+
+def matrices(d, x):
+    """Return the matrices of a parameter, for each layer and expert. With fan_in HU, rows are (head, value) pairs."""
+    letters = d.dims.lstrip("LJP")
+    letters = letters[1:] if letters in ("EDM", "EMD") else letters
+    stack, own = x.shape[: len(d.dims) - len(letters)], x.shape[len(d.dims) - len(letters) :]
+    if len(own) == 3:
+        own = (-1, own[2]) if letters.startswith("HU") else (own[0], -1)
+    return {index: x[index].reshape(own) for index in np.ndindex(stack)}
+
+
+def test_adafactor_on_stacked_layers_equals_optax_on_each_matrix(monkeypatch):
+    """Catches means over layers or experts, factors of single heads, clipping or a scale that layers share, momentum,
+    and a decay rate that is one step off."""
+    monkeypatch.setattr(optimizer, "FACTORED_FROM", 16)
+    cfg = preset("tiny", **TWO, **{"optim.lr": 0.1, "optim.clip_norm": 0, "optim.weight_decay": 0})
+    declared = sharding.flatten_named(model.declare(cfg.model))
+    shapes = sharding.shapes(model.declare(cfg.model))
+    params, gradients = random_tree(0, shapes), [random_tree(n, shapes, 10.0**-n) for n in (1, 2, 3)]
+    split = lambda flat: {name: matrices(declared[name], np.asarray(x)) for name, x in flat.items()}
+
+    want = split(sharding.flatten_named(params))
+    chain = optax.adafactor(0.1, min_dim_size_to_factor=16)
+    state, update = chain.init(want), jax.jit(chain.update)
+    for gradient, got in zip(gradients, updated(cfg, params, gradients), strict=True):
+        changes, state = update(split(sharding.flatten_named(gradient)), state, want)
+        want = optax.apply_updates(want, changes)
+        for name, layers in split(got).items():
+            for index, x in layers.items():
+                np.testing.assert_allclose(x, want[name][index], rtol=1e-5, atol=1e-6, err_msg=f"{name} {index}")
+
+    kinds = {len(optimizer.second_moment_shapes(d)) for d in declared.values()}
+    assert kinds == {1, 2}, "the test needs factored and full second moments"
+
+
+OTHER_MESH = pytest.param("stage=2,context=2,tensor=2", marks=pytest.mark.repeat)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,expert=2,tensor=2", OTHER_MESH])
+def test_adafactor_on_a_mesh_equals_one_device(monkeypatch, mesh):
+    """Catches means over a shard only, a state that is replicated or gathered, and a plan with other bytes."""
+    monkeypatch.setattr(optimizer, "FACTORED_FROM", 16)
+    cfg = preset("tiny", **TWO, **{"mesh": mesh, "data.seq_len": 24, "optim.clip_norm": 0.5})
+    shapes = sharding.shapes(model.declare(cfg.model))
+    params, gradients = random_tree(0, shapes), [random_tree(n, shapes) for n in (1, 2)]
+    place, chain = optimizer.state_shardings(cfg, sharding.make_mesh(mesh)), optimizer.make_optimizer(cfg)
+    state = jax.device_put(chain.init(params), place.optimizer)
+    step = jax.jit(chain.update, out_shardings=(place.params, place.optimizer))
+    here = jax.device_put(params, place.params)
+    step = step.lower(here, state, here).compile()
+    for gradient, want in zip(gradients, updated(cfg, params, gradients), strict=True):
+        changes, state = step(jax.device_put(gradient, place.params), state, here)
+        here = jax.device_put(optax.apply_updates(here, changes), place.params)
+        for name, x in sharding.flatten_named(here).items():
+            np.testing.assert_allclose(x, want[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+    assert "all-reduce" in (text := step.as_text())
+    assert not re.search("all-gather|all-to-all|collective-permute", text)
+    counts = 2 * 4  # of updates and of the schedule
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    assert held - counts == planner.plan(cfg).memory_bytes["optimizer"]
+    out = next(x for n, x in sharding.flatten_named(state).items() if n.endswith("moe.attention.w_out_HUD.1"))
+    D, shards = cfg.model.d_model, 4 if "fsdp" in mesh else 2
+    assert out.shape == (2, 1, 1, D)
+    assert out.addressable_shards[0].data.shape == (2 if shards == 4 else 1, 1, 1, D // shards)
+
+
+def test_the_state_of_adafactor_moves_to_another_mesh(tmp_path, monkeypatch):
+    """Catches a factored second moment that is saved or read as if it had the shape of its parameter."""
+    monkeypatch.setattr(optimizer, "FACTORED_FROM", 16)
+    cfg, rng = preset("tiny", **{"optim.name": "adafactor"}), np.random.default_rng(0)
+    state = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), optimizer.state_shapes(cfg))
+    on = lambda mesh: checkpoint.make_target(state, optimizer.state_shardings(cfg, sharding.make_mesh(mesh)))
+    here, there = on("fsdp=2,tensor=2"), on("stage=2,expert=2")
+    with checkpoint.open_directory(tmp_path) as saver:
+        checkpoint.save(saver, 1, jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), state, here), {})
+    got, want = (sharding.flatten_named(tree) for tree in (checkpoint.restore(tmp_path, there), state))
+    assert list(got) == list(want) and any(".second_moments." in name for name in got)
+    for name, x in want.items():
+        np.testing.assert_array_equal(np.asarray(got[name]), x, err_msg=name)
 
 
 # One step on a device -------------------------------------------------------------------------------------------------

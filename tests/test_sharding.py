@@ -224,6 +224,7 @@ def test_an_invalid_model_is_refused(setting, message):
     (lambda: OptimConfig(betas=(0.9,)), "optim.betas=(0.9,): should be 2 values"),
     (lambda: OptimConfig(warmup_steps=-3), "optim.warmup_steps=-3: must be at least 0"),
     (lambda: OptimConfig(eps=0), "optim.eps=0: must be above 0, and finite"),
+    (lambda: OptimConfig(name="sgd"), "optim.name='sgd': should be one of 'adamw', 'adafactor'"),
     (lambda: OptimConfig(schedule="wds"), "optim.schedule='wds': 'wds' should be 'cosine', 'wsd', 'rsqrt', or STEP:"),
     (lambda: OptimConfig(schedule=""), "optim.schedule='': '' should be 'cosine', 'wsd', 'rsqrt', or STEP:MULTIPLE,.."),
     (lambda: OptimConfig(schedule="0:1,9:x"), "optim.schedule='0:1,9:x': '9:x' should be 'cosine', 'wsd', 'rsqrt', or"),
