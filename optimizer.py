@@ -4,6 +4,7 @@ The optax chain runs under `jit` outside the `shard_map`, on global sharded arra
 norm of the whole gradient.
 """
 
+import fnmatch
 import math
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import sharding
 from architectures import declare
 from config import Config, OptimConfig, replace
 from config.fields import parse_schedule
-from errors import UserError
+from errors import UserError, suggest
 from pipeline import fit
 from xla import options, ordered
 
@@ -162,12 +163,44 @@ def adafactor(o: OptimConfig, steps: int, declarations) -> optax.GradientTransfo
     )
 
 
+# The optimizer of a run -----------------------------------------------------------------------------------------------
+
+
+def frozen_names(o: OptimConfig, names) -> set[str]:
+    """Return which of the parameters optim.frozen selects.
+
+    Raises: UserError for a pattern that matches none, or if nothing is left to train.
+    """
+    found = set()
+    for pattern in filter(None, o.frozen.split(",")):
+        if not (some := fnmatch.filter(names, pattern)):
+            groups = {".".join(parts[:n]) + ".*": 0 for parts in (name.split(".") for name in names)
+                      for n in range(1, len(parts))}  # fmt: skip
+            raise UserError(f"optim.frozen={o.frozen!r}: {pattern!r} matches no parameter; "
+                            f"{suggest(pattern, [*groups, *names])}")  # fmt: skip
+        found |= {*some}
+    if found and len(found) == len(names):
+        raise UserError(f"optim.frozen={o.frozen!r} matches every parameter, so nothing is left to train")
+    return found
+
+
+def frozen_mask(cfg: Config):
+    """Return a tree of booleans: True for parameters that optim.frozen selects."""
+    declared = declare(cfg.model)
+    names = frozen_names(cfg.optim, sharding.flatten_named(declared))
+    return sharding.map_named(lambda name, _: name in names, declared)
+
+
 def make_optimizer(cfg: Config) -> optax.GradientTransformation:
-    """Build the optimizer of a run, with the weight decay that the parameters declare."""
-    declared, steps = declare(cfg.model), cfg.run.steps
+    """Build the optimizer of a run, with the weight decay that the parameters declare. Frozen parameters have no
+    moments, and an update of 0."""
+    frozen, steps = frozen_mask(cfg), cfg.run.steps
+    declared = jax.tree.map(lambda d, skip: optax.MaskedNode() if skip else d, declare(cfg.model), frozen)
     if cfg.optim.name == "adafactor":
-        return adafactor(cfg.optim, steps, declared)
-    return adamw(cfg.optim, steps, decay_mask(declared))
+        chain = adafactor(cfg.optim, steps, declared)
+    else:
+        chain = adamw(cfg.optim, steps, decay_mask(declared))
+    return optax.selective_transform(chain, freeze_mask=frozen) if cfg.optim.frozen else chain
 
 
 def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
@@ -225,10 +258,24 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     return TrainState(params, moments, everywhere, everywhere, everywhere)
 
 
+def loss_and_grads_fn(cfg: Config, mesh: Mesh):
+    """Return `pipeline.loss_and_grads`, but with gradients of 0 for frozen parameters, so no norm counts them."""
+    loss_and_grads = pipeline.loss_and_grads(cfg, mesh)
+    if not cfg.optim.frozen:
+        return loss_and_grads
+    mask = frozen_mask(cfg)
+
+    def of_trained(*args):
+        loss, metrics, grads = loss_and_grads(*args)
+        return loss, metrics, jax.tree.map(lambda frozen, g: jnp.zeros_like(g) if frozen else g, mask, grads)
+
+    return of_trained
+
+
 def compute_updates_fn(cfg: Config, mesh: Mesh):
     """Return fn(state, batch) -> (metrics, grads, updates, moments): a step that does not apply the updates."""
     chain, rate = make_optimizer(cfg), learning_rate(cfg.optim, cfg.run.steps)
-    loss_and_grads = pipeline.loss_and_grads(cfg, mesh)
+    loss_and_grads = loss_and_grads_fn(cfg, mesh)
 
     def compute_updates(state: TrainState, batch):
         loss, metrics, grads = loss_and_grads(state.params, batch, state.step)
@@ -352,7 +399,7 @@ def noise_scale(cfg: Config, mesh: Mesh):
             f"(data.batch_size={B} / {split.shards} shards) cannot be split into {pieces} small batches; "
             f"use a multiple of {pieces * split.shards} sequences"
         )
-    loss_and_grads = pipeline.loss_and_grads(replace(cfg, **{"data.batch_size": B // pieces}), mesh)
+    loss_and_grads = loss_and_grads_fn(replace(cfg, **{"data.batch_size": B // pieces}), mesh)
     square = jax.jit(lambda tree: optax.tree.norm(tree, squared=True))
     add = jax.jit(lambda total, grads, weight: jax.tree.map(lambda t, g: t + weight * g, total, grads))
 

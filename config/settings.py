@@ -344,6 +344,7 @@ class OptimConfig:
     eps: Positive = 1e-8  # adamw: added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # multiplied by the learning rate; not applied to norms, biases and embeddings
     clip_norm: NotNegative = 1.0  # clip the gradient to this global norm; 0: no clipping
+    frozen: str = ""  # names of parameters not to train, with wildcards, such as encoder.*,embedding_VD
 
     def __post_init__(self):
         check(self, "optim.")

@@ -85,7 +85,8 @@ def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: b
 
 
 def moments_bytes(cfg: Config, w: list[Weights]) -> float:
-    """Return the bytes of one device's optimizer moments."""
+    """Return the bytes of one device's optimizer moments. A frozen parameter has none."""
+    frozen = optimizer.frozen_names(cfg.optim, [x.name for x in w])
 
     def entries(x: Weights) -> float:
         if cfg.optim.name == "adamw":
@@ -94,7 +95,7 @@ def moments_bytes(cfg: Config, w: list[Weights]) -> float:
         shapes = optimizer.second_moment_shapes(x.d)
         return sum(math.prod(n // by if n > 1 else 1 for n, by in zip(shape, split, strict=True)) for shape in shapes)
 
-    return sum(entries(x) * x.d.dtype.itemsize for x in w)
+    return sum(entries(x) * x.d.dtype.itemsize for x in w if x.name not in frozen)
 
 
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:

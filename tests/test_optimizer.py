@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,9 +11,11 @@ import pytest
 import dataset
 import model
 import optimizer
+import pipeline
 import sharding
 from config import preset
 from data import prepare
+from errors import UserError
 from plan import planner
 from train import checkpoint
 
@@ -224,7 +227,7 @@ def test_adafactor_on_a_mesh_equals_one_device(monkeypatch, mesh):
 def test_the_state_of_adafactor_moves_to_another_mesh(tmp_path, monkeypatch):
     """Catches a factored second moment that is saved or read as if it had the shape of its parameter."""
     monkeypatch.setattr(optimizer, "FACTORED_FROM", 16)
-    cfg, rng = preset("tiny", **{"optim.name": "adafactor"}), np.random.default_rng(0)
+    cfg, rng = preset("tiny", **{"optim.name": "adafactor", "optim.frozen": "prefix.*"}), np.random.default_rng(0)
     state = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), optimizer.state_shapes(cfg))
     on = lambda mesh: checkpoint.make_target(state, optimizer.state_shardings(cfg, sharding.make_mesh(mesh)))
     here, there = on("fsdp=2,tensor=2"), on("stage=2,expert=2")
@@ -234,6 +237,56 @@ def test_the_state_of_adafactor_moves_to_another_mesh(tmp_path, monkeypatch):
     assert list(got) == list(want) and any(".second_moments." in name for name in got)
     for name, x in want.items():
         np.testing.assert_array_equal(np.asarray(got[name]), x, err_msg=name)
+
+
+# Frozen parameters ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_frozen_parameters_do_not_change(monkeypatch, name):
+    """Catches weight decay of a frozen parameter, moments that it stores, a norm that counts its gradient, and a
+    selection bias that it stops."""
+    cfg = preset("tiny", **TWO | {"optim.name": name}, **{"optim.frozen": "blocks.moe.*,embedding_VD"})
+    frozen = {name for name in sharding.flatten_named(model.declare(cfg.model))
+              if name.startswith("blocks.moe.") or name == "embedding_VD"}  # fmt: skip
+    shapes, load_LE = sharding.shapes(model.declare(cfg.model)), jnp.array([[1.0, 3, 5, 7]] * 2)
+    grads = sharding.map_named(lambda name, x: x * (1e6 if name in frozen else 1.0), random_tree(1, shapes))
+    metrics = {"tokens_per_expert": load_LE}
+    monkeypatch.setattr(pipeline, "loss_and_grads", lambda cfg, mesh: lambda *_: (jnp.float32(1), metrics, grads))
+    mesh = sharding.make_mesh("data=1")
+    before = random_tree(0, shapes)
+    state, step = optimizer.init(cfg, mesh, jax.tree.map(jnp.array, before)), optimizer.train_step(cfg, mesh)
+    moments = sharding.flatten_named(state.optimizer)
+    assert {n for n in frozen for moment in moments if n in moment} == set()
+    assert sum(x.nbytes for x in moments.values()) - 2 * 4 == planner.plan(cfg).memory_bytes["optimizer"]
+    for _ in range(3):
+        state, metrics = step(state, {})
+
+    trained = [x for n, x in sharding.flatten_named(grads).items() if n not in frozen]
+    assert float(metrics["grad_norm"]) == pytest.approx(np.sqrt(sum(np.sum(x**2) for x in trained)), rel=1e-5)
+    before, after = sharding.flatten_named(before), sharding.flatten_named(state.params)
+    for n, x in before.items():
+        if n == BIAS:
+            np.testing.assert_allclose(after[n], x + 3 * 0.001 * np.array([1, 1, -1, -1]), rtol=1e-5, atol=1e-7)
+        else:
+            assert np.array_equal(x, after[n]) == (n in frozen), n
+    alone = preset("tiny", **TWO | {"optim.name": name})
+    zero = sharding.map_named(lambda n, x: 0 * x if n in frozen else x, grads)
+    *_, want = updated(alone, sharding.map_named(lambda _, x: jnp.array(x), random_tree(0, shapes)), [zero] * 3)
+    for n in before.keys() - frozen:  # clipped as if there were no other gradients
+        np.testing.assert_allclose(after[n], want[n], rtol=1e-5, atol=1e-6, err_msg=n)
+
+
+@pytest.mark.parametrize("pattern, message", [
+    ("block.*", "optim.frozen='block.*': 'block.*' matches no parameter; did you mean 'blocks.*'? "),
+    ("norm_D,embeding_VD", "optim.frozen='norm_D,embeding_VD': 'embeding_VD' matches no parameter; did you mean "
+                           "'embedding_VD'? "),
+    ("norm_D,*", "optim.frozen='norm_D,*' matches every parameter, so nothing is left to train"),
+])  # fmt: skip
+def test_a_pattern_that_freezes_nothing_is_an_error(pattern, message):
+    """Catches a misspelled pattern, with which every parameter would train."""
+    with pytest.raises(UserError, match="^" + re.escape(message)):
+        planner.plan(preset("tiny", **{"optim.frozen": pattern}))
 
 
 # One step on a device -------------------------------------------------------------------------------------------------
