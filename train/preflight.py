@@ -28,7 +28,8 @@ LATE_S = 15  # when a process is lost, the others exit within run.peer_timeout_s
 def check_tokens(cfg: Config):
     """Return the tokenizer of a run's tokens, or None if unknown. Raises: UserError if tokens or prompt don't fit."""
     corpus = dataset.open_corpus(cfg)
-    dataset.rows_of(corpus.splits["val"], dataset.evaluation_data(cfg))  # raises if a task does not fit
+    # These raise if the documents of a task do not fit into rows.
+    dataset.epoch_steps(cfg), dataset.rows_of(corpus.splits["val"], dataset.evaluation_data(cfg))
     encoding = tokenizers.from_manifest(corpus.manifest)
     if encoding and cfg.run.sample_prompt:  # fail now, not after the last step
         generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len)
