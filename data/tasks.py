@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 import tyro
 
-from data import prepare, sources, tokenizers, units
+from config.fields import parse_objectives
+from data import objectives, prepare, sources, tokenizers, units
 from data.shards import SPLITS
 from errors import UserError, exit_status, suggest
 
@@ -29,6 +30,7 @@ Document = dict[str, str]  # but `choices` is a list of strings, and with it `an
 Preprocessor = Callable[[Document], Iterator[Document]]
 # The first two are measured as in training; `evaluate.metrics` computes the others from decoded text.
 METRICS = ("loss", "bits_per_byte", "exact_match", "token_f1", "bleu", "rouge1", "rouge2", "rougeL", "accuracy")
+DIVIDED_TOKENS = 200  # tokens of a document that `show` divides into inputs and targets
 
 
 @dataclass(frozen=True)
@@ -203,19 +205,39 @@ class Arguments:
     name: tyro.conf.Positional[str] = ""  # name of a task; empty: list all
     split: str = "train"  # train or val
     examples: int = 3  # number of examples to print
+    objective: str = ""  # print inputs and targets of the first 200 tokens with this data.objective; <0> is a sentinel
     out: str = ""  # write all tokens and target weights of both splits to this directory, for --data.path
     overwrite: bool = False  # replace the tokens in --out
 
 
-def show(task: Task, split: str, count: int) -> str:
+def show(task: Task, split: str, count: int, objective: str = "") -> str:
     """Return a few decoded examples of a task, as printed."""
     encoding, out = tokenizers.load(task.tokenizer), []
     for number, (tokens, weights) in zip(range(count), examples(task, split), strict=False):
         counted = int((weights > 0).sum())
         out.append(f"--- {task.name} {split} {number}: {len(tokens)} tokens, {counted} targets count")
+        if objective and len(tokens) > objectives.LEAST:
+            out += show_divided(encoding, objective, tokens[1:], weights[1:], number)
+            continue
         prompt, answer = (encoding.decode(tokens[1:][weights[1:] == w].tolist()) for w in (0, 1))
         out += [f"| {line}" for line in prompt.splitlines()] + answer.splitlines()
     return "\n".join(out)
+
+
+def show_divided(encoding, objective: str, ids: np.ndarray, weights: np.ndarray, number: int) -> Iterator[str]:
+    """Yield the decoded inputs and targets of a document, for each objective of a mixture."""
+    vocabulary = encoding.n_vocab
+    decode = lambda ids: encoding.decode(ids.tolist())
+
+    def decode_all(ids: np.ndarray) -> str:
+        text, *marked = np.split(ids, np.flatnonzero(ids >= vocabulary))
+        return decode(text) + "".join(f"<{2 * vocabulary - 1 - part[0]}>{decode(part[1:])}" for part in marked)
+
+    ids, weights = ids[:DIVIDED_TOKENS], weights[:DIVIDED_TOKENS]
+    for name in parse_objectives(objective):
+        example = objectives.split_text(name, ids, (number,), 2 * vocabulary, weights)
+        for side, found in example._asdict().items():
+            yield f"{side} of {name}: {decode_all(found)!r}"
 
 
 def write(task: Task, out: str, overwrite: bool = False) -> dict:
@@ -234,7 +256,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.name and args.out:
         write(get(args.name), args.out, args.overwrite)
     elif args.name:
-        print(show(get(args.name), args.split, args.examples))
+        print(show(get(args.name), args.split, args.examples, args.objective))
     for task in () if args.name else TASKS.values():
         print(f"{task.name:18} {task.source}, tokenizer {task.tokenizer}, val {task.val_share:.0%}, "
               f"{' and '.join(task.metrics)}: {task.about}")  # fmt: skip

@@ -1,6 +1,7 @@
 """A task has a unique name, keeps its splits apart, and decides which targets count."""
 
 import json
+import re
 import unicodedata
 
 import numpy as np
@@ -137,3 +138,20 @@ def test_the_command_lists_tasks_and_prints_examples(capsys):
     tasks.main(["stdlib", "--split", "val", "--examples", "1"])
     assert capsys.readouterr().out.startswith("--- stdlib val 0: ")
     assert tasks.main(["nobody"]) == 2
+
+
+def test_the_command_shows_an_objective(own, capsys):
+    """Catches an example that is not divided, and sentinels that are not shown."""
+    own(lambda d: iter([{"text": "a short text about nothing in particular"}]))
+    tasks.main(["own", "--objective", "span:0.3:3=0.5,prefix=0.5", "--examples", "1"])
+    head, *lines = capsys.readouterr().out.splitlines()
+    sides = dict(line.split(": ", 1) for line in lines)
+    assert head.startswith("--- own train 0") and list(sides) == [
+        f"{side} of {name}" for name in ("span:0.3:3", "prefix") for side in ("inputs", "targets")]  # fmt: skip
+    assert (
+        sides["inputs of prefix"][1:-1] + sides["targets of prefix"][1:-1] == "a short text about nothing in particular"
+    )
+    read, predicted = (re.split(r"<\d>", sides[f"{side} of span:0.3:3"][1:-1]) for side in ("inputs", "targets"))
+    assert "".join(a + b for a, b in zip(read, [*predicted[1:], ""], strict=True)) == (
+        "a short text about nothing in particular")  # fmt: skip
+    assert tasks.main(["own", "--objective", "spam"]) == 2
