@@ -1,17 +1,19 @@
-"""Write the formulas that the planner's page evaluates, for each preset, and tables of numbers that have no formula.
+"""Write the formulas that the planner's page evaluates, and tables of numbers that have no formula.
 
 A letter stands for a mesh axis, a size, a setting, a speed of the chip or a number of the schedule. `plan.planner` runs
-once on letters (`plan/formulas.py`). Its results, the numbers of the page, are lists of operations.
+once on letters (`plan/formulas.py`). Its results, the numbers of the page, are lists of operations. The formulas of
+most presets contain the model's sizes as numbers. In those of OPEN they are letters too, so they hold for any model of
+the same kind.
 """
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 
 import numpy as np
 
-from config import AXES, Config, preset
+from config import AXES, Config, ModelAtWork, preset
 from errors import UserError
 from pipeline import fit, schedules
 from plan import costs, formulas, hiding, memory, planner
@@ -31,18 +33,57 @@ AGAIN = {
 }  # repeated share of the forward pass: `costs.slots`
 
 
+OUTSIDE = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head")
+DENSE, SPARSE = (*OUTSIDE, "d_ff"), (*OUTSIDE, "n_experts", "top_k", "d_expert")
+TIED = {"model.tie_embeddings": True}
+OPEN = {  # name of formulas: a preset of this kind, changes to it, and the sizes that are letters
+    "dense": ("llama3_8b", {}, DENSE), "dense tied": ("llama3_8b", TIED, DENSE), "sparse": ("mixtral_8x7b", {}, SPARSE),
+}  # fmt: skip
+OF_PRESET = {"llama3_8b": "dense", "llama3_70b": "dense", "mixtral_8x7b": "sparse"}  # the others have their own
+WIDTHS = (128, 256)  # largest `d_head` of tables: see `costs.in_lanes`
+MOST_STAGES = 32
+
+
 # Letters --------------------------------------------------------------------------------------------------------------
 
 
-class LetterConfig:
-    """A symbolic `config.Config`: a preset on a mesh whose sizes are letters."""
+@dataclass(frozen=True, eq=False)
+class LetterModel(ModelAtWork):
+    """A symbolic `config.ModelAtWork`: some of its sizes are letters. Caches tell models apart by identity."""
 
-    def __init__(self, cfg: Config):
+    base: ModelAtWork | None = None  # a model of the same kind, to be traced
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    def __post_init__(self):
+        pass  # letters have no values to check
+
+
+@costs.with_attention.register
+def _(c: LetterModel, way: str):
+    return replace(c.base, work=replace(c.work, context_attention=way))
+
+
+@costs.declared.register
+def _(c: LetterModel):
+    sizes = {dim: getattr(c, name) for dim, name in fit.SETTINGS.items()} | {"L": c.n_blocks}
+    shape = lambda d: tuple(sizes.get(dim, size) for dim, size in zip(d.dims, d.shape, strict=True))
+    return {name: replace(d, shape=shape(d)) for name, d in costs.declared(c.base).items()}
+
+
+class LetterConfig:
+    """A symbolic `config.Config`: a preset on a mesh whose sizes are letters. `names`: sizes that are letters too"""
+
+    def __init__(self, cfg: Config, names: tuple[str, ...] = ()):
         sizes = {axis: letter(axis) for axis in AXES}
         work = copy.copy(cfg.work.resolved)
         for name, options in SETTINGS.items():
             object.__setattr__(work, name, Choice(name, options))
         self.model, self.optim, self.at_work = cfg.model, cfg.optim, replace(cfg.at_work, work=work)
+        if names:
+            own = {field.name: getattr(cfg.at_work, field.name) for field in fields(cfg.at_work)}
+            letters = {name: letter(name) for name in names}
+            self.model = self.at_work = LetterModel(**own | letters | {"work": work, "base": cfg.at_work})
         self.mesh = SimpleNamespace(sizes=sizes, devices=math.prod(sizes.values()), **sizes)
         self.data = SimpleNamespace(seq_len=letter("seq_len"), tokens_per_step=letter("batch_size") * letter("seq_len"))
 
@@ -91,8 +132,9 @@ class LetterPlan(planner.Plan):
 
 
 def plan_in_letters(which: str) -> dict:
-    """Return the plan of a preset as formulas, like `plan.planner.plan_settled` with letters."""
-    cfg, sched = LetterConfig(preset(which)), LetterSchedule()
+    """Return the plan of a preset or of an entry of OPEN as formulas, like `plan.planner.plan_settled` with letters."""
+    base, changes, names = OPEN.get(which, (which, {}, ()))
+    cfg, sched = LetterConfig(preset(base, **changes), names), LetterSchedule()
     platform, chip = Choice("platform", ("tpu", "cpu")), Choice("chip", (*hiding.HIDES, ""))
     speeds = {name: letter(name) for name in ("peak_flops_per_s", "hbm_bytes_per_s")}
     topology = SimpleNamespace(chip=SimpleNamespace(key=chip, torus_dims=letter("torus_dims"), **speeds))
@@ -153,14 +195,19 @@ def whole(x):
 
 
 def looked_up(there: list[Formula], batches: set[int], stages: list[int], tables: dict) -> None:
-    """Add to `tables` the entries of each table for all values that the page can select."""
+    """Add to `tables` the entries of each table for all values that the page can select.
+
+    planner.js computes `vocabulary_slices`: vocabularies of models that are not presets have too many sizes.
+    """
     powers = [2**n for n in range(MOST.bit_length())]
     meshes = [(s, c, t) for s in stages for c in powers for t in powers if s * c * t <= MOST]
-    points = [(*mesh, T, b) for mesh in meshes for T in LENGTHS for b in sorted(batches)
+    points = [(*mesh, T, b, K) for mesh in meshes for T in LENGTHS for b in sorted(batches) for K in WIDTHS
               if T % max(mesh[1] * mesh[2], 2 * mesh[1]) == 0]  # fmt: skip
-    letters = dict(zip((STAGE, CONTEXT, TENSOR, "seq_len", "device_batch"), np.array(points).T, strict=True))
-    found = {}
-    for name, args in [(x.args[0], x.args[2:]) for x in there if x.op == "look" and x.args[1] == 0]:
+    letters = dict(zip((STAGE, CONTEXT, TENSOR, "seq_len", "device_batch", "d_head"), np.array(points).T, strict=True))
+    found, kept = {}, ("visits",)
+    for name, args in [
+        (x.args[0], x.args[2:]) for x in there if x.op == "look" and x.args[0] in kept and x.args[1] == 0
+    ]:
         columns = [np.broadcast_to(value(arg, letters, found), len(points)).tolist() for arg in args]
         rows = tables.setdefault(name, {})
         for row in {tuple(map(whole, row)) for row in zip(*columns, strict=True)}:
@@ -192,12 +239,12 @@ def microbatches(batches: list[int], S: int) -> set[tuple[int, int]]:
 
 
 def tables(presets: list[str]) -> dict:
-    """Return the formulas of presets, and the tables that they use."""
+    """Return the formulas of presets and of OPEN, and the tables that they use."""
     found, looked, rows = {}, {}, {}
     batches = sorted({*BATCHES, *(preset(which).data.batch_size for which in presets)})
-    for which in presets:
+    for which in [*OPEN, *(which for which in presets if which not in OF_PRESET)]:
         found[which], there = written(plan_in_letters(which))
-        n_blocks = preset(which).model.n_blocks
+        n_blocks = MOST_STAGES if which in OPEN else preset(which).model.n_blocks
         stages = [2**n for n in range(MOST.bit_length()) if n_blocks % 2**n == 0]
         of = {S: microbatches(batches, S) for S in stages}
         looked_up(there, {b for pairs in of.values() for _, b in pairs}, stages, looked)

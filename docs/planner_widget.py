@@ -73,17 +73,24 @@ def model_of(which: str) -> dict:
     """Return what the page needs to know about a preset, besides its formulas."""
     import model
     import sharding
+    from docs import planner_formulas
+    from pipeline import fit
 
     cfg, dims = preset(which), {}
-    c = cfg.model
+    c, formulas = cfg.model, planner_formulas.OF_PRESET.get(which, which)
+    names = planner_formulas.OPEN[formulas][-1] if formulas in planner_formulas.OPEN else ()
+    fields = {letter: name for letter, name in (fit.SETTINGS | {"L": "n_layers"}).items() if name in names}
     for label, d in sharding.flatten_named(model.declare(c)).items():
         for letter, size, entry in zip(d.dims, d.shape, d.spec, strict=True):
             if axes := sharding.as_tuple(entry):
-                dims.setdefault((size, axes), (label, letter, size, axes))
+                one = fields.get(letter, size)
+                dims.setdefault((one, axes), (label, letter, one, axes))
+    heads = "n_heads" if c.attention == "mla" else "n_kv_heads"
+    sizes = {name: getattr(c, name) for name in {*names, heads}} | {"n_blocks": c.n_blocks}
     return {
-        "batch_size": cfg.data.batch_size, "seq_len": cfg.data.seq_len, "mesh": cfg.mesh.sizes,
-        "start": WorkConfig.baselines("least"), "n_blocks": c.n_blocks, "dims": [*dims.values()],
-        "heads": ("n_heads", c.n_heads) if c.attention == "mla" else ("n_kv_heads", c.n_kv_heads),
+        "batch_size": cfg.data.batch_size, "seq_len": cfg.data.seq_len, "mesh": cfg.mesh.sizes, "formulas": formulas,
+        "start": WorkConfig.baselines("least"), "dims": [*dims.values()], "heads": heads,
+        "sizes": dict(sorted(sizes.items())),
     }  # fmt: skip
 
 

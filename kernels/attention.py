@@ -90,36 +90,40 @@ def _backward(starts, residuals, d_results):
 _attention.defvjp(_forward, _backward)
 
 
-def count_visits(
-    s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str
-) -> tuple[int, int, int, int]:
-    """Return, for one head, the visits of the forward and of the backward pass, the queries (and keys) per block, and
-    the number of spans of keys (see `blocks_per_span`)."""
+class Counted(NamedTuple):
+    """How one head of a sequence is split into blocks on a device. The fields may be formulas (`plan/formulas.py`)."""
+
+    ahead: int  # visits of the forward pass
+    back: int  # visits of the backward pass
+    block: int  # queries, and keys, per block
+    spans: int  # spans of keys, see `blocks_per_span`
+
+
+def count_visits(s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str) -> Counted:
+    """Count the visits and blocks of one head. width: bytes per number"""
     block = tpu_block(s, S, starts) if platform == "tpu" else cpu_block_rows(s, starts)
     span = blocks_per_span(S, K, U, block, width) if platform == "tpu" else -(-S // block)
     ahead, back = (visits(s, S, starts, block, of).shape[-1] for of in (None, span))
-    return ahead, back, block, -(-S // (span * block))
+    return Counted(ahead, back, block, -(-S // (span * block)))
 
 
-def flops(s: int, S: int, starts: Starts, h: int, K: int, U: int, width: int, platform: str) -> tuple[int, int]:
+def flops(counted: Counted, h: int, K: int, U: int) -> tuple[int, int]:
     """Count FLOPs for one sequence on a device, forward and backward, including masked entries of visited blocks.
 
     The backward pass recomputes the scores, then computes the gradients of softmax weights, queries, keys and values.
-
-    width  bytes per number
     """
-    ahead, back, block, _ = count_visits(s, S, starts, K, U, width, platform)
-    return 2 * h * ahead * block**2 * (K + U), 2 * h * back * block**2 * (3 * K + 2 * U)
+    scores, again = counted.ahead * counted.block * counted.block, counted.back * counted.block * counted.block
+    return 2 * h * scores * (K + U), 2 * h * again * (3 * K + 2 * U)
 
 
-def hbm_bytes(s: int, S: int, starts: Starts, h: int, g: int, K: int, U: int, width: int, platform: str):
+def hbm_bytes(counted: Counted, s: int, S: int, h: int, g: int, K: int, U: int, width: int):
     """Count the bytes of HBM traffic of attention for one sequence, forward and backward.
 
     Each visit reads its keys and values. In the forward pass a block of queries stays on chip for all its visits; in
     the backward pass, for its visits to one span of keys, whose gradients stay on chip too. In addition each query has
     one float32 number (the logsumexp) in the forward pass, and two in the backward pass.
     """
-    ahead, back, block, spans = count_visits(s, S, starts, K, U, width, platform)
+    ahead, back, block, spans = counted
     forward = h * (width * (ahead * block + s) * (K + U) + 4 * s)
     return forward, h * (width * (back * block * (K + U) + spans * s * (2 * K + U)) + 8 * spans * s) + g * width * S * (
         K + U
@@ -369,6 +373,7 @@ def tpu_attention(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here
     """Attention and its logsumexp on a TPU, with the arguments of `_attention`."""
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block, heads = tpu_block(s, S, starts), h // g
+    counted = count_visits(s, S, starts, K, U, k_bSgK.dtype.itemsize, "tpu")
     tables = jnp.asarray(visits(s, S, starts, block, heads=heads))[here]
     n, blocks, at = tables.shape[1], -(-s // block), block_specs(block, heads)
     arrays, specs = kernel_inputs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block, 1)
@@ -376,7 +381,7 @@ def tpu_attention(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here
         functools.partial(forward_kernel, n, blocks), (b, g, n), tables, arrays, specs,
         [((b, h, blocks * block, U), v_bSgU.dtype), ((b, h, 1, blocks * block), float32)], [at.query(U), at.row(1)],
         [(U, block), (1, block), (1, block)], interpret,
-        flops=b * flops(s, S, starts, h, K, U, k_bSgK.dtype.itemsize, "tpu")[0], exponentials=b * g * n * block**2,
+        flops=b * flops(counted, h, K, U)[0], exponentials=b * g * n * block**2,
     )  # fmt: skip
     return mixed_bhsU[:, :, :s].swapaxes(1, 2), log_sum_bh1s[:, :, 0, :s].swapaxes(1, 2)
 
@@ -391,6 +396,7 @@ def tpu_attention_grads(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block, heads = tpu_block(s, S, starts), h // g
     span = blocks_per_span(S, K, U, block, k_bSgK.dtype.itemsize)
+    counted = count_visits(s, S, starts, K, U, k_bSgK.dtype.itemsize, "tpu")
     tables = jnp.asarray(visits(s, S, starts, block, span, heads))[here]
     n, blocks, at = tables.shape[1], -(-s // block), block_specs(block, heads)
     arrays, specs = kernel_inputs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block, span)
@@ -406,7 +412,7 @@ def tpu_attention_grads(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS
          (arrays[2].shape, v_bSgU.dtype)],
         [pl.BlockSpec((None, None, None, block, K), by_span), whole(K), whole(U)],
         [(block, K), (span * block, K), (span * block, U)], interpret,
-        flops=b * flops(s, S, starts, h, K, U, k_bSgK.dtype.itemsize, "tpu")[1], exponentials=b * g * n * block**2,
+        flops=b * flops(counted, h, K, U)[1], exponentials=b * g * n * block**2,
     )  # fmt: skip
     dq_bhsK = jnp.sum(dq_nbhsK, axis=0).astype(q_bshK.dtype)
     return dq_bhsK[:, :, :s].swapaxes(1, 2), dk_bgSK[:, :, :S].swapaxes(1, 2), dv_bgSU[:, :, :S].swapaxes(1, 2)

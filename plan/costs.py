@@ -39,7 +39,7 @@ def parameters(c: ModelAtWork) -> tuple[int, int]:
     every = declared(c).values()
     total = sum(d.size for d in every if d.trainable)
     routed = sum(d.size for d in every if d.trainable and "E" in d.dims and d.dims[-1] != "E")
-    return total, total - routed + routed * c.top_k // max(c.n_experts, 1)
+    return total, total - routed + routed * c.top_k // (c.n_experts or 1)
 
 
 def model_flops_per_token(cfg: Config) -> int:
@@ -150,17 +150,20 @@ def as_int(x):
     return int(x) if isinstance(x, float) else x
 
 
-@formulas.table(5)
-def head_costs(s: int, S: int, n: int, earlier: int, K: int, U: int, width: int, platform: str) -> tuple[int, ...]:
-    """Return attention's costs for one head and sequence: FLOPs forward and backward; HBM bytes forward and backward;
-    HBM bytes of the gradients of keys and values.
+@formulas.table(4)
+def visits(s: int, S: int, n: int, earlier: int, K: int, U: int, width: int, platform: str) -> attending.Counted:
+    """Count the visits and blocks of one head and sequence.
 
     n        devices along CONTEXT over which the queries are sharded, see `chunk_starts`
     earlier  1 if all keys precede all queries, else 0
+    K, U     widths of keys and values, in whole vectors of a TPU
     """
-    starts = ((S,),) if earlier else chunk_starts(s, n)
-    of_head, of_keys = (attending.hbm_bytes(s, S, starts, h, g, K, U, width, platform) for h, g in ((1, 0), (0, 1)))
-    return *attending.flops(s, S, starts, 1, K, U, width, platform), *of_head, of_keys[1]
+    return attending.count_visits(s, S, ((S,),) if earlier else chunk_starts(s, n), K, U, width, platform)
+
+
+def in_lanes(width: int) -> int:
+    """Round up to whole vectors of a TPU."""
+    return -(-width // hiding.LANES) * hiding.LANES
 
 
 def attention_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes):
@@ -170,8 +173,9 @@ def attention_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: S
     gathers = CONTEXT in keys.letters and CONTEXT not in queries.letters
     # A ring has two kinds of rows: with the local keys, and with another device's keys, which all precede the queries.
     n, earlier = (z.mesh[CONTEXT], 0) if gathers else (1, int(queries != keys))
-    flops, flops_back, moved, moved_back, of_keys = head_costs(s, S, n, earlier, K, U, z.width, z.platform)
-    ahead, back = (h * flops, h * moved), (h * flops_back, h * moved_back + g * of_keys)
+    counted = attending.Counted(*visits(s, S, n, earlier, in_lanes(K), in_lanes(U), z.width, z.platform))
+    moved = attending.hbm_bytes(counted, s, S, h, g, K, U, z.width)
+    ahead, back = zip(attending.flops(counted, h, K, U), moved, strict=True)
     if z.platform != "tpu" and row.recomputed and z.T <= attending.BLOCK and z.mesh[CONTEXT] == 1:
         # With a single block, XLA merges the recomputed scores with those that the backward pass computes.
         back = back[0] - 2 * h * K * s * S, back[1]
@@ -220,6 +224,7 @@ def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
     )
 
 
+@functools.singledispatch  # for formulas, see docs/planner_formulas.py
 @functools.cache
 def with_attention(c: ModelAtWork, way: str) -> ModelAtWork:
     return replace(c, work=replace(c.work, context_attention=way))
@@ -412,6 +417,7 @@ class Weights:
         return math.prod(sizes.get(letter, 1) for letter in "PLJ") // stages
 
 
+@functools.singledispatch  # for formulas, see docs/planner_formulas.py
 @functools.cache
 def declared(c: ModelAtWork) -> dict[str, sharding.Declaration]:
     return sharding.flatten_named(declare(c))

@@ -35,16 +35,19 @@
     return { microbatches, device_batch: local / microbatches };
   }
 
+  // The sizes of a model that is no preset (`cfg.sizes`) replace those of the preset of the same kind.
+  const sizesOf = (preset, cfg) => (cfg.sizes ? { ...cfg.sizes, n_blocks: cfg.sizes.n_layers } : preset.sizes);
+
   function requireFit(preset, cfg) {
-    const { mesh } = cfg;
-    for (const [name, letter, size, axes] of preset.dims) {
-      const parts = prod(pick(axes, mesh));
+    const { mesh } = cfg, sizes = sizesOf(preset, cfg);
+    for (const [name, letter, of, axes] of preset.dims) {
+      const parts = prod(pick(axes, mesh)), size = sizes[of] ?? of;
       require(size % parts === 0, `cannot split ${letter}=${size} of ${name} over mesh axes ${axes.join("*")} = ${parts} devices (${size} % ${parts} = ${size % parts})`);
     }
-    const [setting, heads] = preset.heads, shares = mesh.tensor * mesh.context;
+    const setting = preset.heads, heads = sizes[setting], shares = mesh.tensor * mesh.context;
     require(mesh.context === 1 || cfg.context_attention !== "all_to_all" || heads % shares === 0,
       `work.context_attention=all_to_all: model.${setting}=${heads} does not split over tensor*context = ${mesh.tensor}*${mesh.context} = ${shares} devices (${heads} % ${shares} = ${heads % shares})`);
-    const chunks = cfg.schedule === "interleaved" && mesh.stage > 1 ? 2 : 1, n = preset.n_blocks, parts = mesh.stage * chunks;
+    const chunks = cfg.schedule === "interleaved" && mesh.stage > 1 ? 2 : 1, n = sizes.n_blocks, parts = mesh.stage * chunks;
     require(n % parts === 0, `cannot split ${n} blocks of layers over stage=${mesh.stage} * work.chunks=${chunks} = ${parts} parts (${n} % ${parts} = ${n % parts})`);
   }
 
@@ -60,6 +63,15 @@
       data.links[row[i]].map((share, kind) => [`${name} ${kind}`, share * chip.link_bytes_per_s])));
   }
 
+  // overlap/weights.py: the slices of a vocabulary of v ids, and the ids per slice, for a loss over n tokens
+  function vocabularySlices(chunk, n, v) {
+    const least = Math.ceil(n / chunk);
+    let slices = least;
+    while (slices <= 2 * least && v % slices) slices += 1;
+    const words = Math.ceil(v / (slices <= 2 * least ? slices : least));
+    return [Math.ceil(v / words), words];
+  }
+
   // Formulas: plan/formulas.py -----------------------------------------------------------------------------------------
 
   const OPERATORS = {
@@ -73,6 +85,7 @@
     for (const [op, ...args] of operations) {
       if (op === "letter" || op === "flag") values.push(letters[args[0]] ?? 1);  // a link that the mesh lacks is never used
       else if (op === "is") values.push(Number(letters[args[0]] === args[1]));
+      else if (op === "look" && args[0] === "vocabulary_slices") values.push(vocabularySlices(...args.slice(2).map(value))[args[1]]);
       else if (op === "look") values.push(tables[args[0]][args.slice(2).map(value).join(" ")]?.[args[1]] ?? NaN);
       else values.push(OPERATORS[op](...args.map(value)));
     }
@@ -81,17 +94,19 @@
     return Object.fromEntries(Object.entries(results).map(([name, of]) => [name, whole(of)]));
   }
 
-  // cfg: {preset, chip, mesh: {axis: size}, batch_size, seq_len, schedule, remat, gather, tensor_exchange, context_attention}
+  // cfg: {preset, chip, mesh: {axis: size}, batch_size, seq_len, schedule, remat, gather, tensor_exchange, context_attention},
+  // and for a model that is no preset {sizes, tied}, from ownModel; `preset` is then a preset of the same kind
   function plan(data, cfg) {
     const preset = data.presets[cfg.preset], chip = data.chips[cfg.chip], { mesh } = cfg;
     try {
       const speeds = links(data, cfg), split = splitBatch(cfg);
       requireFit(preset, cfg);
       const sched = data.schedules[`${mesh.stage > 1 ? cfg.schedule : "1f1b"} ${mesh.stage} ${split.microbatches}`];
+      require(sched, `this page knows pipelines of at most 32 stages, not stage=${mesh.stage}`);
       require(typeof sched !== "string", sched);
       const on_tpu = chip.torus_dims > 0;
-      const letters = { ...cfg, ...mesh, ...speeds, ...split, ...sched, ...chip, chip: data.hides.includes(cfg.chip) ? cfg.chip : "", platform: on_tpu ? "tpu" : "cpu" };
-      const one = { ...evaluate(data.formulas[cfg.preset], letters, data.tables), split, devices: prod(pick(AXES, mesh)), limit_bytes: chip.memory_bytes };
+      const letters = { ...sizesOf(preset, cfg), ...cfg, ...mesh, ...speeds, ...split, ...sched, ...chip, chip: data.hides.includes(cfg.chip) ? cfg.chip : "", platform: on_tpu ? "tpu" : "cpu" };
+      const one = { ...evaluate(data.formulas[preset.formulas + (cfg.tied ? " tied" : "")], letters, data.tables), split, devices: prod(pick(AXES, mesh)), limit_bytes: chip.memory_bytes };
       if (!on_tpu) one.expected = null;
       one.fits = one.peak_bytes <= one.limit_bytes;
       one.mfu = one.model_flops / one.step_s / chip.peak_flops_per_s;

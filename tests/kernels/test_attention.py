@@ -176,7 +176,7 @@ def test_fully_masked_blocks_are_not_visited(n):
         _, visits_i, first_j = attention_gpu.program_tables(starts, T // n, T, here, block)
         assert np.array_equal(visits_i, np.count_nonzero(met, axis=1))
         assert np.array_equal(len(met) - first_j, np.count_nonzero(met, axis=0))
-    forward, _ = attention.flops(T // n, T, starts, H, K, U, 4, "cpu")
+    forward, _ = attention.flops(attention.count_visits(T // n, T, starts, K, U, 4, "cpu"), H, K, U)
     assert n * forward == H * (K + U) * T**2 * (blocks + 1) / blocks
 
 

@@ -251,7 +251,8 @@ def test_attention_fits_long_sequences_and_wide_heads(topology, T, h, g, K, U, d
     """Catches blocks that do not fit a core's memory, kernels that compile only on one generation, and FLOPs that the
     ledger misses or that differ from the prediction."""
     mesh, starts = compiled.topology_mesh(MeshConfig(fsdp=2, context=2), topology), context.chunk_starts(T // 2, 2)
-    ahead, back = attention.flops(T // 2, T, starts, h, K, U, jax.numpy.dtype(dtype).itemsize, "tpu")
+    counted = attention.count_visits(T // 2, T, starts, K, U, jax.numpy.dtype(dtype).itemsize, "tpu")
+    ahead, back = attention.flops(counted, h, K, U)
 
     def local(q, k, v, d_mixed, segments_bs, segments_bS):
         more = segments_bs, segments_bS, starts, sharding.axis_index(CONTEXT)

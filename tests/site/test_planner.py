@@ -34,7 +34,7 @@ SHORT = {
     "schedule": "gpipe", "remat": "branches", "tensor_exchange": "ring", "context_attention": "gather",
 }  # fmt: skip  # the last chunk of the vocabulary is shorter than the others
 ALONE = ("this mesh has",)  # errors of the page alone: it chooses a topology, Python gets one
-PLANS = 500
+PLANS, OWN_PLANS = 500, 200
 
 
 def in_browser(points: list[dict]) -> list[dict]:
@@ -60,7 +60,8 @@ def in_python(point: dict) -> planner.Plan | str:
             "work.context_attention": point["context_attention"],
             "work.schedule": point["schedule"], "work.device_batch": point["batch_size"],
             "work.chunks": 2 if point["schedule"] == "interleaved" and point["mesh"]["stage"] > 1 else 1,
-        })  # fmt: skip
+        } | {f"model.{name}": size for name, size in point.get("sizes", {}).items()}
+          | ({"model.tie_embeddings": True} if point.get("tied") else {}))  # fmt: skip
         return planner.plan(cfg, f"{point['chip']}:{shapes[devices]}")
     except UserError as error:
         return str(error).split("; ")[0]
@@ -82,6 +83,21 @@ def draw(rng: random.Random) -> dict:
         "tensor_exchange": rng.choice(["ring", "gather"]),
         "context_attention": rng.choice(["gather", "ring", "all_to_all"]),
     }  # fmt: skip
+
+
+def draw_model(rng: random.Random) -> dict:
+    """Draw a model that is no preset, mostly with sizes that split over several meshes."""
+    of, sparse, keys = lambda most, step: step * rng.randint(1, most), rng.random() < 0.5, 2 ** rng.randint(0, 6)
+    sizes = {
+        "vocab_size": of(1100, rng.choice([1, 8, 128])), "d_model": of(96, 128),
+        "n_layers": of(24, rng.choice([1, 2, 4])), "n_heads": keys * rng.choice([1, 3, 4, 7]), "n_kv_heads": keys,
+        "d_head": rng.choice([24, 64, 80, 128, 192, 256]),
+    }  # fmt: skip
+    if sparse:
+        experts = rng.choice([3, 8, 16, 64])
+        return {"preset": "mixtral_8x7b", "sizes": sizes | {
+            "n_experts": experts, "top_k": rng.randint(1, min(experts, 8)), "d_expert": of(100, 64)}}  # fmt: skip
+    return {"preset": "llama3_8b", "sizes": sizes | {"d_ff": of(200, 96)}, "tied": rng.random() < 0.5}
 
 
 def slices(one: planner.Plan) -> str:
@@ -125,6 +141,30 @@ def test_the_browser_computes_the_planners_numbers():
         assert len(counted) == len({point[name] for point in points}) and min(counted.values()) >= 8, counted
     assert {*map(slices, plans)} == {"one", "equal", "unequal"}
     assert len(refused) >= 8, [*refused]
+    compare(points, plans, refused)
+
+
+def test_the_browser_plans_models_that_are_no_presets():
+    """Catches a size that the page's formulas keep from the preset, and a size that splits otherwise in Python."""
+    rng, points, plans, refused = random.Random(1), [], [], {}
+    while len(plans) < OWN_PLANS:
+        point = draw(rng) | draw_model(rng)
+        if isinstance(one := in_python(point), str):
+            refused.setdefault(re.sub(r"\d+", "0", one)[:40], []).append((point, one))
+        else:
+            points.append(point)
+            plans.append(one)
+    kinds = collections.Counter((point["preset"], point.get("tied", False)) for point in points)
+    assert len(kinds) == 3 and min(kinds.values()) >= 20, kinds
+    assert {*map(slices, plans)} == {"one", "equal", "unequal"}
+    axes = collections.Counter(axis for point in points for axis, n in point["mesh"].items() if n > 1)
+    assert len(axes) == len(AXES) and min(axes.values()) >= 20, axes
+    assert {point["sizes"]["d_model"] >= 2048 for point in points} == {True, False}  # see `hiding.is_wide`
+    compare(points, plans, refused)
+
+
+def compare(points: list[dict], plans: list[planner.Plan], refused: dict[str, list]) -> None:
+    """Compare the browser's numbers and messages with Python's."""
     refusals = [case for same in refused.values() for case in same[:10]]
     found = in_browser([*points, *(point for point, _ in refusals)])
     wrong = [(point, of) for point, one, there in zip(points, plans, found, strict=False)
