@@ -622,22 +622,25 @@ seen(llama("fsdp=128,context=16,tensor=8", T=131_072))
 #
 # ## One sheet of thresholds
 #
-# *peak* is FLOP/s of a device, *bandwidth* its bytes/s in one direction, N its tokens per pass.
+# *peak* is the FLOP/s of a device, *bandwidth* its bytes/s in one direction, and N the tokens of a device per
+# pass.
 #
-# | threshold | what it assumes | value | chapter |
+# | threshold | what it assumes | example | chapter |
 # |---|---|---|---|
-# | `fsdp` alone: N > peak/bandwidth | weights gathered twice and gradients reduce-scattered, 2 bytes per number, all of it overlapped; no recomputation; on a torus, all three axes (six links) | v5p: **850**; H100 node: 2,198, but 2,680 at the measured 369 GB/s of NVLink | 03, 10 |
-# | the same, recomputed | 8 FLOPs per parameter and token instead of 6, still two gathers: 3/4 of it | v5p: 638 | 04 |
-# | the same, on one torus axis | two links instead of six | v5p: 2,550 | [scaling book](https://jax-ml.github.io/scaling-book/training) |
-# | the same, sparse | all P parameters are gathered, a token uses the active ones: times P/active | Mixtral 8x7B on v5p: 3,077 | 07 |
-# | `tensor`: n_t < 1 + (8/11)(W/(2 D)) bandwidth/peak | W parameters in a layer; 11 collectives in a recomputed layer take as long as its matmuls | 70B on v5p: 16 | 04 |
+# | `fsdp` alone: N > peak/bandwidth | no recomputation; on a torus, all three axes (six links) | v5p: **850** | 03, 10 |
+# | the same, recomputed (remat): 3/4 of it | 8 FLOPs per parameter and token, still two gathers | v5p: 638 | 04 |
+# | the same, on one torus axis: 3 times | two links instead of six | v5p: 2,550 | [scaling book](https://jax-ml.github.io/scaling-book/training) |
+# | the same, sparse: times P/active | all P parameters are gathered, a token uses the active ones | Mixtral 8x7B on v5p: 3,077 | 07 |
+# | `tensor`: n_t < 1 + (8/11)(W/(2 D)) bandwidth/peak | 11 collectives in a recomputed layer take as long as its matmuls | 70B on v5p: 16 | 04 |
 # | `tensor` as a ring: columns per device > peak/bandwidth | each chunk overlaps with its own matmul, on one torus axis | v5p: 2,550, H100: 2,198 | 04 |
-# | `stage`: idle (n_s - 1)/(Z + n_s - 1) | equal stages; with v chunks per stage, Z v instead of Z | 19% for Z = 4 n_s and n_s = 16 | 05 |
-# | `context`: n_c < W/(2 G K) bandwidth/peak | keys and values all-gathered twice, gradients reduce-scattered, without the FLOPs of attention; all overlapped | 70B on v5p: 328, on two torus axes | 06 |
-# | `expert`: N < 2.25 E M/top_k | compares bytes: four all-to-alls against two gathers and a reduce-scatter of all experts; an eighth of it if the *expert group* spans GPU nodes, because an all-gather uses all network cards of a node | Mixtral 8x7B: 129,024; expert group across nodes 16,128 | 07 |
-# | latency | 1 us per message: it takes longer than the bytes of a smaller message | per link, v4: 45 kB, v5p: 90 kB; a network card: 50 kB; NVLink: 450 kB | 00, 06, 07 |
+# | `stage`: idle (n_s - 1)/(Z + n_s - 1) | equal stages; with v chunks per stage, Z v instead of Z | 19% for Z = 4 n_s, n_s = 16 | 05 |
+# | `context`: n_c < W/(2 G K) bandwidth/peak | without the FLOPs of attention | 70B on v5p, two torus axes: 328 | 06 |
+# | `expert`: N < 2.25 E M/top_k | compares bytes; an eighth of it across GPU nodes | Mixtral 8x7B: 129,024; across nodes 16,128 | 07 |
+# | latency: bytes per message > 1 us x bandwidth | 1 us per message takes longer than a smaller message's bytes | v4 45 kB, v5p 90 kB, card 50 kB, NVLink 450 kB | 00, 06, 07 |
 #
-# The next cell computes them for a layer of a 70B model (W = 856M, D = 8,192, 8 KV heads of 128).
+# NVLink is counted at its specified 450 GB/s. At the measured 369 GB/s, the 2,198 tokens of an H100 node become
+# 2,680 (10). For other chips, and a layer of a 70B model (W = 856M, D = 8,192, 8 KV heads of 128), the rows are
+# as follows. On GPUs, `tensor` is at most the node's 8.
 
 # %%
 W, D_, GK = 855.6e6, 8192, 1024
@@ -655,7 +658,8 @@ def thresholds(topology, whole, split):
 
 
 # %%
-print(" " * 9, "  fsdp recomp.  1 axis Mixtral DeepSeek tensor context")
+COLUMNS = "fsdp", "remat", "1 axis", "Mixtral", "DeepSeek", "tensor", "context"
+print(f"{'':9}", *(f"{name:>8}" for name in COLUMNS))
 for topology, whole, split in (
     ("v4:4x4x4", "fsdp=64", "context=16,tensor=4"),
     ("v5p:4x4x4", "fsdp=64", "context=16,tensor=4"),
@@ -663,8 +667,10 @@ for topology, whole, split in (
     ("h100:16", "fsdp=16", "context=2,tensor=8"),
     ("b200:16", "fsdp=16", "context=2,tensor=8"),
 ):
-    found = thresholds(topology, whole, split)
-    print(f"{topology:9}", *(f"{x:7,.0f}" for x in found))
+    *found, tensor, context = thresholds(topology, whole, split)
+    tensor = "all 8" if topology[0] in "hb" and tensor > 8 else f"{tensor:.0f}"
+    found = [f"{x:,.0f}" for x in found] + [tensor, f"{context:.0f}"]
+    print(f"{topology:9}", *(f"{x:>8}" for x in found))
 
 # %% tags=["remove-cell"]
 v5p = thresholds("v5p:4x4x4", "fsdp=64", "context=16,tensor=4")
@@ -993,18 +999,17 @@ assert [*lengths.values()] == [32, 32, 16]
 # %% [markdown]
 # ## In one table
 #
-# N is the tokens per device, L the number of layers, D the model dim, P the parameters. Bytes are per
-# device and step. *peak* is the FLOP/s of a device, *bandwidth* its bytes/s. The limits of `tensor` and
-# `context` are for the 70B model.
+# Shapes and bytes are per device, layer and pass, without recomputation. *peak* is the FLOP/s of a device,
+# *bandwidth* its bytes/s. The limits of `tensor` and `context` are for the 70B model.
 #
 # | axis | JAX, PyTorch | Megatron-LM | a device stores | forward | backward | bytes | exposed? | when |
 # |---|---|---|---|---|---|---|---|---|
-# | `data` | `psum` of gradients; DDP, outer dim of HSDP | DP | `x_bD`, all weights | nothing | sum of gradients | 8 P/(n_s n_f n_t) with `fsdp` inside | at the end of a step | slowest network: pods |
-# | `fsdp` | `all_gather`; `fully_shard` (FSDP2), ZeRO-3 | Megatron-FSDP | `x_bD`, `w_dF` | all-gather `w_DF` | all-gather, reduce-scatter | 6 P/(n_s n_t) per pass | can be prefetched | if overlapped: N > (peak/bandwidth) P/active: v4 1,019, v5p 850, one H100 node 2,198, two 2,472 |
-# | `tensor` | `all_gather`, `psum_scatter`; `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` | TP with `--sequence-parallel` | `x_btD`, `w_Df` | all-gather `x`, reduce-scatter `y` | the same, twice | 22 N D (n_t - 1) L | yes: needed at once | fewer sequences or tokens; v4, v5p: an axis of 4 to 16; H100: up to 8, also in two nodes |
-# | `stage` | `ppermute`; `Schedule1F1B`, `ScheduleInterleaved1F1B` | PP | L/n_s layers | `x` to the next | `dx` to the previous | 4 N D L at most | its bubble is | H100 from two nodes on, if N < 2,472 or gathers are exposed; rarely on v4, v5p, one node |
-# | `context` | `ppermute` ring; `context_parallel` | CP | `x_btD`, `t = T/n` | all-gather keys, values | reduce-scatter their gradients | 12 G K T L per sequence | a ring overlaps some | fewer sequences than groups; n_c < 273 (v4), 328 (v5p), 190 (node), 21 (two) |
-# | `expert` | `all_to_all`; `ExpertParallel` (torchtitan) | EP | E/n experts | dispatch, combine | the same | 8 N D top_k L | yes | sparse; N per pass < 2.25 E M/top_k; an eighth of it if the expert group spans GPU nodes |
+# | `data` | `psum` of gradients; DDP, outer dim of HSDP | DP | `x_bD`, all weights | nothing | sum of gradients | 8 W/(n_f n_t) per step, with `fsdp` inside | at the end of a step | slowest network: pods |
+# | `fsdp` | `all_gather`; `fully_shard` (FSDP2), ZeRO-3 | Megatron-FSDP | `x_bD`, `w_dF` | all-gather `w_DF` | all-gather, reduce-scatter | 6 W/n_t | if N < (peak/bandwidth) P/active, or not prefetched | N above: v4 1,019, v5p 850, one H100 node 2,198, two 2,472 |
+# | `tensor` | `all_gather`, `psum_scatter`; `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` | TP with `--sequence-parallel` | `x_btD`, `w_Df` | all-gather `x`, reduce-scatter `y` | the same | 16 N D (n_t - 1) | yes: needed at once | fewer sequences or tokens; v4, v5p: 4 to 16; H100: up to 8 |
+# | `stage` | `ppermute`; `Schedule1F1B`, `ScheduleInterleaved1F1B` | PP | L/n_s layers | `x` to the next | `dx` to the previous | 4 N D at most | its bubble is | GPU nodes, if N < peak/bandwidth or gathers are exposed |
+# | `context` | `ppermute` ring; `context_parallel` | CP | `x_btD`, `t = T/n` | all-gather keys, values | reduce-scatter their gradients | 12 G K T per sequence | a ring overlaps some | fewer sequences than groups; n_c < 273 (v4), 328 (v5p), 190 (node), 21 (two) |
+# | `expert` | `all_to_all`; `ExpertParallel` (torchtitan) | EP | E/n experts | dispatch, combine | the same | 8 N D top_k | yes | sparse; N < 2.25 E M/top_k, an eighth of it across GPU nodes |
 #
 # ## Three lines to keep
 #
