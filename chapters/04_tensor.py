@@ -66,10 +66,16 @@ left, right = plt.gcf().axes[2:]
 for bar in left.collections[2:]:
     bar.set_facecolor(lesson.COLORS["fsdp"])
 left.text(4.5, 1, "overlapped", ha="center", va="center", size=8)
-says = (f"{8 * half:.1f} ms of compute, between",
-        f"{11 * stream_ms:.1f} ms of exposed gathers\nand reduce-scatters")  # fmt: skip
-for y, text in enumerate(says):
-    right.text(at + 0.2, y, text, va="center", size=8)
+
+# %% tags=["hide-input"]
+zoom = right.inset_axes([0.3, 0.3, 0.7, 0.62])  # the same bars, enlarged
+for row, (bars, axis) in enumerate(((compute, ""), (network, "tensor"))):
+    look = dict(fc=lesson.COLORS.get(axis, lesson.NEUTRAL), alpha=0.6, ec="k", lw=0.6)
+    spans = [(begin, length) for _, begin, length in bars]
+    zoom.broken_barh(spans, (row - 0.38, 0.76), **look)
+zoom.set(xticks=[0, 0.5, 1, 1.5], yticks=[], xlim=(0, 1.05 * at), ylim=(1.6, -0.6))
+zoom.tick_params(labelsize=8, length=2)
+zoom.set_title("enlarged", size=8)
 
 # %% tags=["remove-cell"]
 assert sum(length for *_, length in network) == 11 * stream_ms
@@ -82,7 +88,7 @@ assert 4.3 < 4 * forward / at < 4.6
 # in each direction. The backward pass recomputes the layer (activation checkpointing, chapter 03).
 # **Communication**, the bytes that devices send each other, overlaps with compute in FSDP: the next layer's
 # weights arrive during this layer's matmuls. Tensor parallelism's communication is *exposed*: the next matmul
-# waits for it.
+# waits for it. Between 0.9 ms of compute, each GPU spends 0.7 ms on gathers and reduce-scatters (red).
 #
 # > **Predict.** Four sequences instead of one: how many times as many bytes does a device send *for each
 # > FLOP* that it computes, with tensor parallelism?
@@ -158,12 +164,13 @@ lesson.slices(panels[0, 2], mesh, columns, "NF", "y")
 lesson.slices(panels[1, 0], mesh, columns, "ND", "x")
 lesson.slices(panels[1, 1], mesh, rows, "DF", "w by rows")
 axes = panels[1, 2]
-axes.set(xticks=[], yticks=[], xlabel="F", title="y: four partial sums")
+axes.set(xticks=[], yticks=[], xlabel="F", title="y", ylabel="")
 axes.spines[:].set_visible(False)
-for i in range(n):  # each of full size
-    look = {"facecolor": red, "edgecolor": "black", "alpha": 0.3 + i / 6}
-    axes.add_patch(plt.Rectangle((0.12 * i, 0.45 - 0.15 * i), 0.64, 0.55, **look))
-    axes.text(0.06 + 0.12 * i, 0.92 - 0.15 * i, i, size=9, ha="center", va="center")
+look = dict(fc="#f3cfd0", ec="black", hatch="///")  # as in chapter 01
+axes.add_patch(plt.Rectangle((0, 0), 1, 1, **look))
+paper = {"facecolor": "white", "edgecolor": "none", "pad": 2}
+says = "0, 1, 2, 3:\neach its own\npartial sum"
+axes.text(0.5, 0.5, says, size=9, ha="center", va="center", bbox=paper)
 title = "Sharded columns need no communication; sharded rows need a sum"
 title = figure.suptitle(title, x=0.02, ha="left")
 
@@ -440,14 +447,14 @@ print(f"loss {found[0]:.5f}, and {len(found[1])} gradients match a single-device
 #
 # > **Predict.** The block's forward pass has two gathers and two reduce-scatters. How many gathers and
 # > reduce-scatters does a training step have in total, if it saves only the block's input and recomputes the
-# > block in the backward pass?
+# > block in the backward pass? (Does the backward pass need the block's result?)
 
 # %%
 my_prediction = None  # gathers and reduce-scatters
 
 
-def collectives_of_a_step(again):
-    layer = again(lambda w, x_BtD: block(w, x_BtD, join, add))
+def collectives_of_a_step(wrap):
+    layer = wrap(lambda w, x_BtD: block(w, x_BtD, join, add))
     loss = lambda w, x_BtD: psum(jnp.sum(layer(w, x_BtD) ** 2), TENSOR)
     loss = jax.shard_map(loss, mesh=mesh, in_specs=(cuts, sliced), out_specs=P())
     found = lesson.compiled(jax.grad(loss, argnums=(0, 1)), mesh, w, x_BTD)
@@ -496,24 +503,25 @@ for size in (2, 8):
 
 # %% [markdown]
 # The 16 saved inputs, 2 MiB in total, are sharded only with sequence parallelism, which matters most on 8
-# devices. The bytes sent are nearly the same, because an all-reduce *is* a reduce-scatter and a gather: the
-# five all-reduces count as 10 of those, against 11 with sequence parallelism.
+# devices. The bytes sent are nearly the same. Without sequence parallelism, a block has five all-reduces: two
+# in the forward pass, one recomputed, and two in the backward pass. Each sends as much as a reduce-scatter and
+# a gather, so they count as 10, against 11 with sequence parallelism.
 #
 # ## Vocabulary-parallel cross-entropy
 #
 # The unembedding (LM head) is sharded by columns, so each device has v = V/n of every token's logits (V is
 # the size of the vocabulary). The loss needs the logarithm of a sum over all V. You can add the sums of the
-# shards, so devices send only three numbers per token: the largest logit, the sum, and the target's logit.
+# shards, so devices send only three values per token: the largest logit, the sum, and the target's logit.
 
 
 # %%
-def nats_gathered(w_Dv, x_ND, targets_N):
+def cross_entropy_gathered(w_Dv, x_ND, targets_N):
     logits_NV = all_gather(x_ND @ w_Dv, TENSOR, axis=1, tiled=True, to="invarying")
     at_N = jnp.take_along_axis(logits_NV, targets_N[:, None], axis=1)[:, 0]
     return jax.nn.logsumexp(logits_NV, axis=1) - at_N
 
 
-def nats(w_Dv, x_ND, targets_N):
+def cross_entropy(w_Dv, x_ND, targets_N):
     logits_Nv = x_ND @ w_Dv
     v = logits_Nv.shape[1]
     top_N = pmax(jax.lax.stop_gradient(logits_Nv.max(axis=1)), TENSOR)
@@ -533,7 +541,7 @@ cut, tokens_N = (columns, everywhere, everywhere), np.arange(N) % F
 shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
 llama = shape(4096, 128_256), shape(1024, 4096), jax.ShapeDtypeStruct((1024,), int)
 sent, both = [], []
-for function in (nats_gathered, nats):
+for function in (cross_entropy_gathered, cross_entropy):
     program = on_devices(function, cut)
     both.append(program(w_up_DF, x_ND, tokens_N))
     sent.append(lesson.compiled(program, mesh, *llama).total.wire_bytes)
@@ -542,20 +550,20 @@ times = sent[0] / sent[1]
 
 # %%
 my_prediction = None  # times
-print(f"for 1,024 tokens: gathered {sent[0]:,} bytes, three numbers {sent[1]:,}")
-lesson.predicted("gathered logits / three numbers", my_prediction, times, "times")
+print(f"for 1,024 tokens: gathered {sent[0]:,} bytes, three values {sent[1]:,}")
+lesson.predicted("gathered logits / three values", my_prediction, times, "times")
 
 # %% tags=["remove-cell"]
 assert times == 128_256 / 6
 
 # %% [markdown]
-# The all-gather sends V numbers per token once, and the all-reduces send 3 numbers twice: the ratio is V/6.
+# The all-gather sends V values per token once, and the all-reduces send 3 values twice: the ratio is V/6.
 #
 # ## What it costs
 #
 # Take one layer with recomputation, in bfloat16 (2 bytes), on n devices that work together on N tokens. A
-# device does *peak* FLOP/s, and *bandwidth* is the bytes/s that it sends in one direction along the axis. In
-# a training step,
+# device does *peak* FLOP/s, and *bandwidth* is the bytes/s that it can send to all its neighbors on the axis
+# together: 2 links of 90 GB/s in a ring of v5p, 450 GB/s through NVLink's switch on H100. In a training step,
 #
 # - compute is 8 FLOPs per parameter and token (2 forward, 2 recomputed, 4 backward), shared by n devices:
 #   **8 · parameters · N / (n · peak)** seconds;
@@ -587,8 +595,7 @@ for chips, m, n_ in (("v5p:4x4x4", 16, 4), ("h100:8", 1, 8)):
 
 # %% [markdown]
 # The planner differs from the rule in two ways. It adds the compute of attention's scores. And it knows that
-# recomputation skips the MLP's last matmul. The logits are left out here: they add 8% to the compute of
-# `llama3_8b`, and 41% to that of the narrow `dense_124m`.
+# recomputation skips the MLP's last matmul. The logits are left out here.
 #
 # So `tensor` slows down a step that has enough tokens for FSDP, because FSDP's communication can overlap
 # completely. It is faster if each chip has few tokens. Chapter 09 has one sheet, "Thresholds", with the
@@ -599,19 +606,11 @@ for chips, m, n_ in (("v5p:4x4x4", 16, 4), ("h100:8", 1, 8)):
 #
 # If the axis spans two nodes, it costs more than its bytes suggest: the [Ultra-Scale
 # Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured a **throughput** (tokens/s)
-# of 10,889 per GPU at tensor=8, and 6,159 at 16. With many nodes it also slows down `fsdp`, whose groups then
-# use one network card per node instead of eight. A network switch that can add arrays reduces the bytes: with
-# NVLink SHARP, an all-reduce, but not a gather, sends its payload once instead of twice. In practice that
-# makes it [some 30%](https://jax-ml.github.io/scaling-book/gpus) faster.
+# of 10,889 per GPU at tensor=8, and 6,159 at 16. A network switch that can add arrays reduces the bytes. With
+# NVLink SHARP, an all-reduce sends its payload once instead of twice, and in practice becomes [some
+# 30%](https://jax-ml.github.io/scaling-book/gpus) faster. A gather adds nothing, so it gains nothing.
 #
-# How long does one gather take, and when does latency dominate?
-
-# %% tags=["remove-cell"]
-for name, share in (("llama3_8b", 0.08), ("dense_124m", 0.41)):
-    cfg = preset(name, mesh="fsdp=16,tensor=4", **settings)
-    parts = planner.plan(cfg, "v5p:4x4x4").flops
-    logits = parts["logits"] / (sum(parts.values()) - parts["logits"])
-    assert abs(logits - share) < 0.005, "the text says 8% and 41%"
+# When does latency dominate?
 
 # %% tags=["hide-input"]
 groups = ("v5p, a ring of 4", 4, 180e9), ("H100, a node of 8", 8, 450e9)
@@ -640,7 +639,7 @@ def gathered(x_tD, w_Df):  # t = T/n positions of one sequence
     return all_gather(x_tD, TENSOR, axis=0, tiled=True) @ w_Df
 
 
-def in_turn(x_tD, w_Df):
+def ring_matmul(x_tD, w_Df):
     here, chunks = axis_index(TENSOR), []
     for _ in range(n):
         chunks.append(x_tD @ w_Df)  # while the next chunk is in flight
@@ -649,17 +648,19 @@ def in_turn(x_tD, w_Df):
     return in_order.reshape(-1, w_Df.shape[1])
 
 
-for function in (gathered, in_turn):
+for function in (gathered, ring_matmul):
     run = on_devices(function, (rows, columns), columns)
     assert lesson.same(run(x_ND, w_up_DF), y_NF)
     lesson.listed(lesson.compiled(run, devices(n), x_ND, w_up_DF))
 
 # %% [markdown]
 # The ring sends the same bytes in n - 1 messages (`ppermute`), and each message overlaps with a matmul.
-# With f columns per device, the matmul of t positions takes 2 t D f / peak seconds, and sending them takes
-# 2 t D / bandwidth. So the communication can overlap fully if **f > peak / bandwidth**, the ratio printed
-# above: 2,550 columns on v5p, 2,198 on H100. At tensor=2, `llama3_8b` has 14,336 columns per device in the
-# MLP's gate and up matrices, and 3,072 for queries, keys and values.
+# With f columns per device, the matmul of t positions takes 2 t D f / peak seconds, and sending them in
+# bfloat16 takes 2 t D / bandwidth. So the communication can overlap fully if **f > peak / bandwidth**, the
+# ratio printed above: 2,550 columns on v5p, 2,198 on H100. On v5p this needs both links of a ring, so the
+# project's ring (`overlap.rings`) sends half of each chunk in each direction. `ring_matmul` sends only to the
+# next device, over one link, and needs 5,100 columns there. At tensor=2, `llama3_8b` has 14,336 columns per
+# device in the MLP's gate and up matrices, and 3,072 for queries, keys and values.
 #
 # The time saved is less than that, because n small matmuls take longer than a large one. These step times
 # compare the ring with the gather. They are simulated from the TPU compiler's schedule, not measured on a
@@ -673,7 +674,7 @@ for function in (gathered, in_turn):
 # before the matmul that should overlap with it. The compiler for v5e runs them one after another. On GPUs,
 # PyTorch
 # [reports](https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487)
-# that this saves up to 8% of a step ("async TP"). Simulated devices cannot show time.
+# that this saves up to 8% of a step ("async TP").
 
 # %% [markdown]
 # ## Exercise 1: where does the bias go?
@@ -693,9 +694,9 @@ def partial_sums(n):
     return jnp.stack([dense(up_DF[:, f], down_FD[f], stream_BTD) for f in parts])
 
 
-def settled(settle, n):
+def finished(answer, n):
     """Compile what each of n devices returns, of shape [n, B, T/n, D]."""
-    branch = lambda partials, bias_D: lesson.answered(settle)(partials[0], bias_D)[None]
+    branch = lambda partials, bias_D: lesson.answered(answer)(partials[0], bias_D)[None]
     return on_devices(branch, (P(TENSOR), everywhere), P(TENSOR), n)
 
 
@@ -721,15 +722,15 @@ def mistaken(b):
 
 
 # %% tags=["hide-input"]
-def check_settle(settle):
-    run = lambda n: settled(settle, n)(partial_sums(n), bias_D)
+def check_finish(answer):
+    run = lambda n: finished(answer, n)(partial_sums(n), bias_D)
     right, mistakes = mistaken(bias_D)
     line = lesson.diagnose(run, [(2,), (4,)], right, mistakes, "Right")
     if line.startswith("Not yet: it is wrong"):
         return f"{line} On 4 devices it is {lesson.ratio(run(4), right(4))}."
     if line != "Right":
         return line
-    found = lesson.compiled(settled(settle, 4), devices(4), partial_sums(4), bias_D)
+    found = lesson.compiled(finished(answer, 4), devices(4), partial_sums(4), bias_D)
     times = found.total.wire_bytes / (3 / 4 * stream_BTD.nbytes)
     if times > 1.1:
         many = f"{times:.3g} times the bytes"
@@ -738,11 +739,11 @@ def check_settle(settle):
 
 
 # %%
-def settle(partial_BTD, bias_D):
+def finish_row_parallel(partial_BTD, bias_D):
     return ...
 
 
-print(check_settle(settle))
+print(check_finish(finish_row_parallel))
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -787,14 +788,14 @@ for answer, hint in [
     (lambda y, b: scatter(y, 3) + b, "It stops"),
     (lambda y, b: jnp.concatenate([y, y], 1) + b, "your result has shape"),
 ]:
-    assert hint in check_settle(answer), (hint, check_settle(answer))
+    assert hint in check_finish(answer), (hint, check_finish(answer))
 
 # %% [markdown]
 # ## Exercise 2: two matrices in one
 #
-# A gated MLP has two first matrices, gate and up. Here they are stored as one matrix with 2F columns, [gate |
-# up]. If it is sharded over n devices, each device gets 2F/n adjacent columns, and `fused` uses the first
-# half of them as gate. In which order must you store the 2F columns?
+# The bug of chapter 01 was a gated MLP whose gate and up matrices are stored as one matrix with 2F columns,
+# [gate | up]. Suppose that you have to keep one matrix. Each device gets 2F/n adjacent columns, and `fused`
+# uses the first half of them as gate. In which order must you store the 2F columns?
 
 
 # %%
@@ -898,9 +899,9 @@ logits_NV = jnp.round(4 * draw(11, 24, 32)) / 4  # coarse, so that some are equa
 ids_N, (tokens, vocabulary) = jnp.argmax(logits_NV, axis=1), logits_NV.shape
 
 
-def sampler(likeliest, n):
+def sampler(argmax_sharded, n):
     """What each of n devices returns, of shape [n, N]."""
-    answer = lambda logits_Nv: lesson.answered(likeliest)(logits_Nv)[None]
+    answer = lambda logits_Nv: lesson.answered(argmax_sharded)(logits_Nv)[None]
     return on_devices(answer, (columns,), P(TENSOR), n)
 
 
@@ -929,8 +930,8 @@ MISTAKES = [
 
 
 # %% tags=["hide-input"]
-def check_likeliest(likeliest):
-    run = lambda n: sampler(likeliest, n)(logits_NV)
+def check_argmax(argmax_sharded):
+    run = lambda n: sampler(argmax_sharded, n)(logits_NV)
     same = lambda ids: lambda n: jnp.stack([ids(n)] * n)
     own = "Each device returns its own best id. Which has the largest logit?"
     mistakes = [(lambda n: local(n).T, own), (lambda n: ids(n).T, own)]
@@ -938,18 +939,18 @@ def check_likeliest(likeliest):
     line = lesson.diagnose(run, [(2,), (4,)], same(lambda n: ids_N), mistakes, "Right")
     if line != "Right":
         return line
-    found = lesson.compiled(sampler(likeliest, 4), devices(4), logits_NV)
+    found = lesson.compiled(sampler(argmax_sharded, 4), devices(4), logits_NV)
     sent = found.total.wire_bytes / tokens
     verdict = "at most 16." if sent <= 16 else "that is over 16. What must you send?"
     return f"The right ids, with {sent:.0f} bytes per token on 4 devices: {verdict}"
 
 
 # %%
-def likeliest(logits_Nv):
+def argmax_sharded(logits_Nv):
     return ...
 
 
-print(check_likeliest(likeliest))
+print(check_argmax(argmax_sharded))
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -960,7 +961,7 @@ print(check_likeliest(likeliest))
 # return pmin(jnp.where(top_N == pmax(top_N, TENSOR), token_N, 2**30), TENSOR)
 # ```
 #
-# These are two all-reduces of one number: 12 bytes per token, for any V.
+# These are two all-reduces of one value: 12 bytes per token, for any V.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -971,12 +972,12 @@ whole = lambda x, **to: all_gather(x, TENSOR, axis=1, tiled=True, **to)
 
 
 def solution(reduce=smallest, offset=1):
-    def likeliest(x):
+    def argmax_sharded(x):
         top, v = jnp.max(x, axis=1), x.shape[1]
         word = jnp.argmax(x, axis=1) + offset * axis_index(TENSOR) * v
         return reduce(word, top == pmax(top, TENSOR))
 
-    return likeliest
+    return argmax_sharded
 
 
 for answer, hint in [
@@ -999,7 +1000,7 @@ for answer, hint in [
     (lambda x: pmax(jnp.max(x, axis=1), TENSOR), "These are logits"),
     (lambda x: pmax(x), "It stops"),
 ]:
-    assert hint in check_likeliest(answer), (hint, check_likeliest(answer))
+    assert hint in check_argmax(answer), (hint, check_argmax(answer))
 
 # %% [markdown]
 # ## A bug to find
@@ -1225,12 +1226,12 @@ for answer, hint in [
 #
 # | | `tensor`, with sequence parallelism |
 # |---|---|
-# | in letters | `x_btD -> x_bTD @ w_Df -> h_bTf @ w_fD -> partial_bTD -> x_btD` |
+# | shapes | `x_btD -> x_bTD @ w_Df -> h_bTf @ w_fD -> partial_bTD -> x_btD` |
 # | each device stores | 1/n of columns or rows; between blocks 1/n of the positions |
 # | forward | a gather and a reduce-scatter in each half of a block |
 # | backward | a reduce-scatter and a gather per half; with recomputation, also 3 of the block's 4 forward collectives |
 # | bytes | (n - 1)/n of the residual stream [b, T, D] per collective; 8 or 11 per layer |
-# | exposed | yes; a ring may overlap it with compute if f > peak / bandwidth, with f columns per device |
+# | exposed | yes; a ring that uses both link directions may overlap it if f > peak / bandwidth, with f columns per device |
 # | as long as compute | at n = 8.6 for `llama3_8b` on v5p, 9.8 in an H100 node; tokens per chip: chapter 09 |
 # | JAX | `P(None, "tensor")` and `P("tensor", None)`; `all_gather`, `psum_scatter` |
 # | PyTorch | `parallelize_module` with `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` |
