@@ -246,16 +246,16 @@ LOOK = {"F": ("#d5d5d5", "forward"), "B": ("#858585", "backward"),
         "W": ("#ffffff", "weight gradient")}  # fmt: skip
 
 
-def paint(ax, name):
+def paint(ax, name, one, says):
     """Draw what each stage does over time."""
-    for (op, s), (start, end) in alone[name].spans.items():
+    for (op, s), (start, end) in one.spans.items():
         color, _ = LOOK[op.kind]
         height = 0.55 if op.chunk else 0.9
         ax.barh(s, end - start, height, start, color=color, edgecolor="k", lw=0.6)
         if name != "interleaved":  # its boxes are too narrow for a number
             middle = (start + end) / 2
             ax.text(middle, s, op.microbatch, ha="center", va="center", size=7)
-    ax.set(title=f"{SAYS[name]}: {alone[name].makespan:g} units", xlim=(0, 33.2))
+    ax.set(title=f"{says}: {one.makespan:g} units", xlim=(0, one.makespan + 0.2))
     ax.set(yticks=range(n), ylabel="stage")
     ax.invert_yaxis()
 
@@ -263,8 +263,8 @@ def paint(ax, name):
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four timelines: GPipe and 1F1B end at 33, interleaved at 28.5, zero-bubble at 27."}}
 figure, axes = plt.subplots(4, figsize=(6.4, 7.6), sharex=True)
 for ax, name in zip(axes, SAYS, strict=True):
-    paint(ax, name)
-axes[-1].set(xlabel="time, in forward passes of a stage")
+    paint(ax, name, alone[name], SAYS[name])
+axes[-1].set(xlabel="time, in forward passes of a stage", xlim=(0, 33.2))
 handles = [plt.Rectangle((0, 0), 1, 1, fc=color, ec="k") for color, _ in LOOK.values()]
 labels = [label for _, label in LOOK.values()]
 legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
@@ -306,7 +306,7 @@ print(draw.format_table(published["1f1b"]), "\n")
 print("units in lock-step:", in_step)
 
 # %% tags=["remove-cell"]
-assert in_step["gpipe"] == 33 and in_step["1f1b"] == 48 and tick_of_F4 == 7
+assert [*in_step.values()] == [33, 48, 28.5, 45] and tick_of_F4 == 7
 kinds = [{"".join(op.kind for op in cell) for cell in row} for row in ticks]
 assert [("FB" in one, "F" in one) for one in kinds[:3]] == [(False, True)] * 3
 assert all("FB" in one for one in kinds[3:16]) and len(kinds) == 19
@@ -314,14 +314,30 @@ assert not any("F" in "".join(one) for one in kinds[16:])
 
 # %% [markdown]
 # Each column is a tick. The output of F0 needs 3 ticks to reach the last stage, and the gradient 3 ticks back:
-# B0 is in tick 6. Within a tick, F comes before B, so F4 waits until tick 7.
-#
+# B0 is in tick 6. Within a tick, F comes before B, so F4 waits until tick 7. In lock-step, all stages wait for
+# each other at the dotted lines, the ends of the ticks:
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Timelines of four stages: 1F1B ends at 33 units if each stage continues by itself, and at 48 in lock-step, with gaps in every tick; zero-bubble ends at 27 and at 45."}}
+figure, axes = plt.subplots(4, figsize=(6.4, 7.6), sharex=True)
+for pair, name in zip(axes.reshape(2, 2), ("1f1b", "zb"), strict=True):
+    says = SAYS[name].partition(",")[0]
+    paint(pair[0], name, alone[name], f"{says}, a program for each stage")
+    together = schedules.in_lock_step(published[name], 1, 1, 1)
+    paint(pair[1], name, together, f"{says}, one program in lock-step")
+    cells = [[together.spans[op, s][1] for s, cell in enumerate(row) for op in cell]
+             for row in published[name].table]  # fmt: skip
+    for ends in cells:
+        pair[1].axvline(max(ends), color=lesson.NEUTRAL, lw=0.8, ls=":")
+axes[-1].set(xlabel="time, in forward passes of a stage", xlim=(0, 48.2))
+legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
+
+# %% [markdown]
 # ### More microbatches in flight
 #
-# So 1F1B takes 48 units instead of 33: 3 ticks have only F, 13 have both in some stage, and 3 have only B, 3 +
-# 39 + 6 units. To start a microbatch in each of the 7 ticks until B0, you need 7 in flight. Let stage s do F of
-# microbatch m in **tick m + s**, as before, and B as soon as the gradient can arrive, in **tick m + 2(n - 1) -
-# s**:
+# So 1F1B takes 3 + 39 + 6 = 48 units instead of 33: 3 ticks have only F, 13 have both in some stage, and 3
+# have only B. Zero-bubble takes 45 units instead of 27. To start a microbatch in each of the 7 ticks until
+# B0, you need 7 in flight. Let stage s do F of microbatch m in **tick m + s**, as before, and B as soon as
+# the gradient can arrive, in **tick m + 2(n - 1) - s**:
 #
 # %%
 ahead = {name: schedules.schedule(name, n, Z, v, lead=2) for name, v in names.items()}
@@ -330,7 +346,8 @@ for name, sched in ahead.items():
     units = schedules.lock_step(sched, 1, 1, 1)
     keeps = schedules.live_activations(sched)
     print(f"{name:11} {units:4g} units, saves {[kept / names[name] for kept in keeps]}")
-assert schedules.lock_step(ahead["1f1b"], 1, 1, 1) == 33
+units_ahead = [schedules.lock_step(sched, 1, 1, 1) for sched in ahead.values()]
+assert units_ahead == [33, 33, 28.5, 30]
 
 
 # %% [markdown]
@@ -478,8 +495,7 @@ for axis in ("fsdp", "tensor", "stage"):
 # %% [markdown]
 # Every layer communicates along `tensor` and `fsdp`. Along `stage`, each device sends 2 messages in each of 6
 # ticks, 12 in all. The other 10 collectives are for the loss and the gradients of the two vocabulary tables
-# (embedding and unembedding). All stages share the work on the loss; otherwise they would wait while the last
-# stage computes the logits.
+# (embedding and unembedding).
 #
 # ## When a pipeline pays off
 #
@@ -1093,15 +1109,15 @@ assert curves["one device"][60] < 0.1
 # x_ND enters `layers[s]` on stage s, y_ND goes to stage s + 1, and dx_ND to stage s - 1. A stage stores 1/n
 # of the layers with their gradients and optimizer state, and runs Z microbatches.
 #
-# | schedule | idle, of Z + idle | microbatches saved, first stage | sends, forward and backward | PyTorch | Megatron-LM |
-# |---|---|---|---|---|---|
-# | GPipe | n - 1 | Z | y and dx of each microbatch | `ScheduleGPipe` | |
-# | 1F1B | n - 1 | n; in lock-step 2n - 1 | the same; in lock-step both in every tick | `Schedule1F1B` | `--pipeline-model-parallel-size` |
-# | interleaved, v chunks | (n - 1)/v | more | v times as much | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` |
-# | zero-bubble | (n - 1)/3 | as 1F1B, and more | as 1F1B | `ScheduleInterleavedZeroBubble` | |
+# | schedule | idle, of Z + idle | units above: free-running; lock-step; lock-step, `lead=2` | microbatches saved, first stage | sends, forward and backward | PyTorch | Megatron-LM |
+# |---|---|---|---|---|---|---|
+# | GPipe | n - 1 | 33; 33; 33 | Z | y and dx of each microbatch | `ScheduleGPipe` | |
+# | 1F1B | n - 1 | 33; 48; 33 | n; in lock-step 2n - 1 | the same; in lock-step both in every tick | `Schedule1F1B` | `--pipeline-model-parallel-size` |
+# | interleaved, v chunks | (n - 1)/v | 28.5; 28.5; 28.5 | more | v times as much | `ScheduleInterleaved1F1B` | `--num-layers-per-virtual-pipeline-stage` |
+# | zero-bubble | (n - 1)/3 | 27; 45; 30 | as 1F1B, and more | as 1F1B | `ScheduleInterleavedZeroBubble` | |
 #
 # All sends are exposed in the first and last n - 1 ticks. In the other ticks they can overlap with compute on
-# other microbatches, if the runtime allows it. In JAX, a pipeline is a `scan` with a `ppermute` in each tick.
+# other microbatches, if the runtime allows it.
 #
 # **When to use it:** 6 · tokens · D < 4 · parameters over the slow network, with Z at least 4n; parameters
 # include all experts of a sparse model. That is 2 · parameters / (3 D) tokens per step: 1.3 million for Llama 3
