@@ -143,20 +143,20 @@ assert CURVES[-1] > CURVES[0], "on 8 devices the loss should grow"
 # So what added the gradients? First compute them without `jax.grad`. The gradient of a matmul is a matmul:
 # `d_w_DF = x_BD.T @ d_e_BF`, where `d_e` is the gradient of the errors. This matmul sums over the rows. A
 # device has only b of them, so its result is a *partial sum* for every entry of `d_w` (case 3 in chapter 01).
-# Here are all eight:
+# Here they are for one entry of `w`, which every device has a copy of:
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Eight small arrays of colors, all different, and a ninth, their sum, equal to the tenth, the gradient of one device."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Ten bars: the gradient of one entry of w on eight devices, all different; their sum; and the equal gradient on one device."}}
 own = lambda *args: jax.grad(partial_loss)(*args)[None]  # each device's own gradient
 partial = np.asarray(on_mesh(own, SPECS, rows, check=False)(w_DF, x_BD, y_BF))
-figure, panels = plt.subplots(2, 5, figsize=(6.0, 4.4))
-shown = {f"device {i}": partial[i] for i in range(n)}
-shown |= {"their sum": partial.sum(axis=0), "one device": right_DF}
-for axes, (name, values) in zip(panels.flat, shown.items(), strict=True):
-    image = axes.imshow(values, cmap="RdBu", vmin=-0.6, vmax=0.6, aspect="auto")
-    axes.set(xticks=[], yticks=[], title=name, xlabel="F")
-    axes.set_ylabel("D", rotation=0)
-figure.colorbar(image, ax=panels, label="gradient", shrink=0.6, extend="both")
-figure.suptitle("Eight partial sums of the whole gradient", x=0.02, ha="left")
+entry = partial[:, 4, 0]  # of d_w, on each device
+figure, axes = plt.subplots(figsize=(6, 3))
+names = [f"device {i}" for i in range(n)] + ["psum", "one device"]
+colors = [lesson.COLORS["fsdp"]] * n + ["black", lesson.NEUTRAL]
+bars = axes.bar(names, [*entry, entry.sum(), right_DF[4, 0]], color=colors)
+axes.bar_label(bars, fmt="%.2f", size=9)
+axes.axhline(0, color="black", lw=0.6)
+axes.tick_params(axis="x", rotation=40)
+axes.set(ylabel="gradient", title="Eight copies get eight gradients; psum adds them")
 assert np.allclose(partial.sum(axis=0), right_DF, atol=1e-5)
 
 # %% [markdown]
@@ -257,8 +257,12 @@ print(f"the loss is {float(partial_loss(w_DF, x_BD, y_BF)):.3f}")
 # The second use is gradients. In `x_bD @ w_DF`, `w_DF` is invariant and `x_bD` is varying. To make their
 # types match, JAX inserts a `pcast`, which turns one invariant value into eight equal ones and sends nothing.
 # **A value that is used on eight devices gets eight gradients, and they have to be added.** So the backward
-# pass of that `pcast` is a `psum`. You can see both in the traced program, the *jaxpr*. It calls them `pvary`
-# and `psum_invariant`, and the braces show the record. (The code of this page shortens `pcast` to `vary`.)
+# pass of that `pcast` is a `psum`. You can see both in the traced program, the *jaxpr*, under other names:
+#
+# | you write | on this page | in the jaxpr | it sends |
+# |---|---|---|---|
+# | `jax.lax.pcast(x, axis, to="varying")` | `vary` | `pvary` | nothing |
+# | `jax.lax.psum(x, axis)` | `psum` | `psum_invariant` | the sum |
 
 # %%
 traced = jax.make_jaxpr(on_mesh(jax.grad(partial_loss), SPECS, whole))(w_DF, x_BD, y_BF)
@@ -267,22 +271,22 @@ for line in traced.pretty_print(use_color=False).splitlines():
         print(line.strip())
 
 # %% [markdown]
-# **The gradient of an invariant value is already summed.** Varying does not mean different. It means that JAX
+# The result of `all_gather` is the same on all devices, and still its type is varying. Varying means that JAX
 # treats the value on each device as *a separate variable*, with its own gradient. An invariant value is one
-# variable with one gradient, even though every device has a copy. So even the result of `all_gather` is
-# varying, although all devices hold equal numbers.
+# variable with one gradient. **The gradient of an invariant value is already summed.**
 #
 # On a mesh with several axes the same holds for each axis separately. **A weight's gradient needs a sum along
-# every axis that shards the rows**, because the matmul of the backward pass sums over the rows. If the axis
-# also shards the weight, so that the weight was gathered, the sum is a `psum_scatter`. Otherwise it is a
-# `psum`. An axis that shards the columns of `w` but not the rows needs no sum (exercise 2). So on
-# `data=2,fsdp=4`, where both axes shard the rows and `fsdp` also shards `w`, a gradient is reduce-scattered
-# over `fsdp`, and the shard is then all-reduced over `data`.
+# every axis on which devices use the weight differently**: they have different rows, or each uses the weight
+# for only a part of the result. On `data=2,fsdp=4`, both axes shard the rows, and `fsdp` also shards `w`. So
+# the gradient is reduce-scattered over `fsdp`, which gives each device its shard, and this shard is
+# all-reduced over `data`. An axis that shards the columns of `w`, but not the rows, needs no sum: each device
+# has the whole gradient of its columns (exercise 2).
 #
 # ## The backward pass of each collective
 #
 # In the backward pass, a sum passes its gradient on to every addend, and a value that was copied gets the sum
-# of the gradients of its copies. From these two rules follows the backward pass of all six collectives.
+# of the gradients of its copies. From these two rules follows the backward pass of the five collectives of
+# chapter 01, and of `pcast`.
 #
 # > **Predict.** A `psum` of 192 bytes on each of 8 devices sends 2 · 7/8 · 192 = 336. How many bytes does
 # > its backward pass send?
@@ -318,6 +322,8 @@ for name, (function, before, after) in SIX.items():
     there = on_mesh(function, before, after)
     back = on_mesh(backward(function), (before, after), before)
     dy = draw(*there(x).shape)
+    # All six are linear, so the backward pass g of f must be its transpose:
+    # f(x) . dy = x . g(dy), summed over all devices. An invariant value counts once.
     assert abs(np.vdot(there(x), dy) - np.vdot(x, back(x, dy))) < 1e-3
     found = lesson.compiled(there, mesh, x), lesson.compiled(back, mesh, x, dy)
     kinds = ", ".join(one.kind for one in found[1].collectives) or "none"
@@ -346,9 +352,7 @@ for name, (sends, back, kinds) in SENDS.items():
 # its backward pass must add the gradients of eight devices. After an `all_gather`, eight devices use each
 # shard, so the eight gradients of a shard are added on the device that stores it. **`all_gather` and
 # `psum_scatter` are each other's backward pass, and so are `pcast` and `psum`. `all_to_all` and `ppermute`
-# run in the opposite direction.** You need no other collective. A folded cell checks this table. All six
-# are linear, so the backward pass g of a collective f must be its transpose: f(x) · y = x · g(y). The dot
-# product sums over all devices, and counts an invariant value once.
+# run in the opposite direction.** You need no other collective.
 #
 # ### The type affects the bytes
 #
@@ -409,8 +413,8 @@ for name, times in {"grad(partial)": "equal", "grad(total)": "8 times too big"}.
     assert lesson.ratio(unchecked, of_device_0) == times
 
 # %% [markdown]
-# ("Error" means that JAX raised one. "Another direction" is the gradient of one device's own rows, or eight
-# times that gradient.)
+# ("Error" means that JAX raised one. "Another direction" means that the result is no multiple of the right
+# gradient: it is the gradient of one device's own rows, or eight times that.)
 #
 # - **With the check on, `grad` has already added the gradients.** Write no `psum` after it. Or write `pcast`
 #   before it, and then write the `psum` yourself. The type tells you which case you have: an invariant
