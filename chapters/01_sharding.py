@@ -28,22 +28,25 @@ from plan import hardware
 
 COLOUR = lesson.COLORS["fsdp"]  # of the `fsdp` axis
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Memory and time of one Llama 3 8B layer on eight devices. Before: each stores all weights, 0.4 GiB, and computes for 3.6 ms. After: each stores an eighth, and first gathers the rest in 0.8 ms."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "One Llama 3 8B layer. One device stores all weights, 0.4 GiB, and computes for 29 ms. Of eight devices, each stores an eighth, gathers the rest in 0.8 ms, and computes for 3.6 ms."}}
 stored = 2 * opening.PARAMETERS  # bytes of a layer's weights in bfloat16
-forward = opening.compute_ms(2 * opening.PARAMETERS * opening.TOKENS / 8)
+forward = opening.compute_ms(2 * opening.PARAMETERS * opening.TOKENS)
 gather_ms = opening.network_ms(7 / 8 * stored)
-full, eighth = {"weights": stored / 2**30}, {"weights": stored / 8 / 2**30}
-at_once, later = [("matmuls", 0, forward)], [("matmuls", gather_ms, forward)]
-before = opening.Scene("Each device has all weights", full, at_once, [])
-gather_first = [("gather", 0, gather_ms)]
-after = opening.Scene("Each device has 1/8 of them", eighth, later, gather_first)
-title = "Shards need less memory, but have to be sent"
+full = {"weights": [stored / 2**30] + [0] * 7}
+at_once, later = [("matmuls", 0, forward)], [("", gather_ms, forward / 8)]
+before = opening.Scene("One device does all", full, at_once, [])
+eighth = {"weights": stored / 8 / 2**30}
+after = opening.Scene("Each has an eighth", eighth, later, [("", 0, gather_ms)])
+title = "An eighth of the memory and of the compute, but weights have to be sent"
 opening.before_after(before, after, title, "fsdp")
+right = plt.gcf().axes[3]
+right.text(gather_ms + forward / 8 + 0.4, 0, f"{forward / 8:.1f} ms", va="center")
+right.text(gather_ms + 0.4, 1, f"{gather_ms:.1f} ms: gather the weights", va="center")
 
 # %% [markdown]
-# The figure shows the forward pass of one layer of Llama 3 8B on eight H100s, with 65,536 tokens. On the
-# right, each device stores an eighth of the layer's weights, and receives the rest before its matmuls. Times
-# are arithmetic at peak speed, without overlap.
+# The figure shows the forward pass of one layer of Llama 3 8B with 65,536 tokens, on one H100 and on eight.
+# On the right, each device has an eighth of the tokens and stores an eighth of the layer's weights. It
+# receives the other weights before its matmuls. Times are arithmetic at peak speed, without overlap.
 #
 # ## Eight devices run one function
 #
@@ -230,7 +233,7 @@ def counted(case):
 # ### Case 1: no communication
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Device 2 holds its rows of x and all of w, uses them, and computes its rows of the result."}}
-title = "Rows of x are rows of the result"
+title = "Device 2: its rows of x are its rows of the result"
 picture(title, rows, whole, MATMUL)
 
 # %%
@@ -250,7 +253,7 @@ gathered = GATHER, "DF", "uses w", [(whole, SENT), (rows, OWN)]
 picture(title, rows, rows, gathered, MATMUL)
 
 # %% [markdown]
-# > **Predict.** `w` is 64 x 24 in float32, 4 bytes per number. The devices gather it in a ring: each device
+# > **Predict.** `w` is 64 x 24 in float32, 4 bytes per element. The devices gather it in a ring: each device
 # > passes seven of the eight shards on to its neighbor. How many bytes does a device send?
 
 # %% tags=["hide-input"]
@@ -276,7 +279,7 @@ assert gather_of_w.kind == "all-gather" and gather_of_w.payload_bytes == 6144
 # result is a partial sum for every entry of the result.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Device 2 holds a shard of the columns of x and of the rows of w, computes a partial sum of the whole result, and keeps its rows of the sum."}}
-title = "Each device has a partial sum; add them, and keep a shard"
+title = "Device 2 has a partial sum, adds the others' sums, and keeps a shard"
 added = SCATTER, "BF", "its rows of y", [(rows, OWN)]
 picture(title, columns, rows, PARTIALS, added)
 
@@ -295,7 +298,7 @@ for case in case_3_all, case_3_own:
 # The rows of `x` and the columns of `w` are both sharded over `fsdp`. D is not sharded, so each device can
 # multiply what it has.
 #
-# > **Predict.** The result has 16 x 24 = 384 numbers. How many of them do the eight devices compute
+# > **Predict.** The result has 16 x 24 = 384 elements. How many of them do the eight devices compute
 # > together?
 
 # %% tags=["hide-input"]
@@ -303,8 +306,8 @@ alone = on_mesh(lambda x_bD, w_Df: (x_bD @ w_Df)[None], (rows, columns), P("fsdp
 blocks = np.asarray(alone(x_BD, w_DF))  # [device, b, f]
 
 # %%
-my_prediction = None  # numbers
-lesson.predicted("numbers of the result", my_prediction, blocks.size)
+my_prediction = None  # elements
+lesson.predicted("elements of the result", my_prediction, blocks.size)
 
 # %% tags=["remove-cell"]
 assert blocks.size == B * F // n
@@ -340,14 +343,11 @@ lesson.listed(counted(case_4))
 # ## What it costs, and when it pays off
 #
 # Simulated devices show what is sent, but not how long it takes. So take a realistic size: 2,048 rows times a
-# 4,096 x 14,336 weight of Llama 3 8B, in *bfloat16*, with 2 bytes per number. `plan/hardware.py` lists each
+# 4,096 x 14,336 weight of Llama 3 8B, in *bfloat16*, with 2 bytes per element. `plan/hardware.py` lists each
 # chip's FLOP/s and its bandwidth, the bytes/s that a device can send. On `v4:2x2x2`, a chip has one neighbor
 # in each of three directions, and a link of 45 GB/s to each, so it sends 135 GB/s.
 
 # %% tags=["hide-input"]
-# v4: one hop in each of the three directions, 1 us each.
-# A node of 8: a ring with 7 steps of 3.4 us, all on NVLink.
-# Two nodes: NCCL counts 14 steps of 3.4 us, and one of 14 us to the other node.
 LATENCY = {"v4:2x2x2": 3e-6, "h100:8": 7 * 3.4e-6, "h100:16": 14 * 3.4e-6 + 14e-6}
 LLAMA = [jax.ShapeDtypeStruct(s, np.float32) for s in ((2048, 4096), (4096, 14336))]
 chip, speed = {}, {}  # of each topology
@@ -369,9 +369,8 @@ work = [flops / chip[name].peak_flops_per_s * 1e12 for name in ("v4:2x2x2", "h10
 print(f"matmul                {work[0]:9.0f} {work[1]:10.0f}")
 
 # %% [markdown]
-# Every collective takes longer than the matmul. With how many rows does the matmul take longer? (A device has
-# 256 rows here. The `psum` of case 3 sends 2 B F numbers and the all-gather of case 2 sends D F. They are
-# equal only because D = 2 B here.)
+# Every collective takes longer than the matmul, at 256 rows per device. With how many rows does the matmul
+# take longer? (That the `psum` and the all-gathers send the same here is a coincidence: D = 2 B.)
 #
 # > **Predict.** A TPU v4 computes 275e12 FLOP/s in bfloat16, and on this mesh a device sends 135e9 bytes/s.
 # > For how many rows *per device* does the matmul of case 2 take as long as its all-gather? (Take (n - 1)/n
@@ -397,8 +396,9 @@ lesson.predicted("rows", my_prediction, ridge["v4:2x2x2"], within=0.15)
 # All of this leaves out *latency*: every step of a collective takes some time, however few bytes it sends. On
 # a TPU that is about 1 us per hop ([scaling book](https://jax-ml.github.io/scaling-book/sharding)). For a
 # ring on NVLink, NCCL itself assumes 3.4 us per step, and 14 us for a step to another node (`hwLat` for its
-# protocol Simple, in [tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.21.5-1/src/graph/tuning.cc)). For
-# small arrays the latency dominates: it is longer than the transfer time of the bytes.
+# protocol Simple, in [tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.21.5-1/src/graph/tuning.cc)). So the
+# latency is 3 hops of 1 us on `v4:2x2x2`, 7 · 3.4 = 23.8 us on `h100:8`, and 14 · 3.4 + 14 = 61.6 us on two
+# nodes. It dominates below latency · bandwidth bytes, because sending those takes as long as the latency:
 
 # %%
 print("          GB/s  rows per device latency dominates below")
@@ -437,7 +437,7 @@ figure, panels = plt.subplots(1, 2, figsize=(6.5, 2.7), width_ratios=(4, 16))
 for axes, spec in zip(panels, (rows, columns), strict=True):
     joined = on_mesh(lambda x: x, rows, spec, four)(x_84)
     numbers(axes, joined, f"out_specs={spec}:\n{joined.shape}")
-title = "Another concatenation gives another array (each color is a device)"
+title = "The output spec decides how shards are concatenated (color: device)"
 figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
@@ -447,10 +447,9 @@ figure.suptitle(title, x=0.02, ha="left")
 # other order you get all rows, but permuted, as PyTorch's `full_tensor()` once did
 # ([129206](https://github.com/pytorch/pytorch/issues/129206)).
 #
-# ## Six collectives
+# ## Five collectives
 #
-# The four cases needed three collectives. Gradients and other layouts need three more. Here is each of the
-# six along dim 0:
+# The four cases needed three collectives. Other layouts need two more. Here is each of the five along dim 0:
 
 
 # %%
@@ -462,61 +461,56 @@ def shift(x):  # to the next device, from the last to the first
 gather = lambda x: jax.lax.all_gather(x, "fsdp", axis=0, tiled=True)
 scatter = lambda x: jax.lax.psum_scatter(x, "fsdp", scatter_dimension=0, tiled=True)
 psum = lambda x: jax.lax.psum(x, "fsdp")
-vary = lambda x: jax.lax.pcast(x, "fsdp", to="varying")
 exchange = lambda x: jax.lax.all_to_all(x, "fsdp", 0, 0, tiled=True)  # split, concat
-SIX = {  # the function, in_specs, out_specs
+FIVE = {  # the function, in_specs, out_specs
     "all_gather": (gather, rows, rows),
     "psum_scatter": (scatter, rows, rows),
     "psum": (psum, rows, whole),
-    "pcast": (vary, whole, rows),
     "all_to_all": (exchange, rows, rows),
     "ppermute": (shift, rows, rows),
 }
 
 # %% [markdown]
-# Where does every number go? The next figure shows four devices, before and after each collective. A digit is
-# a slot of an array, and a color is the device that the number comes from. A box with several stripes is a
-# sum of numbers from those devices. Gray is a value that is the same on all devices.
+# Where does every value go? The next figure shows four devices, before and after each collective. A column of
+# boxes is a device's array. A value has the color of the device it started on, and the digit of the place
+# (slot) it had in that device's array, or of the device if it was the only value. A box with several stripes
+# is the sum of one value from each of those devices.
 
 
 # %% tags=["hide-input"]
 def run_marked(name, devices=4):
-    """Marks before and after a collective: [column, slot]. P(): one column."""
-    function, before, after = SIX[name]
+    """Marks before and after a collective: [device, slot]."""
+    function, before, after = FIVE[name]
     slots = 1 if name in ("all_gather", "ppermute") else devices
     i, j = np.indices((devices, slots))
     marks = 1 << (devices * i + (i if slots == 1 else j))
-    if before == P():
-        marks = 1 << (devices**2 + j[:1])  # the same on all devices
     small = sharding.make_mesh(f"fsdp={devices}")
     got = on_mesh(function, before, after, small)(np.int32(marks.reshape(-1)))
-    side_by_side = lambda x, spec: np.reshape(x, (1 if spec == P() else devices, -1))
-    return side_by_side(marks, before), side_by_side(got, after)
+    got = np.tile(got, devices) if after == P() else got  # the same on all devices
+    return marks, np.reshape(got, (devices, -1))
 
 
 # %% tags=["hide-input"]
 def draw(axes, left, marks, devices=4):
-    """A box per value, as wide as all devices if equal there; a stripe per addend."""
-    width = devices // len(marks)
+    """A box per value; a stripe per addend."""
     for i, slots in enumerate(marks):
         for j, mark in enumerate(slots):
-            x, y = left + i * width, -(i if len(slots) == 1 else j)
-            bits = [k for k in range(devices * (devices + 1)) if int(mark) >> k & 1]
-            stripes = bits * width
-            each = width / len(stripes)
-            for part, k in enumerate(stripes):
-                color = (*lesson.DEVICES[:devices], lesson.NEUTRAL)[k // devices]
-                style = dict(color=color, alpha=0.6, lw=0)
+            x, y = left + i, -(i if len(slots) == 1 else j)
+            bits = [k for k in range(devices**2) if int(mark) >> k & 1]
+            each = 1 / len(bits)
+            for part, k in enumerate(bits):
+                style = dict(color=lesson.DEVICES[k // devices], alpha=0.6, lw=0)
                 axes.add_patch(plt.Rectangle((x + part * each, y), each, 0.92, **style))
-            axes.add_patch(plt.Rectangle((x, y), width, 0.92, fill=False, lw=0.8))
+            axes.add_patch(plt.Rectangle((x, y), 1, 0.92, fill=False, lw=0.8))
             box = dict(boxstyle="circle,pad=0.1", fc="white", ec="none", alpha=0.7)
             where = dict(size=9, ha="center", va="center", bbox=box)
-            axes.text(x + width / 2, y + 0.44, bits[0] % devices, **where)
+            axes.text(x + 0.5, y + 0.44, bits[0] % devices, **where)
 
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Six panels: numbers on four devices, before and after each collective."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Five panels: values on four devices, before and after each collective."}}
 figure, panels = plt.subplots(3, 2, figsize=(6.6, 6.4))
-for axes, name in zip(panels.flat, SIX, strict=True):
+panels[2, 1].set_axis_off()
+for axes, name in zip(panels.flat, FIVE, strict=False):
     before, after = run_marked(name)
     draw(axes, 0, before)
     draw(axes, 5.5, after)
@@ -526,7 +520,7 @@ for axes, name in zip(panels.flat, SIX, strict=True):
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
 figure.supxlabel("device, before and after", size=10)
-title = "Color: the device a number came from; gray: all of them; stripes: a sum"
+title = "Color: the device that a value came from; stripes: a sum"
 figure.suptitle(title, x=0.02, ha="left")
 figure.get_layout_engine().set(wspace=0.1)
 
@@ -535,8 +529,6 @@ figure.get_layout_engine().set(wspace=0.1)
 # - `psum_scatter` (`sharding.reduce_scatter` in this project): the devices' arrays are added, and each
 #   device keeps one shard of the sum.
 # - `psum`: the arrays are added, and every device gets the whole sum.
-# - `pcast` (`sharding.vary`) sends nothing. It tells JAX to treat a value that is equal on all devices as one
-#   that may differ (chapter 02 explains why).
 # - `all_to_all`: device i sends its slot j to device j. One dim is split into slots, and the received slots
 #   are concatenated along the same dim or another one.
 # - `ppermute` (`sharding.shift`): each device sends to one other device; here, to the next.
@@ -584,12 +576,11 @@ assert sum(int(one.count) * one.payload_bytes for one in found.collectives) == 1
 # | `psum` | 1 | 2 (n - 1)/n |
 # | `all_to_all` | 1 | (n - 1)/n |
 # | `ppermute` | 1 | 1 |
-# | `pcast` | 1 | 0 |
 
 # %% tags=["remove-cell"]
 PRICE = {"all_gather": 1792, "psum_scatter": 224, "psum": 448, "all_to_all": 224}
-PRICE |= {"ppermute": 256, "pcast": 0}
-for name, (function, before, after) in SIX.items():
+PRICE |= {"ppermute": 256}
+for name, (function, before, after) in FIVE.items():
     held = a_BD[:16] if before == P() else a_BD  # 256 bytes on each device
     spent = lesson.compiled(on_mesh(function, before, after), mesh, held).total
     assert spent.wire_bytes == PRICE[name], (name, spent)
@@ -607,7 +598,8 @@ for name, (function, before, after) in SIX.items():
 # %%
 def in_branch(condition_axis):
     def function(x):
-        add = lambda x: vary(psum(x))  # marked as varying, like x in the other branch
+        # The type of the sum must be that of x in the other branch (chapter 02).
+        add = lambda x: jax.lax.pcast(psum(x), "fsdp", to="varying")
         here = jax.lax.axis_index(condition_axis) == 0
         return jax.lax.cond(here, add, lambda x: x, x)
 
