@@ -49,7 +49,7 @@ for collectives, halves in ((1, 1), (2, 1), (2, 1), (2, 1), (1, 2), (2, 2), (1, 
     compute.append(("", at, halves * half))
     at += halves * half
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "With FSDP, one GPU of eight computes for 7.2 ms and holds all activations. With tensor parallelism, all eight compute for 0.9 ms and communicate for 0.7 ms."}}
+# %% tags=["hide-input"]
 before = opening.Scene(
     "FSDP: seven GPUs have no tokens",
     stored | {"weights": master + copy, "activations": [saved] + [0] * 7},
@@ -60,14 +60,14 @@ after = opening.Scene(
     "Tensor parallelism: all eight work",
     stored | {"weights": master + copy / eight, "activations": saved / eight + streams},
     compute, network)  # fmt: skip
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "With FSDP, one GPU of eight computes for 7.2 ms and holds all activations. With tensor parallelism, all eight compute for 0.9 ms and communicate for 0.7 ms."}}
 title = "One sequence on eight GPUs: a quarter of the time"
 opening.before_after(before, after, title, "tensor")
 left, right = plt.gcf().axes[2:]
 for bar in left.collections[2:]:
     bar.set_facecolor(lesson.COLORS["fsdp"])
 left.text(4.5, 1, "overlapped", ha="center", va="center", size=8)
-
-# %% tags=["hide-input"]
 zoom = right.inset_axes([0.3, 0.3, 0.7, 0.62])  # the same bars, enlarged
 for row, (bars, axis) in enumerate(((compute, ""), (network, "tensor"))):
     look = dict(fc=lesson.COLORS.get(axis, lesson.NEUTRAL), alpha=0.6, ec="k", lw=0.6)
