@@ -6,9 +6,10 @@
 # different parts.
 #
 # You want it if a model does not fit and the network is slow: each stage stores only its own layers, and
-# sends only activations at its border, once per microbatch. The price is idle time while the pipeline fills
-# and drains, the *bubble*. And a pipeline schedule runs its own backward passes instead of `jax.grad`, so it
-# can print the right loss and still train the model wrongly.
+# sends only activations at its border, once per microbatch. Between two nodes with a slow network, this page
+# predicts a step of 2.62 s for Llama 3 8B, and 3.85 s with data parallelism. The price is idle time while the
+# pipeline fills and drains, the *bubble*. And a pipeline schedule runs its own backward passes instead of
+# `jax.grad`, so it can print the right loss and still train the model wrongly.
 #
 # *Prerequisites:* chapters 01 and 02 (`shard_map`, collectives, gradients), 03 (FSDP) and 04 (tensor
 # parallelism). *Mesh:* `stage=4`, then `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 50 s on 2 cores.
@@ -77,17 +78,26 @@ idle = right.text(15 * unit, 0, "idle", ha="center", va="center", size=8)
 label_passes(right)
 
 # %% [markdown]
-# Both halves show eight layers of Llama 3 8B, in a step on 16 sequences of 4,096 tokens, on a node of 8 H100s.
-# Times are arithmetic at peak speed (989 TFLOP/s, and a **bandwidth** of 450 GB/s). At left, each GPU stores
-# all layers, computes 2 sequences, and all-reduces gradients. At right, the timeline is that of GPU 0: it has
-# the first layer and computes all 16 sequences, one at a time. It sends 16 activations of 34 MB. Each takes
-# 0.07 ms, which you hardly see.
+# Both halves show eight layers of Llama 3 8B, in a step on 16 sequences of 4,096 tokens, on a node of 8
+# H100s. Times are arithmetic at peak speed (989 TFLOP/s, and a **bandwidth** of 450 GB/s). At left, each GPU
+# stores all layers, computes 2 sequences, and all-reduces gradients. At right, the timeline is that of GPU 0:
+# it has the first layer and computes all 16 sequences, one at a time. It sends 16 activations of 34 MB, in
+# 0.07 ms each.
 #
 # Below, four stages run on four devices, in time steps called *ticks*. In a tick, a stage processes one
 # microbatch, and then sends its output to the next stage.
 #
 # > **Predict.** How many ticks do 8 microbatches take to pass through 4 stages?
-#
+
+# %% tags=["hide-input"]
+rows = schedules.assign_ticks(schedules.schedule("gpipe", 4, 8, 1))
+forward_ticks = sum(any(op.kind == "F" for cell in row for op in cell) for row in rows)
+
+# %%
+my_prediction = None  # ticks
+lesson.predicted("ticks", my_prediction, forward_ticks)
+
+# %% [markdown]
 # ## One program for all stages
 #
 # Take four layers `x + tanh(x @ w)`, one per device along the mesh axis `stage`, and 32 rows of width D.
@@ -119,10 +129,10 @@ varying = lambda x: jax.lax.pcast(x, "stage", to="varying")  # may differ by sta
 
 # %% [markdown]
 # In tick i, stage s processes microbatch i - s. Then every stage sends its output to the next one, with one
-# `ppermute` (*point-to-point* communication, send and receive in PyTorch), and the last stage computes
-# the microbatch's loss. A stage without a microbatch computes anyway, on zeros or on an old microbatch, because
+# `ppermute` (*point-to-point* communication, send and receive in PyTorch), and the last stage computes the
+# microbatch's loss. A stage without a microbatch computes anyway, on zeros or on an old microbatch, because
 # all devices run the same program and take part in every collective. This result is not used, but it has to
-# be finite, because the backward pass multiplies it by 0.
+# be finite: the backward pass multiplies it by 0, and 0 · NaN is NaN.
 #
 # `jax.lax.scan` is a loop that passes a *carry* from tick to tick. The carry must keep its type. Here it is a
 # message from another stage, so it varies along `stage`, and the zeros at the start must be marked as
@@ -136,8 +146,8 @@ def gpipe(w_lDD, x_ZND, y_ZND):
     def tick(inbox_ND, i):
         m = jnp.clip(i - s, 0, Z - 1)
         out_ND = layer(w_lDD[0], jnp.where(s == 0, x_ZND[m], inbox_ND))
-        real = (s == n - 1) & (m == i - s)
-        loss = jnp.where(real, partial_loss(out_ND, y_ZND[m]), 0.0)
+        is_output = (s == n - 1) & (m == i - s)
+        loss = jnp.where(is_output, partial_loss(out_ND, y_ZND[m]), 0.0)
         return pass_on(out_ND), loss
 
     empty_ND = varying(jnp.zeros((N, D)))
@@ -156,18 +166,17 @@ for mine, right in zip(found, one_device(w_LDD), strict=True):
 print("loss and gradient match a single-device run")
 
 # %%
-my_prediction = None  # ticks
 found = lesson.compiled(forward, four, w_LDD, x_ZND, y_ZND)
 (message,) = [one for one in found.collectives if one.kind == "collective-permute"]
-lesson.predicted("sends, one per tick", my_prediction, int(message.count))
+print("sends in the compiled program, one per tick:", int(message.count))
+assert message.count == forward_ticks == Z + n - 1
 
 # %% [markdown]
 # The last microbatch enters in tick Z - 1, and needs n - 1 more ticks for the other stages: Z + n - 1 = 11.
 #
 # ## Microbatches and the bubble
 #
-# Without microbatches, stage 0 would process all 32 rows and pass them on, then stage 1, and so on. Three of
-# four devices would always be idle.
+# Without microbatches, only one stage works at a time: three of four devices are always idle.
 #
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four stages from left to right. Activations of a microbatch travel right, their gradients travel left. Each stage stores one layer with its gradients and optimizer state."}}
 figure, axes = plt.subplots(figsize=(6.4, 2.3))
@@ -206,10 +215,9 @@ title = "With microbatches, the same rows take a third of the time"
 title = figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# The second figure assumes that 4 rows take an eighth of the time of 32 rows. That is true unless a microbatch
-# is too small to use the whole device. Each stage works in Z of the Z + n - 1 ticks, so its fraction of idle
-# time, the **bubble**, is (n - 1)/(Z + n - 1): here 3/11, or 27%. With Z = 4n it is below a fifth, which the
-# authors of [GPipe](https://arxiv.org/abs/1811.06965) found negligible.
+# The second figure assumes that 4 rows take an eighth of the time of 32 rows. That is true unless a
+# microbatch is too small to use the whole device. Each stage works in Z of the Z + n - 1 ticks, so its
+# fraction of idle time, the **bubble**, is (n - 1)/(Z + n - 1): here 3/11, or 27%.
 #
 # ## What has to be saved
 #
@@ -252,9 +260,9 @@ def paint(ax, name, one, says):
         color, _ = LOOK[op.kind]
         height = 0.55 if op.chunk else 0.9
         ax.barh(s, end - start, height, start, color=color, edgecolor="k", lw=0.6)
-        if name != "interleaved":  # its boxes are too narrow for a number
+        if name != "interleaved" or s == 0:  # narrow boxes
             middle = (start + end) / 2
-            ax.text(middle, s, op.microbatch, ha="center", va="center", size=7)
+            ax.text(middle, s, op.microbatch, ha="center", va="center", size=6)
     ax.set(title=f"{says}: {one.makespan:g} units", xlim=(0, one.makespan + 0.2))
     ax.set(yticks=range(n), ylabel="stage")
     ax.invert_yaxis()
@@ -302,6 +310,8 @@ tick_of_F4 = next(i for i, row in enumerate(ticks) if schedules.Op("F", 4) in ro
 # %%
 my_prediction = None  # number of the tick
 lesson.predicted("F4 on stage 0 is in tick", my_prediction, tick_of_F4)
+
+# %%
 print(draw.format_table(published["1f1b"]), "\n")
 print("units in lock-step:", in_step)
 
@@ -313,9 +323,9 @@ assert all("FB" in one for one in kinds[3:16]) and len(kinds) == 19
 assert not any("F" in "".join(one) for one in kinds[16:])
 
 # %% [markdown]
-# Each column is a tick. The output of F0 needs 3 ticks to reach the last stage, and the gradient 3 ticks back:
-# B0 is in tick 6. Within a tick, F comes before B, so F4 waits until tick 7. In lock-step, all stages wait for
-# each other at the dotted lines, the ends of the ticks:
+# Each column is a tick. The output of F0 needs 3 ticks to reach the last stage, and the gradient 3 ticks
+# back: B0 is in tick 6. Within a tick, F comes before B, so F4 waits until tick 7. In lock-step, all stages
+# wait for each other at the dotted lines, the ends of the ticks:
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Timelines of four stages: 1F1B ends at 33 units if each stage continues by itself, and at 48 in lock-step, with gaps in every tick; zero-bubble ends at 27 and at 45."}}
 figure, axes = plt.subplots(4, figsize=(6.4, 7.6), sharex=True)
@@ -335,9 +345,11 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 # ### More microbatches in flight
 #
 # So 1F1B takes 3 + 39 + 6 = 48 units instead of 33: 3 ticks have only F, 13 have both in some stage, and 3
-# have only B. Zero-bubble takes 45 units instead of 27. To start a microbatch in each of the 7 ticks until
-# B0, you need 7 in flight. Let stage s do F of microbatch m in **tick m + s**, as before, and B as soon as
-# the gradient can arrive, in **tick m + 2(n - 1) - s**:
+# have only B. Zero-bubble takes 45 units instead of 27. The gaps close if stage 0 starts a microbatch in
+# every tick, also while it waits for B0. Then 7 microbatches are in flight instead of 4. (This is `lead=2`
+# below: each stage is twice as far ahead of the next. Stage 0 starts with F0 to F6, stage 1 with F0 to F4.)
+# So stage s does F of microbatch m in **tick m + s**, as before, and B as soon as the gradient can arrive,
+# in **tick m + 2(n - 1) - s**:
 #
 # %%
 ahead = {name: schedules.schedule(name, n, Z, v, lead=2) for name, v in names.items()}
@@ -351,10 +363,9 @@ assert units_ahead == [33, 33, 28.5, 30]
 
 
 # %% [markdown]
-# 1F1B is now as fast as GPipe again, and saves 7 microbatches instead of 4, for any Z. (`lead=2`: each stage is
-# twice as far ahead of the next. Stage 0 starts with F0 to F6, stage 1 with F0 to F4.) Megatron-LM and PyTorch
-# run a separate program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374) does so for JAX. They
-# avoid lock-step, but need a scheduler on the hosts.
+# 1F1B is now as fast as GPipe again, and saves 7 microbatches instead of 4, for any Z. Megatron-LM and
+# PyTorch run a separate program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374) does so for
+# JAX. They avoid lock-step.
 #
 # ## 1F1B by hand
 #
@@ -363,26 +374,22 @@ assert units_ahead == [33, 33, 28.5, 30]
 # `jax.vjp` recomputes the stage from it. On the last stage, F and B of a microbatch are in the same tick, and
 # the backward pass starts from the loss:
 #
-# | `kept` | `pull` | `back_ND` | `value` | `real` |
-# |---|---|---|---|---|
-# | saved inputs | the backward pass of the stage | gradient that the next stage sent | loss of the microbatch | whether the stage has a B in this tick |
-#
 #
 # %%
 def one_f_one_b(w_lDD, x_ZND, y_ZND):
     s, last, slots = jax.lax.axis_index("stage"), n - 1, 2 * n - 1
 
     def tick(carry, i):
-        inbox_ND, back_ND, kept, loss, dw_DD = carry
+        inbox_ND, back_ND, kept, loss, dw_DD = carry  # two messages; saved inputs; ..
         m_f, m_b = i - s, i - 2 * last + s  # microbatches of F and B in this tick
         x_ND = jnp.where(s == 0, x_ZND[jnp.clip(m_f, 0, Z - 1)], inbox_ND)
         kept = kept.at[m_f % slots].set(x_ND)
-        out_ND, pull = jax.vjp(layer, w_lDD[0], kept[m_b % slots])
-        y_ND, real = y_ZND[jnp.clip(m_b, 0, Z - 1)], (m_b >= 0) & (m_b < Z)
+        out_ND, backward = jax.vjp(layer, w_lDD[0], kept[m_b % slots])
+        y_ND, has_b = y_ZND[jnp.clip(m_b, 0, Z - 1)], (m_b >= 0) & (m_b < Z)
         value, d_ND = jax.value_and_grad(partial_loss)(out_ND, y_ND)
-        dw, dx_ND = pull(jnp.where(s == last, d_ND, back_ND))
-        loss += jnp.where(real & (s == last), value, 0)
-        dw_DD += jnp.where(real, dw, 0)
+        dw, dx_ND = backward(jnp.where(s == last, d_ND, back_ND))
+        loss += jnp.where(has_b & (s == last), value, 0)
+        dw_DD += jnp.where(has_b, dw, 0)  # a tick without a B adds nothing
         messages = pass_on(layer(w_lDD[0], x_ND)), pass_on(dx_ND, back=1)
         return (*messages, kept, loss, dw_DD), None
 
@@ -402,8 +409,9 @@ print("loss and gradient match a single-device run")
 # %% [markdown]
 # The backward passes start from the gradient of the *mean*: `partial_loss` divides by all entries of the
 # batch. A schedule that starts from a sum, and divides only the loss it prints, has gradients that are too
-# large by a constant factor. Adam cancels such factors, so training looks right: torchtitan had this bug in
-# 2026 ([#2972](https://github.com/pytorch/torchtitan/issues/2972)).
+# large by the number of valid tokens. Adam cancels a constant factor, so training looks right, although the
+# number changes from step to step if targets are masked. torchtitan had this bug in 2026
+# ([#2972](https://github.com/pytorch/torchtitan/issues/2972)).
 #
 # The compiler reports the memory used. Here it is for 8 and for 32 microbatches of the same size:
 #
@@ -420,7 +428,7 @@ for many in (8, 32):
 Z = 8
 
 # %% [markdown]
-# The rows of a microbatch have 384 bytes. GPipe's loop saves about four arrays of this size for each
+# The rows of a microbatch take 384 bytes. GPipe's loop saves about four arrays of this size for each
 # microbatch; 1F1B has seven slots, for any number of microbatches.
 #
 # ## In the model
@@ -509,9 +517,11 @@ for axis in ("fsdp", "tensor", "stage"):
 #   · D / 8 bytes. The work on logits and loss is divided between both stages, so the last stage sends half of
 #   its outputs to the first, and their gradients come back: 2 · tokens · D / 8 more.
 #
-# So a pipeline sends less if **6 · tokens · D < 4 · parameters**. But it also has a bubble, the time of n - 1
-# microbatches. The planner counts both, here for Llama 3 8B on two nodes of 8 H100s, whose GPUs share a network
-# of 100 Gbit/s per node. Each device processes one sequence of 8,192 tokens at a time.
+# So on two nodes in lock-step, a pipeline sends less if **6 · tokens · D < 4 · parameters**. (On k nodes,
+# `data` sends 2 (k - 1)/k times as much.) But it also has a bubble, the time of n - 1 microbatches: compute
+# and weight gathers of one of 4 below, (1.10 + 0.18)/4 = 0.32 s. The planner counts both, here for Llama 3 8B
+# on two nodes of 8 H100s, whose GPUs share a network of 100 Gbit/s per node. Each device processes one
+# sequence of 8,192 tokens at a time.
 #
 # %% tags=["hide-input"]
 slow = dataclasses.replace(hardware.CHIPS["h100"], dcn_bytes_per_s=12.5e9 / 8)
@@ -546,8 +556,16 @@ tables = 8 * plan.cfg.model.vocab_size * width / second  # their gradients, floa
 ends = 4 * 2 * (8 * 8192) * width / second  # the 2 ticks more than microbatches
 left = 4 * parameters / second - bubble - tables - ends
 by_hand = left / (6 * width / second)
-print(f"Gradients take {4 * parameters / second:.2f} s. Subtract the bubble,", end=" ")
-print(f"{bubble:.2f} s, tables, {tables:.2f}, and 2 more ticks, {ends:.2f}:", end=" ")
+
+# %%
+for what, s in {
+    "all gradients, with data=2": 4 * parameters / second,
+    "minus the bubble": -bubble,
+    "minus gradients of the tables": -tables,
+    "minus 2 more ticks": -ends,
+    "left to send activations": left,
+}.items():
+    print(f"{what:30}{s:6.2f} s")  # fmt: skip
 print(f"equal at {by_hand / 1e6:.2f} million tokens")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds per token against tokens per step: stage=2 is faster at left, data=2 at right."}}
@@ -587,21 +605,18 @@ for on, splits in {
 # %% [markdown]
 # There are two practical reasons for stages:
 #
-# - **A batch too small for more `fsdp`** over a slow network: 6 · tokens · D well below 4 · parameters. The
+# - **A batch too small for more `fsdp`** over a slow network, by the rule above. The
 #   [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured nodes of 8
 #   GPUs: from one node to two, a pipeline with few microbatches lost 14% of its throughput (tokens per
 #   second), tensor parallelism about 43%. The slow network can also be the data-center network between TPU
 #   slices: [MaxText](https://github.com/AI-Hypercomputer/maxtext) has a setting for it,
-#   `dcn_pipeline_parallelism`. This project chose to allow only `data` there (`sharding.make_mesh`).
+#   `dcn_pipeline_parallelism`.
 # - **Sparse models.** FSDP would gather all of their parameters for few FLOPs per token (chapter 03), but
 #   stages don't move parameters: DeepSeek-V3 was trained with 16 stages
 #   ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.2).
 #
 # Memory alone is no reason: `fsdp` shards parameters, gradients and optimizer state, too. And use enough
 # microbatches: with Z = n = 4 the bubble is 3/7 of the time.
-#
-# Nothing here was measured on accelerators. Bubbles are computed from schedules; sends, bytes and memory come
-# from the compiled program.
 #
 # %% [markdown]
 # ## Exercise 1: the missing stage
@@ -876,7 +891,7 @@ for one, messages in (("gpipe", 18), ("1f1b", 20)):
 #
 #
 # %%
-def nats(table_VD, out_ND, target_N):
+def cross_entropy(table_VD, out_ND, target_N):
     """Sum of -log softmax of the logits, at the targets."""
     logits_NV = out_ND @ table_VD.T
     at_N = jnp.take_along_axis(logits_NV, target_N[:, None], axis=1)[:, 0]
@@ -887,7 +902,7 @@ def backward_pass(w, s, x_ND, back_ND, token_N, target_N):
     """Recompute a stage. Returns loss, gradients of weights, and of the input."""
     first, last = s == 0, s == n - 1
     out_ND, pull = jax.vjp(layer, w["layer_DD"], x_ND)
-    with_head = jax.value_and_grad(nats, argnums=(0, 1))
+    with_head = jax.value_and_grad(cross_entropy, argnums=(0, 1))
     loss, (dhead_VD, d_ND) = with_head(w["table_VD"], out_ND, target_N)
     dw_DD, dx_ND = pull(jnp.where(last, d_ND, back_ND))
     dlookup_VD = jnp.zeros_like(dhead_VD).at[token_N].add(dx_ND)
@@ -950,7 +965,7 @@ target_jZN = follows[token_jZN]
 def alone_loss(w, token_ZN, target_ZN):
     x_ND = w["table_VD"][token_ZN.reshape(-1)]
     out_ND = functools.reduce(lambda x, w: layer(w, x), w["layer_LDD"], x_ND)
-    return nats(w["table_VD"], out_ND, target_ZN.reshape(-1)) / target_ZN.size
+    return cross_entropy(w["table_VD"], out_ND, target_ZN.reshape(-1)) / target_ZN.size
 
 
 # %% tags=["hide-input"]
@@ -1050,7 +1065,8 @@ print(check_gradients(gradients))
 # <details><summary>Solution</summary>
 #
 # The table is one array that the model uses twice (*tied* embeddings), so its gradient is the sum of two
-# parts. The first stage has the lookup's part and the last stage has the head's. Add them before the optimizer:
+# parts. The first stage has the lookup's part and the last stage has the head's. Add them before the
+# optimizer:
 #
 # ```python
 # grads["table_VD"] = jax.lax.psum(grads["table_VD"], "stage")  # after the scan
@@ -1119,10 +1135,10 @@ assert curves["one device"][60] < 0.1
 # All sends are exposed in the first and last n - 1 ticks. In the other ticks they can overlap with compute on
 # other microbatches, if the runtime allows it.
 #
-# **When to use it:** 6 · tokens · D < 4 · parameters over the slow network, with Z at least 4n; parameters
-# include all experts of a sparse model. That is 2 · parameters / (3 D) tokens per step: 1.3 million for Llama 3
-# 8B, or 0.9 million with the bubble, the tables and the 2 extra ticks. The formula does not depend on the
-# chip, but the bubble does. Chapter 09, "Thresholds", has the rules of all axes.
+# **When to use it:** between two nodes, 6 · tokens · D < 4 · parameters, with Z at least 4n; parameters
+# include all experts of a sparse model. That is 2 · parameters / (3 D) tokens per step: 1.3 million for Llama
+# 3 8B, or 0.9 million with the bubble, the tables and the 2 extra ticks. Chapter 09, "Thresholds", has the
+# rules of all axes.
 #
 # ## Three lines to keep
 #
@@ -1130,8 +1146,9 @@ assert curves["one device"][60] < 0.1
 #    of the time; they differ in the activations that they save.
 # 2. In one program for all devices, all devices wait for the end of each tick. There the published 1F1B takes
 #    48 units instead of 33, and needs nearly twice as many microbatches in flight to be as fast as GPipe.
-# 3. A stage sends little and rarely, so use `stage` on the slowest network, as long as 6 · tokens · D and the
-#    bubble cost less than 4 · parameters. And a right loss says nothing about the gradient.
+# 3. A stage sends little and rarely, so use `stage` on the slowest network: between two nodes, as long as 6 ·
+#    tokens · D and the bubble cost less than 4 · parameters. And a right loss says nothing about the
+#    gradient.
 #
 # **Sources.** GPipe, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965), section 2; PipeDream-Flush, which
 # became 1F1B, [arXiv:2006.09503](https://arxiv.org/abs/2006.09503), section 3.2; interleaving, Megatron-LM,
