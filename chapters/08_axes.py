@@ -20,6 +20,7 @@ from devices import simulate_devices
 simulate_devices(8)
 
 import dataclasses
+import textwrap
 from functools import cache, partial
 
 import matplotlib.pyplot as plt
@@ -76,7 +77,7 @@ for side, axis in enumerate(("stage", "fsdp", "tensor")):
     print(f"{axis:6}", np.moveaxis(box, side, -1).reshape(-1, 2).tolist())
 
 # %% [markdown]
-# So each device belongs to three groups. Device 5 communicates with 4, 7 and 1, not with 0. A
+# Each device belongs to three groups. Device 5 communicates with 4, 7 and 1, not with 0. A
 # collective over `fsdp` and `tensor` together has a group of four: 4, 5, 6 and 7.
 #
 # ## Sharded or replicated
@@ -257,13 +258,15 @@ assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "unlike one d
 # ## 1F1B with two more axes
 #
 # GPipe can leave the whole backward pass to JAX, but 1F1B (05) calls `jax.vjp` for each microbatch. With more
-# axes, two lines are new. Before the loop, cast the gain, so that its gradient stays a local sum. After it,
-# sum this gradient over `fsdp` and `tensor`, once per step, not once per tick. The matrices need neither: each
-# reduce-scatter along `fsdp` completes their gradients.
+# axes, two lines are new. `before` the loop, cast the gain, so that its gradient stays a local sum. `after` it,
+# sum this gradient over `fsdp` and `tensor`, once per step. The matrices need neither: each reduce-scatter
+# along `fsdp` completes their gradients.
 
 
 # %%
 BOTH = "fsdp", "tensor"
+cast = lambda gain: lax.pcast(gain, BOTH, to="varying")
+total = lambda d_gain: lax.psum(d_gain, BOTH)
 stage = lambda w, x_btD: lax.scan(layer, x_btD, w)[0]
 error = lambda y, target, counted: jnp.sum(counted * jnp.sum((y - target) ** 2, -1))
 empty = lambda shape: lax.pcast(jnp.zeros(shape), AXES, to="varying")
@@ -281,11 +284,11 @@ def empty_carry(w, slots, x_btD):
 
 
 # %%
-def one_f_one_b(w, *batch):
+def one_f_one_b(w, *batch, before=cast, after=total, start=empty_carry):
     here, last = lax.axis_index("stage"), lax.axis_size("stage") - 1
     x_ZbtD, target_ZbtD, counted_Zbt = (a.reshape(Z, -1, *a.shape[1:]) for a in batch)
     slots, count = 2 * last + 1, lax.psum(counted_Zbt.sum(), BOTH)
-    w = w | {"gain_LD": lax.pcast(w["gain_LD"], BOTH, to="varying")}  # before
+    w = w | {"gain_LD": before(w["gain_LD"])}
 
     def tick(carry, i):
         inbox_btD, back_btD, kept, lost, dw = carry
@@ -299,26 +302,72 @@ def one_f_one_b(w, *batch):
         dw, lost = add(on, dw, dw_m), add(on & (here == last), lost, value)
         return (send(stage(w, x_btD), 1), send(dx_btD, -1), kept, lost, dw), None
 
-    ticks, carry = jnp.arange(Z + 2 * last), empty_carry(w, slots, x_ZbtD[0])
+    ticks, carry = jnp.arange(Z + 2 * last), start(w, slots, x_ZbtD[0])
     *_, lost, dw = lax.scan(tick, carry, ticks)[0]
-    dw["gain_LD"] = lax.psum(dw["gain_LD"], BOTH)  # after
+    dw["gain_LD"] = after(dw["gain_LD"])
     return lax.psum(lost, AXES) / count, dw
 
 
 # %%
-inputs = specs, *[P("fsdp", "tensor")] * 3
-for sizes in ((2, 2, 2), (4, 2, 1)):
+def outcome(sizes=(2, 2, 2), **lines):
+    """Run 1F1B, and say how the gain's gradient differs from one device's."""
     grid = jax.make_mesh(sizes, AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    outputs = P(), specs
-    step = jax.shard_map(one_f_one_b, mesh=grid, in_specs=inputs, out_specs=outputs)
-    found = jax.jit(step)(w, *batch)
-    assert lesson.same(found, (want, wants), 1e-5), "unlike one device"
-    print(f"{lesson.brief(grid)}: loss and gradients match one device")
+    specs_of = {"in_specs": (specs, *[P(BOTH)] * 3), "out_specs": (P(), specs)}
+    step = jax.shard_map(partial(one_f_one_b, **lines), mesh=grid, **specs_of)
+    try:
+        loss, grads = jax.jit(step)(w, *batch)
+    except (TypeError, ValueError) as error:
+        lines = str(error).partition("This might")[0].splitlines()
+        lines = [line for line in lines if "carry" in line or "'gain" in line]
+        return textwrap.fill(" ".join([f"{type(error).__name__}:", *lines]), 88)
+    gain, gain_alone = grads.pop("gain_LD"), wants["gain_LD"]
+    matrices = {name: wants[name] for name in grads}
+    assert lesson.same((loss, grads), (want, matrices), 1e-5), "unlike one device"
+    found = lesson.compiled(step, grid, w, *batch).collectives
+    sums = (one.count for one in found if one.axes == BOTH and one.payload_bytes > 4)
+    return f"{lesson.ratio(gain, gain_alone)}, sums: {sum(sums)}"
+
+
+# %%
+nothing = lambda x: x
+ROWS = (cast, total), (nothing, nothing), (nothing, total), (cast, nothing)
+for before, after in ROWS:
+    is_there = [f"{line is not nothing!s:5}" for line in (before, after)]
+    print("cast", is_there[0], "sum", is_there[1], outcome(before=before, after=after))
+
+# %% tags=["remove-cell"]
+assert outcome() == "equal, sums: 1" and outcome((4, 2, 1)).startswith("equal")
+assert outcome(before=nothing, after=nothing) == "equal, sums: 12"
+assert outcome(before=nothing) == "4 times too big, sums: 13"
+assert outcome(after=nothing).startswith("ValueError")
+
+# %% [markdown]
+# In the three rows that run, the loss and the matrices' gradients are right:
+#
+# | cast before | sum after | what happens |
+# |---|---|---|
+# | yes | yes | right: one sum per step |
+# | no | no | right, but slow: JAX sums in each `jax.vjp`, for 2 layers in each of 6 ticks |
+# | no | yes | **silently wrong**: the sum after the loop adds 2 x 2 equal, complete gradients |
+# | yes | no | an error: the gradient is a local sum, and the spec of the gain promises that it is not |
+#
+# The carry keeps its types. If you make its zeros before the cast, JAX refuses:
+
+
+# %%
+def made_too_early(w, *rest):
+    """Zeros for the gain's gradient that vary along `stage` only, like the gain."""
+    *carry, dw = empty_carry(w, *rest)
+    d_gain = lax.pcast(jnp.zeros(dw["gain_LD"].shape), "stage", to="varying")
+    return *carry, dw | {"gain_LD": d_gain}
+
+
+print(outcome(start=made_too_early))
 
 # %% [markdown]
 # ## How much each axis communicates
 #
-# Now count the communication of one step, with L/n = 2 layers per stage and Z + n - 1 = 5 ticks.
+# Count the communication of one step, with L/n = 2 layers per stage and Z + n - 1 = 5 ticks.
 #
 # > **Predict.** How many times does a device send activations or their gradients along `stage` in one step?
 #
@@ -348,7 +397,7 @@ assert sent["fsdp"].count == 4 + 4 * 5, "gathers before the loop, a scatter per 
 # `tensor`. A transformer layer has two pairs, one in attention and one in the MLP, so with 16 layers per
 # stage and n = 2 the ratio is 64.
 #
-# Along `fsdp`, JAX moves the all-gathers out of the loop: each of the 4 matrices is gathered once.
+# Along `fsdp`, JAX moves the all-gathers out of the loop: each matrix is gathered once.
 #
 # ## Which axis crosses the slow network
 #
@@ -438,8 +487,8 @@ print("context, then tensor:", gather_in_order("context", "tensor"))
 #
 # ## One layer, three axes
 #
-# Now take a layer with attention and experts, sharded over `fsdp`, `expert` and `tensor`. It has E experts
-# of width M, and H heads of dim K. An expert receives A token vectors. Each row is one step:
+# Take a layer with attention and experts, sharded over `fsdp`, `expert` and `tensor`. It has E experts
+# of width M, and H heads of dim K. An expert receives A token vectors.
 #
 # | step | result | communication of activations | weight, and how it is gathered |
 # |---|---|---|---|
@@ -522,9 +571,9 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 # ## Valid but slow
 #
 # Take Llama 3 8B on 16 devices, with 8 sequences of 32,768 tokens per step. `fsdp=16` is invalid, because 8
-# sequences cannot be split over 16 devices. The four meshes below are valid. The planner (09) estimates
-# their step times on three machines: a v5p slice of 16 chips, two H100 nodes with a 400 Gbit/s network card
-# per GPU, and the same nodes with one 100 Gbit/s card per node:
+# sequences cannot be split over 16 devices. The planner (09) estimates the step times of four valid meshes on
+# three machines: a v5p slice of 16 chips, two H100 nodes with a 400 Gbit/s network card per GPU, and the same
+# nodes with one 100 Gbit/s card per node:
 
 # %% tags=["hide-input"]
 slow_chip = dataclasses.replace(hardware.CHIPS["h100"], dcn_bytes_per_s=12.5e9 / 8)
@@ -555,9 +604,9 @@ assert spread["slow network"] > 2.9 and spread["v5p slice"] < 1.2, "a plan has c
 #
 # ## Rounding or bug?
 #
-# Floating-point sums depend on their order, which differs between eight devices and one. How far apart can two
-# correct results be? For contrast, here is a wrong loss that `shard_map` accepts: along `tensor`,
-# `mean_of_means` divides by each device's own count, and then averages the quotients.
+# Floating-point sums depend on their order, which differs between eight devices and one. How far apart can
+# two correct results be? Here is a wrong loss that `shard_map` accepts: along `tensor`, `mean_of_means`
+# divides by each device's own count, and then averages the quotients.
 
 
 # %%
@@ -613,8 +662,6 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 # ...
 # The mesh matches a single-device run.
 # ```
-#
-# The largest gradient error is 9.2e-07; the limit is 1e-04.
 #
 # ## Exercise 1: choose the sharding
 #
