@@ -174,11 +174,11 @@ def encoder_side(batch) -> dict:
             "segments_BT": batch["encoder_segments_BS"], "index_BT": batch["encoder_index_BS"]}  # fmt: skip
 
 
-def encode(w: EncoderDecoder, c: ModelConfig, x_btD, batch, key):
-    """Apply the encoder layers of this stage. Shapes: [b, t, D] -> [b, t, D]."""
+def encode(w: EncoderDecoder, c: ModelConfig, x_btD, batch, key, form=at_use):
+    """Apply the encoder layers of this stage. Shapes: [b, t, D] -> [b, t, D]. form: as in `model.unembedding`"""
     tokens = model.tokens_of(encoder_side(batch))
     attend = within_rows(w.encoder.bias_WH, tokens.segments_bs, bidirectional=True)
-    one = remat(c, lambda w, x_btD, number: model.layer(at_use(w, c), c, x_btD, tokens, number, key, attend))
+    one = remat(c, lambda w, x_btD, number: model.layer(form(w, c), c, x_btD, tokens, number, key, attend))
     first = axis_index(STAGE) * stack_size(w.encoder.layers)
     return scan_layers(one, w.encoder.layers, x_btD, lambda i: first + i)[0]
 

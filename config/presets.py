@@ -72,7 +72,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             vocab_size=320, d_model=128, n_layers=3, encoder_layers=3, n_heads=4, attention="gqa", n_kv_heads=4,
             d_head=32, d_ff=384, activation="geglu", precision="float32"),
         "data.seq_len": 64, "data.input_len": 192, "data.objective": "span", "optim.lr": 5e-3,
-        "run.name": "t5_laptop",
+        "run.name": "t5_laptop", "run.steps": 600,
+        "run.sample_prompt": "    for i in range(<extra_id_0>(self.args)):\n        return<extra_id_1>",
     }),
     "t5_small": ("T5 1.1, 76,961,152 parameters", {
         "model": ModelConfig(

@@ -92,7 +92,9 @@ def token_fields(sampler: Sampler, one: TextJob) -> list[dict]:
 def result_fields(sampler: Sampler, request: Request, one: TextJob) -> dict:
     """Return the settings and the result of a text, for JSON."""
     more = {"drawn": token_fields(sampler, one)} if request.logprobs else {}
-    return dataclasses.asdict(request) | {"text": request.prompt + one.text, "ended": one.ended} | more
+    return (
+        dataclasses.asdict(request) | {"text": sampler.whole_text(request.prompt, one.text), "ended": one.ended} | more
+    )
 
 
 def print_texts(sampler: Sampler, requests: list[Request], as_json: bool) -> None:
@@ -104,22 +106,22 @@ def print_texts(sampler: Sampler, requests: list[Request], as_json: bool) -> Non
     if as_json:
         for request, one in zip(requests, sampler.run_requests(requests), strict=True):
             print(json.dumps(result_fields(sampler, request, one)))
-    elif len(requests) == 1:
+    elif len(requests) == 1 and not sampler.cfg.model.encoder_layers:
         print(requests[0].prompt, end="", flush=True)
         sampler.generate_texts(requests, stream=lambda _, text: print(text, end="", flush=True))
         print()
     else:
         for n, text in enumerate(sampler.generate_texts(requests)):
-            print(f"--- {n}\n{text}")
+            print(f"--- {n}\n{text}" if len(requests) > 1 else text)
 
 
 def print_beams(sampler: Sampler, request: Request, args: Arguments) -> None:
     """Print the best text that beam search finds; with --json, print the texts of all beams."""
     results = sampler.search(request, args.beams, args.length_penalty)
     if not args.json:
-        print(request.prompt + results[0][0].text)
+        print(sampler.whole_text(request.prompt, results[0][0].text))
         return
-    beams = [{"text": request.prompt + one.text, "ended": one.ended, "logprob": beam.logprob,
+    beams = [{"text": sampler.whole_text(request.prompt, one.text), "ended": one.ended, "logprob": beam.logprob,
               "score": beam.score(args.length_penalty)} for one, beam in results]  # fmt: skip
     settings = {"prompt": request.prompt, "tokens": request.tokens, "length_penalty": args.length_penalty}
     print(json.dumps(settings | {"beams": beams}))

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+import encoder_decoder
 import model
 import sharding
 from architectures import declare
@@ -72,6 +73,13 @@ class GroupedCache(NamedTuple):
     value_bgSK: Any
 
 
+class DecoderCache(NamedTuple):
+    """The cache of one decoder layer of an encoder-decoder: of its own tokens, and of the encoder's output."""
+
+    own: GroupedCache
+    inputs: GroupedCache
+
+
 def cache_spec(c: ModelConfig):
     """Return the PartitionSpec of a cache: slots over CONTEXT, heads over TENSOR. The first dim has an entry per stage,
     because stages have separate layers; for latents, it has an entry per stage and TENSOR device, which has a copy."""
@@ -80,7 +88,8 @@ def cache_spec(c: ModelConfig):
 
 def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "compute"):
     """Return the cache of b sequences as ShapeDtypeStructs, arranged as `unstack` arranges the layers' parameters:
-    {"prefix": [layer, ..], "blocks": [Block(dense=[layer, ..], moe=layer), ..]}.
+    {"prefix": [layer, ..], "blocks": [Block(dense=[layer, ..], moe=layer), ..]}; for an encoder-decoder, {"decoder":
+    [DecoderCache, ..], "inputs": the number of inputs of each sequence}.
 
     slots  positions per sequence in the cache, a multiple of the devices along CONTEXT
     form   number format: "compute", the compute dtype; "bfloat16"; or "int8", see `quantised.py`
@@ -102,6 +111,9 @@ def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "co
 
     is_moe = bool(c.n_experts)
     layers = lambda n: [layer() for _ in range(n)]
+    if c.encoder_layers:
+        inputs = jax.ShapeDtypeStruct((stages, b, mesh.shape[TENSOR], 1), "int32", sharding=place)
+        return {"decoder": [DecoderCache(*layers(2)) for _ in range(c.n_layers // stages)], "inputs": inputs}
     block = lambda: model.Block(dense=layers(c.layers_per_block - is_moe), moe=layer() if is_moe else None)
     return {"prefix": layers(c.dense_prefix), "blocks": [block() for _ in range(c.n_blocks // stages)]}
 
@@ -128,15 +140,18 @@ def write_entries(cache_bgSX, new_bsgX, positions_bs):
     return jax.tree.map(write, cache_bgSX, quantize_like(new_bsgX, cache_bgSX))
 
 
-def attend_to_slots(q_bshX, k_bgSX, v_bgSU, positions_bs):
+def attend_to_slots(q_bshX, k_bgSX, v_bgSU, positions_bs, bias_bhsS=None):
     """Attend to this device's slots, up to each token's position. Slot i holds position i. Queries are already scaled.
 
+    bias_bhsS  added to the scores; None: nothing
     Shapes: [b, s, h, X], [b, g, S, X], [b, g, S, U] -> [b, s, h, U] and the log-sum-exp of the scores [b, s, h, 1].
     Latents have no dim g. Each of the g key heads serves r = h / g consecutive query heads.
     """
     (b, s, h, X), g, S = q_bshX.shape, "g" * (k_bgSX.ndim - 3), k_bgSX.shape[-2]
     q_bsgrX = q_bshX.reshape(b, s, *k_bgSX.shape[1:-2], -1, X)
     scores_bgrsS = jnp.einsum(f"bs{g}rX,b{g}SX->b{g}rsS", q_bsgrX, k_bgSX).astype(jnp.float32)
+    if bias_bhsS is not None:
+        scores_bgrsS += bias_bhsS.reshape(scores_bgrsS.shape)
     seen_bsS = positions_bs[:, :, None] >= first_slot(S) + jnp.arange(S)[None, None, :]
     scores_bgrsS = jnp.where(seen_bsS.reshape(b, *[1] * len(g), 1, s, S), scores_bgrsS, HIDDEN)
     weight_bgrsS = jax.nn.softmax(scores_bgrsS, axis=-1).astype(v_bgSU.dtype)
@@ -147,12 +162,15 @@ def attend_to_slots(q_bshX, k_bgSX, v_bgSU, positions_bs):
 class CachedAttention:
     """One layer's attention to its KV cache: the `attend` argument of `model.layer`, in place of `over_context`.
 
-    cache  a LatentCache or a GroupedCache. The call replaces it with the updated cache, which the caller then reads.
-           Use each instance for one layer and one call
+    cache      a LatentCache or a GroupedCache. The call replaces it with the updated cache, which the caller then
+               reads. Use each instance for one layer and one call
+    reach_bs   the last position to which a token attends; None: its own
+    bias_bhsS  position biases, as in `attend_to_slots`
     """
 
-    def __init__(self, cache, positions_bs):
-        self.cache, self.positions_bs = cache, positions_bs
+    def __init__(self, cache, positions_bs, reach_bs=None, bias_bhsS=None):
+        self.cache, self.positions_bs, self.bias_bhsS = cache, positions_bs, bias_bhsS
+        self.reach_bs = positions_bs if reach_bs is None else reach_bs
 
     def __call__(self, c: ModelAtWork, q_1nhK, parts, keys_values, segments_1n, absorbed=None):
         """Write the new tokens into the cache, and attend to it. Arguments and result as for `over_context`.
@@ -168,7 +186,7 @@ class CachedAttention:
         if absorbed:
             k, v = jnp.concatenate(entries, axis=-1), entries[0]
         q_bshX = absorb(q_bshK) * q_bshK.shape[-1] ** -0.5
-        o_bshX, log_sum_bsh1 = attend_to_slots(q_bshX, k, v, self.positions_bs)
+        o_bshX, log_sum_bsh1 = attend_to_slots(q_bshX, k, v, self.reach_bs, self.bias_bhsS)
         return merge_softmaxes(value_of(o_bshX), log_sum_bsh1)
 
 
@@ -212,7 +230,10 @@ def merge_softmaxes(o_bshU, log_sum_bsh1):
 def decoding_config(c: ModelConfig) -> ModelAtWork:
     """Return the model's settings for generation: dropless experts, and all weights gathered before use. This includes
     embedding tables, because an int8 table has to be gathered as int8."""
-    return ModelAtWork(**vars(c) | {"capacity_factor": 0.0, "work": dataclasses.replace(c.work, gather="step")})
+    no_rope = {"no_rope_every": 1} if c.encoder_layers else {}
+    return ModelAtWork(
+        **vars(c) | {"capacity_factor": 0.0, "work": dataclasses.replace(c.work, gather="step")} | no_rope
+    )
 
 
 def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_bm, *, c: ModelAtWork):
@@ -222,15 +243,18 @@ def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_
     wanted_bm  indices of the m wanted tokens in each row
     Sends over STAGE: the activations to the next stage at every tick, and the logits to all stages.
     """
-    stage, stages, b = axis_index(STAGE), axis_size(STAGE), len(tokens_bs)
+    stage, stages = axis_index(STAGE), axis_size(STAGE)
     prefix, blocks, cache = (jax.tree.map(lambda x: x[0], tree) for tree in (w.prefix, w.blocks, cache))
     ours = lambda x_bs: own_slice(as_row(x_bs), CONTEXT, dim=1)
     batch = {"tokens_BT": ours(tokens_bs), "positions_BT": ours(positions_bs)}
     batch |= dict.fromkeys(("segments_BT", "index_BT"), jnp.ones_like(batch["tokens_BT"]))  # one document, no dropout
-    tokens = model.tokens_of(batch)
+    tokens, reach_bs = model.tokens_of(batch), positions_bs
+    if c.prefix_lm and tokens_bs.shape[1] > 1:  # a prompt, in one piece: every token attends to all of it
+        last_b1 = jnp.max(jnp.where(positions_bs == NOWHERE, 0, positions_bs), axis=1, keepdims=True)
+        reach_bs = jnp.broadcast_to(last_b1, positions_bs.shape)
 
     def layer(w_and_cache, x_1tD, number):
-        w, attend = w_and_cache[0], CachedAttention(w_and_cache[1], positions_bs)
+        w, attend = w_and_cache[0], CachedAttention(w_and_cache[1], positions_bs, reach_bs)
         x_1tD, _ = model.layer(gather_weights(w, c), c, x_1tD, tokens, number, None, attend)
         return x_1tD, attend.cache
 
@@ -252,18 +276,29 @@ def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_
     x_1tD, cache["prefix"] = if_ours(stage == 0, apply_prefix, x_1tD, cache["prefix"])
     (x_1tD, cache["blocks"]), _ = jax.lax.scan(tick, (x_1tD, cache["blocks"]), jnp.arange(stages))
 
+    logits_bmv = logits_after(w, c, x_1tD, tokens_bs.shape, wanted_bm)
+    return logits_bmv, jax.tree.map(lambda x: x[None], cache)
+
+
+def logits_after(w: model.Transformer, c: ModelAtWork, x_1tD, shape: tuple[int, int], wanted_bm):
+    """Return the logits [b, m, v] after the wanted tokens of each row, on all stages. The last stage's output, x_1tD,
+    has been shifted to the first.
+
+    shape  rows and tokens of each row, (b, s)
+    Sends over STAGE and CONTEXT: the logits.
+    """
+
     def logits(x_1tD):
-        x_nD = model.final_norm(w, c, x_1tD, dim=1)[
-            0
-        ]  # only the CONTEXT device with the wanted token computes its logits
-        at_bm = jnp.arange(b)[:, None] * tokens_bs.shape[1] + wanted_bm - axis_index(CONTEXT) * len(x_nD)
+        x_nD = model.final_norm(w, c, x_1tD, dim=1)[0]
+        # Only the CONTEXT device with the wanted token computes its logits.
+        at_bm = jnp.arange(shape[0])[:, None] * shape[1] + wanted_bm - axis_index(CONTEXT) * len(x_nD)
         mine_bm = (at_bm >= 0) & (at_bm < len(x_nD))
         x_bmD = x_nD[jnp.clip(at_bm, 0, len(x_nD) - 1)]
         return vary(jnp.where(mine_bm[:, :, None], model.logits(w, c, x_bmD, gather_weights), 0), AXES)
 
-    # The last stage's output was shifted to the first.
-    partial_bmv = jax.lax.cond(stage == 0, logits, lambda x_1tD: zeros_like_result(logits, x_1tD), x_1tD)
-    return psum(partial_bmv, (STAGE, CONTEXT)), jax.tree.map(lambda x: x[None], cache)
+    first = axis_index(STAGE) == 0
+    partial_bmv = jax.lax.cond(first, logits, lambda x_1tD: zeros_like_result(logits, x_1tD), x_1tD)
+    return psum(partial_bmv, (STAGE, CONTEXT))
 
 
 def apply_to_row(cache, at_1, function):
@@ -287,6 +322,99 @@ def copy_rows(c: ModelConfig, mesh: Mesh) -> Callable:
     spec = cache_spec(c)
     local = jax.shard_map(shards, mesh=mesh, in_specs=(spec, P(BATCH), P(BATCH)), out_specs=spec)
     return ordered.jit(local, mesh, donate_argnums=0, out_shardings=NamedSharding(mesh, spec))
+
+
+# An encoder-decoder ---------------------------------------------------------------------------------------------------
+# A prompt is the inputs, then the token that starts the decoder. Prefill runs the encoder once, and stores the keys and
+# values of its output for each decoder layer. Then the decoder reads its first token. CONTEXT has one device.
+
+
+class InputAttention:
+    """A decoder layer's cross-attention to the stored inputs: the `attend` of `encoder_decoder.cross_branch`."""
+
+    def __init__(self, cache: GroupedCache, inputs_b, s: int):
+        self.cache, self.inputs_bs = cache, jnp.broadcast_to(inputs_b[:, None], (len(inputs_b), s))
+
+    def __call__(self, c: ModelAtWork, q_1nhK, *_):
+        (q_bshK,) = gather_tokens((q_1nhK,), *self.inputs_bs.shape)
+        k, v = (dequantize(x, q_bshK.dtype) for x in self.cache)
+        o_bshK, _ = attend_to_slots(q_bshK * q_bshK.shape[-1] ** -0.5, k, v, self.inputs_bs - 1)
+        return as_row(jnp.where(self.inputs_bs[:, :, None, None] > 0, o_bshK, 0))
+
+
+def through_stages(apply, x, state):
+    """Run (x, state) -> apply(x, state) on one stage after the other. Returns the last stage's x, shifted to the first,
+    and every stage's own state."""
+    stage, stages = axis_index(STAGE), axis_size(STAGE)
+
+    def tick(carry, at_work):
+        x, state = jax.lax.cond(stage == at_work, apply, lambda *same: same, *carry)
+        return (shift(x, STAGE), state), None
+
+    if stages == 1:
+        return apply(x, state)
+    return jax.lax.scan(tick, (x, state), jnp.arange(stages))[0]
+
+
+def read_inputs(w: encoder_decoder.EncoderDecoder, cache, tokens_1s, inputs_1, c: ModelAtWork):
+    """Run the encoder on one row of tokens, of which the first `inputs_1` are inputs, and store the result."""
+    segments_1s = (jnp.arange(tokens_1s.shape[1])[None] < inputs_1[:, None]).astype(jnp.int32)
+    names = encoder_decoder.ENCODER_BATCH
+    row = dict(zip(names, map(as_row, (tokens_1s, jnp.zeros_like(tokens_1s), segments_1s)), strict=True))
+    row["encoder_index_BS"] = jnp.zeros_like(row[names[0]])
+    x_1tD = model.embed_batch(w, c, encoder_decoder.encoder_side(row), None, gather_weights)
+    apply = lambda x_1tD, none: (vary(encoder_decoder.encode(w, c, x_1tD, row, None, gather_weights), AXES), none)
+    x_1tD, _ = through_stages(apply, vary(x_1tD, AXES), ())
+    x_1tD = psum(jnp.where(axis_index(STAGE) == 0, x_1tD, 0), STAGE)
+    memory_1SD = encoder_decoder.memory(w, c, x_1tD)
+    positions_1S = jnp.arange(memory_1SD.shape[1])[None]
+
+    def store(number, entry: DecoderCache):
+        layer = gather_weights(nth_layer(w.decoder.layers, number), c)
+        pairs = zip(entry.inputs, encoder_decoder.cross_keys_values(layer, memory_1SD), strict=True)
+        return entry._replace(inputs=GroupedCache(*(write_entries(old, new, positions_1S) for old, new in pairs)))
+
+    inputs = jnp.broadcast_to(inputs_1[:, None, None], cache["inputs"].shape)
+    return {"decoder": [*map(store, range(len(cache["decoder"])), cache["decoder"])], "inputs": inputs}
+
+
+def nth_layer(stack, number: int):
+    return jax.tree.map(lambda x: x[number], stack)
+
+
+def decoder_shards(w: encoder_decoder.EncoderDecoder, cache, tokens_bs, positions_bs, wanted_bm, *, c, prefill: bool):
+    """Run new tokens through an encoder-decoder; arguments and result as for `forward_shards`.
+
+    prefill  True: tokens_bs is one prompt, whose last token, wanted_bm, is the decoder's first
+    Positions count from the first input.
+    """
+    cache = jax.tree.map(lambda x: x[0], cache)
+    if prefill:
+        cache = vary(read_inputs(w, cache, tokens_bs, wanted_bm[:, 0], c), AXES)
+        tokens_bs, positions_bs = (jnp.take_along_axis(x, wanted_bm, axis=1) for x in (tokens_bs, positions_bs))
+        wanted_bm = jnp.zeros_like(wanted_bm)
+    inputs_b = cache["inputs"][:, 0, 0]
+    positions_bs = positions_bs - inputs_b[:, None]
+    batch = {"tokens_BT": as_row(tokens_bs), "positions_BT": as_row(positions_bs)}
+    batch |= dict.fromkeys(("segments_BT", "index_BT"), jnp.ones_like(batch["tokens_BT"]))
+    tokens, slots = model.tokens_of(batch), jnp.arange(jax.tree.leaves(cache["decoder"][0].own)[0].shape[-2])
+    bias = lambda positions_s: encoder_decoder.position_bias(w.decoder.bias_WH, positions_s, slots, False)
+    bias_bhsS = jax.vmap(bias)(positions_bs)
+
+    def apply(x_1tD, entries):
+        found = []
+        for number, entry in enumerate(entries):
+            layer = gather_weights(nth_layer(w.decoder.layers, number), c)
+            own = CachedAttention(entry.own, positions_bs, bias_bhsS=bias_bhsS)
+            inputs = InputAttention(entry.inputs, inputs_b, tokens_bs.shape[1])
+            x_1tD = encoder_decoder.decoder_layer(layer, c, x_1tD, tokens, 0, None, own, (), inputs)
+            found.append(entry._replace(own=own.cache))
+        return vary((x_1tD, found), AXES)
+
+    x_1tD = vary(model.embed_batch(w, c, batch, None, gather_weights), AXES)
+    x_1tD, entries = through_stages(apply, x_1tD, cache["decoder"])
+    logits_bmv = logits_after(w, c, x_1tD, tokens_bs.shape, wanted_bm)
+    return logits_bmv, jax.tree.map(lambda x: x[None], cache | {"decoder": entries})
 
 
 # Unstacked layers -----------------------------------------------------------------------------------------------------
@@ -324,7 +452,7 @@ def unstack_shards(w: model.Transformer, c: ModelConfig):
 def unstacked_specs(c: ModelConfig, params, mesh: Mesh):
     """Return the PartitionSpecs of parameters, stacked or not, with or without `quantize`. Separate layers are not
     sharded over CONTEXT."""
-    if not is_unstacked(params):
+    if c.encoder_layers or not is_unstacked(params):
         return specs(c, params)
     first = params.blocks[0]
     block = model.Block(dense=first.dense[0] if first.dense else None, moe=first.moe)
@@ -342,6 +470,7 @@ def unstack(params, c: ModelConfig, mesh: Mesh):
     """Split stacked parameters into separate arrays per layer, and gather them over CONTEXT.
 
     This makes `cached_forward` faster, because otherwise it does both for every token. The stacks are not freed.
+    The parameters of an encoder-decoder stay as they are.
 
     Sends over CONTEXT, on c devices: (c - 1)/c of the weights.
     """
@@ -369,11 +498,11 @@ def cached_forward(c: ModelConfig, mesh: Mesh, *, rows: bool = False) -> Callabl
     The old cache is donated, so do not use it again. Raises: UserError if a parameter does not split over the mesh.
     """
     sharding.check_divides(declare(c), mesh)
+    work = decoding_config(c)
+    forward_of = functools.partial(decoder_shards, prefill=rows) if c.encoder_layers else forward_shards
 
     def shards(w, cache, tokens_bs, positions_bs, wanted_bm, *at_1):
-        run = lambda cache: forward_shards(
-            unstack_shards(w, c), cache, tokens_bs, positions_bs, wanted_bm, c=decoding_config(c)
-        )
+        run = lambda cache: forward_of(unstack_shards(w, c), cache, tokens_bs, positions_bs, wanted_bm, c=work)
         return apply_to_row(cache, *at_1, run) if rows else run(cache)
 
     def forward(params, cache, tokens_bs, positions_bs, last_b, *at_b):

@@ -82,7 +82,7 @@ class Engine:
     end             the token that ends a text
     slots           requests at a time; rounded up to a multiple of the devices along BATCH
     context         maximum tokens of a prompt and its text; cache rows are rounded up to a multiple of CONTEXT devices
-    piece           prompt tokens per prefill chunk
+    piece           prompt tokens per prefill chunk; an encoder or a prefix LM reads each prompt in one chunk
     prefill_tokens  maximum prompt tokens between two decode steps, but always at least one chunk
     cache           number format, see `cache_shapes`
     unused_ids      ids below `vocabulary` that are not tokens, and never generated
@@ -95,7 +95,9 @@ class Engine:
         self.c, self.mesh, self.vocabulary, self.end = c, mesh, vocabulary, end
         self.groups = math.prod(mesh.shape[axis] for axis in BATCH)
         self.context, slots = context or cfg.data.seq_len, slots + -slots % self.groups
-        self.piece, self.chunks_per_step = min(piece, self.context), max(1, prefill_tokens // (piece * self.groups))
+        # A bidirectional model reads a prompt in one chunk.
+        self.piece = self.context if c.encoder_layers or c.prefix_lm else min(piece, self.context)
+        self.chunks_per_step = max(1, prefill_tokens // (piece * self.groups))
         self.slots: list[Job | None] = [None] * slots
         self.waiting: deque[Job] = deque()
         rows_of = self.context + -self.context % mesh.shape[CONTEXT]
@@ -131,6 +133,8 @@ class Engine:
 
     def submit(self, job: Job) -> Job:
         """Queue a request for a slot. Raises: UserError if its prompt leaves no room for a new token."""
+        if job.prompt_tokens is not None and self.c.encoder_layers:
+            raise UserError("an encoder-decoder does not score its prompt, because it does not predict its inputs")
         if len(job.prompt) >= self.context:
             raise UserError(f"a prompt of {len(job.prompt)} tokens leaves no room in {self.context} positions")
         job.max_new_tokens = min(job.max_new_tokens, self.context - len(job.prompt))

@@ -3,6 +3,7 @@
 import codecs
 import functools
 import math
+import re
 from collections.abc import Callable
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 import sharding
 from config import Config, MeshConfig
+from config.fields import parse_objectives
 from data import tokenizers
 from errors import UserError
 from generate.beam import Beam, search
@@ -28,8 +30,52 @@ def round_up_to_power_of_two(size: int, most: int) -> int:
     return min(1 << (size - 1).bit_length(), most)
 
 
-def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int) -> list[int]:
-    """Encode a prompt after the end-of-text token. Raises: UserError if it leaves no room for a new token."""
+class WithSentinels:
+    """A tokenizer with the sentinels of span corruption, written <extra_id_0>, <extra_id_1>, ..: ids after its own.
+
+    vocab_size   ids of the model's table; sentinel i is vocab_size - 1 - i
+    """
+
+    def __init__(self, encoding: tiktoken.Encoding, vocab_size: int):
+        self.encoding, self.n_vocab = encoding, vocab_size
+
+    def __getattr__(self, name: str):
+        return getattr(self.encoding, name)
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        ids = []
+        for part in re.split(r"(<extra_id_\d+>)", text):
+            sentinel = re.fullmatch(r"<extra_id_(\d+)>", part)
+            id = self.n_vocab - 1 - int(sentinel[1]) if sentinel else -1
+            ids += [id] if id >= self.encoding.n_vocab else self.encoding.encode_ordinary(part)
+        return ids
+
+    def decode_single_token_bytes(self, id: int) -> bytes:
+        if id < self.encoding.n_vocab:
+            return self.encoding.decode_single_token_bytes(id)
+        return f"<extra_id_{self.n_vocab - 1 - id}>".encode()
+
+
+def with_sentinels(encoding: tiktoken.Encoding, cfg: Config):
+    """Return the tokenizer of a model, with sentinels if it was trained with span corruption."""
+    spans = any(name.startswith("span") for name in parse_objectives(cfg.data.objective))
+    return WithSentinels(encoding, cfg.model.vocab_size) if spans else encoding
+
+
+def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int, input_len: int = 0) -> list[int]:
+    """Encode a prompt after the end-of-text token. For an encoder, end of text ends the inputs, and then starts the
+    decoder (`features.encoder_decoder`).
+
+    Raises: UserError if it leaves no room for a new token, or is longer than an encoder's inputs.
+    """
+    if input_len:
+        ids = [*encoding.encode_ordinary(prompt), encoding.eot_token]
+        if len(ids) > input_len:
+            raise UserError(
+                f"a prompt of {len(ids) - 1} tokens and the end-of-text token after it do not fit into "
+                f"data.input_len={input_len}; shorten the prompt to at most {input_len - 1} tokens"
+            )
+        return [*ids, encoding.eot_token]
     ids = [encoding.eot_token, *encoding.encode_ordinary(prompt)]
     if len(ids) >= seq_len:
         raise UserError(
@@ -86,9 +132,16 @@ class Sampler:
 
     def __init__(self, cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh | None = None,
                  cache: str = "compute"):  # fmt: skip
-        self.cfg, self.params, self.encoding, self.cache = cfg, params, encoding, cache
+        self.cfg, self.params, self.cache = cfg, params, cache
+        self.encoding = with_sentinels(encoding, cfg)
         self.mesh = sharding.make_mesh("", jax.local_devices()[:1]) if mesh is None else mesh
         self.engines: dict[tuple, Engine] = {}
+
+    @property
+    def positions(self) -> int:
+        """Most tokens of a prompt and its text; an encoder's prompt ends with the decoder's first token."""
+        d = self.cfg.data
+        return d.input_len + 1 + d.seq_len if d.input_len else d.seq_len
 
     @functools.cached_property
     def unstacked_params(self):
@@ -110,14 +163,16 @@ class Sampler:
 
     def engine_for(self, writings: list[TextJob], slots: int) -> Engine:
         """Return an engine with room for the longest of these texts."""
-        T, longest = self.cfg.data.seq_len, max(len(one.prompt) for one in writings)
+        T, longest = self.positions, max(len(one.prompt) for one in writings)
         context = round_up_to_power_of_two(max(len(one.prompt) + one.max_new_tokens for one in writings), T)
         return self.engine(slots, context, round_up_to_power_of_two(longest, min(64, T)))
 
     def make_job(self, request: Request) -> TextJob:
         """Return the job of a request. Raises: UserError if its prompt is too long."""
-        context = self.cfg.data.seq_len
-        return TextJob(self.encoding, request, prompt_ids(self.encoding, request.prompt, context), context)
+        d = self.cfg.data
+        prompt = prompt_ids(self.encoding, request.prompt, d.seq_len, d.input_len)
+        most = len(prompt) + d.seq_len if d.input_len else d.seq_len
+        return TextJob(self.encoding, request, prompt, most)
 
     def run_requests(self, requests: list[Request], stream: Callable[[int, str], None] | None = None) -> list[TextJob]:
         """Continue each prompt. `stream(row, text)` is called as text appears."""
@@ -147,6 +202,9 @@ class Sampler:
 
         Raises: UserError if the draft has another tokenizer.
         """
+        if self.cfg.model.encoder_layers or self.cfg.model.prefix_lm:
+            raise UserError("a draft needs a causal decoder, but this model has an encoder or a bidirectional prefix; "
+                            "leave the draft out")  # fmt: skip
         if tokenizers.fingerprint(self.encoding) != tokenizers.fingerprint(draft.encoding):
             raise UserError(
                 f"the draft must have the model's tokenizer, {self.encoding.name!r} ({self.encoding.n_vocab} tokens), "
@@ -160,7 +218,17 @@ class Sampler:
     def generate_texts(self, requests: list[Request], stream: Callable[[int, str], None] | None = None) -> list[str]:
         """Continue each prompt. Returns prompts with their continuations."""
         written = self.run_requests(requests, stream)
-        return [request.prompt + one.text for request, one in zip(requests, written, strict=True)]
+        return [self.whole_text(request.prompt, one.text) for request, one in zip(requests, written, strict=True)]
+
+    def whole_text(self, prompt: str, text: str) -> str:
+        """Return a prompt with its continuation; of an encoder-decoder, the prompt with its masked spans filled in, or
+        only the text if the prompt has none."""
+        if not self.cfg.model.encoder_layers:
+            return prompt + text
+        spans = dict(re.findall(r"(<extra_id_\d+>)(.*?)(?=<extra_id_\d+>|$)", text, re.DOTALL))
+        return (
+            re.sub(r"<extra_id_\d+>", lambda found: spans.get(found[0], ""), prompt) if "<extra_id_" in prompt else text
+        )
 
 
 def sample(cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh, prompt: str, tokens: int, **settings) -> str:
