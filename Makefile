@@ -38,7 +38,7 @@ help: ## list every command
 # python -m train.selfcheck #: check that all hosts of a launch are ready to train
 # python -m train.checkpoint #: list or verify the checkpoints of a run
 # python -m weights #: convert weights to and from Hugging Face, or extract them from a run
-# python -m evaluate #: run lm-evaluation-harness tasks (needs extra-evaluate), or measure the loss on any tokens
+# python -m evaluate #: evaluate answers to tasks, lm-evaluation-harness tasks (needs extra-evaluate), or the loss on any tokens
 # python -m plan #: predict memory, communication and step time of a mesh; without arguments: the presets' sizes
 # python -m plan.traced #: plan any JAX program from its trace, before you pay for accelerators
 # python -m pipeline #: print, plot and compare pipeline schedules
