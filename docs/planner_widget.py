@@ -156,14 +156,26 @@ NO_SCRIPT = """<noscript><p class="needs-script">This page computes in your brow
 switched off. The chapters and all other pages work without it.</p></noscript>"""
 
 
-OWN = """{
-  "hidden_size": 5120,
-  "intermediate_size": 13824,
-  "num_hidden_layers": 40,
-  "num_attention_heads": 40,
-  "num_key_value_heads": 40,
-  "vocab_size": 32000
-}"""
+OWN = {  # an example of a model that is no preset (Llama 2 13B); "": derived from the others
+    "d_model": 5120, "n_layers": 40, "n_heads": 40, "n_kv_heads": 40, "d_head": "", "d_ff": 13824, "vocab_size": 32000,
+    "n_experts": "", "top_k": "",
+}  # fmt: skip
+LABELS = {"d_head": "d_head (or d_model / n_heads)", "d_ff": "d_ff (of an expert, if any)",
+          "n_experts": "n_experts (or none)", "top_k": "top_k (or 2)"}  # fmt: skip
+
+
+def own_model() -> str:
+    """Return the fields of a model that is no preset."""
+    field = '<label>{}<input type="number" name="{}" value="{}" min="1"></label>'
+    numbers = "".join(field.format(LABELS.get(name, name), name, size) for name, size in OWN.items())
+    return f"""<fieldset class="own" hidden><legend>your own model</legend>
+<div class="selects">{numbers}
+<label class="check"><input type="checkbox" name="tied" value="1">tied embeddings</label></div>
+<p class="own-size"></p>
+<label>Or paste the <code>config.json</code> of a Llama, Mistral, Qwen2 or Mixtral model of Hugging Face:
+<textarea rows="4" spellcheck="false"></textarea></label>
+<p class="own-model" role="status"></p>
+</fieldset>"""
 
 
 def planner_widget() -> str:
@@ -181,7 +193,7 @@ def planner_widget() -> str:
     return f"""<form id="planner" autocomplete="off">
 {NO_SCRIPT}
 <div class="selects">
-{select("model", "preset", same(*(which for which in PRESETS if which != "tiny")))}
+{select("model", "preset", [*same(*(which for which in PRESETS if which != "tiny")), ("own", "your own model ...")])}
 {select("chip", "chip", chips)}
 {select("sequences in the global batch", "batch_size", powers(0, 12))}
 {select("positions per sequence", "seq_len", powers(7, 17))}
@@ -191,14 +203,11 @@ def planner_widget() -> str:
 {select("communication over tensor", "tensor_exchange", [("ring", "ring"), ("gather", "all-gather")])}
 {select("communication over context", "context_attention", keys)}
 </div>
+{own_model()}
 <fieldset><legend>mesh</legend>{sliders}</fieldset>
 <p><button type="button" name="search">search all meshes of this many devices</button></p>
 <div class="found" role="status"></div>
 <output aria-live="polite"></output>
-<details><summary>Your own model: edit the numbers, or paste a config.json</summary>
-<textarea name="config" rows="9" spellcheck="false" aria-label="config.json of your model">{OWN}</textarea>
-<div class="own-model" role="status"></div>
-</details>
 </form>
 <script src="_static/planner_data.js"></script>
 <script src="_static/planner.js"></script>

@@ -119,27 +119,52 @@
     }
   }
 
-  // A model that is no preset: the fields of a config.json of Hugging Face as flags of `python -m plan`. The parameters are
-  // those of a decoder with gated feed-forward layers, RMS norms, and separate input and output embeddings.
-  const NEEDED = { hidden_size: "d_model", num_hidden_layers: "n_layers", num_attention_heads: "n_heads", vocab_size: "vocab_size" };
+  // A model that is no preset. Its numbers have the names of `python -m plan --model.NAME`, and of config.json. ----------
 
-  function ownModel(text) {
+  const MODEL_TYPES = ["llama", "mistral", "qwen2", "mixtral"], WIDEST_HEAD = 256, MOST = 1e7;
+  const NAMES = {
+    d_model: "hidden_size", n_layers: "num_hidden_layers", n_heads: "num_attention_heads", n_kv_heads: "num_key_value_heads", d_head: "head_dim",
+    d_ff: "intermediate_size", vocab_size: "vocab_size", n_experts: "num_local_experts", top_k: "num_experts_per_tok",
+  };
+  const OPTIONAL = ["n_kv_heads", "d_head", "n_experts", "top_k"];
+
+  // Return {sizes} of a config.json of Hugging Face, with `tied` and notes on what the plan does not count, or {error}.
+  function readConfig(text) {
     let read;
     try {
       read = JSON.parse(text);
     } catch (error) {
       return { error: `This is not valid JSON: ${error.message}.` };
     }
-    const E = read.num_local_experts ?? 0, width = E ? read.moe_intermediate_size ?? read.intermediate_size : read.intermediate_size;
-    const missing = [...Object.keys(NEEDED), "intermediate_size"].filter((name) => !(Number(name === "intermediate_size" ? width : read[name]) > 0));
+    const { model_type: type, hidden_act: activation } = read ?? {}, elsewhere = "use python -m plan for other models";
+    if (type && !MODEL_TYPES.includes(type)) return { error: `model_type ${type}: this page plans ${MODEL_TYPES.join(", ")}; ${elsewhere}.` };
+    if (activation && activation !== "silu") return { error: `hidden_act ${activation}: this page plans silu (SwiGLU); ${elsewhere}.` };
+    const missing = Object.keys(NAMES).filter((name) => !OPTIONAL.includes(name) && !read?.[NAMES[name]]).map((name) => NAMES[name]);
     if (missing.length) return { error: `Missing: ${missing.join(", ")}.` };
-    const D = read.hidden_size, L = read.num_hidden_layers, H = read.num_attention_heads, G = read.num_key_value_heads ?? H, K = read.head_dim ?? D / H;
-    const flags = { ...Object.fromEntries(Object.entries(NEEDED).map(([name, flag]) => [flag, read[name]])), n_kv_heads: G, d_head: K,
-                    ...(E ? { n_experts: E, top_k: read.num_experts_per_tok ?? 2, d_expert: width } : { d_ff: width }) };
-    const layer = 2 * D * H * K + 2 * D * G * K + 3 * D * width * Math.max(E, 1) + D * E + 2 * D;
-    return { preset: E ? "mixtral_8x7b" : "llama3_8b", flags, parameters: L * layer + 2 * read.vocab_size * D + D };
+    const notes = [];
+    if (type === "qwen2" || read.attention_bias || read.mlp_bias) notes.push("biases are not counted");
+    if (read.sliding_window && read.use_sliding_window !== false) notes.push(`attention is planned for the whole sequence, not for a sliding window of ${read.sliding_window} positions`);
+    if (read.quantization_config) notes.push("the weights are not quantized");
+    return { sizes: Object.fromEntries(Object.entries(NAMES).map(([name, theirs]) => [name, read[theirs] ?? ""])), tied: Boolean(read.tie_word_embeddings), notes };
   }
 
-  root.AxisPlanner = { plan, ownModel, AXES };
+  // Return {preset, sizes, tied} for `plan`, from the numbers of a model ("": not given), or {error}.
+  function ownModel({ n_experts, top_k, d_ff, ...given }, tied) {
+    const sizes = Object.fromEntries(Object.entries({ ...given, d_ff }).map(([name, size]) => [name, Number(size)])), E = Number(n_experts);
+    sizes.n_kv_heads ||= sizes.n_heads;
+    sizes.d_head ||= sizes.d_model / sizes.n_heads;
+    if (E) Object.assign(sizes, { n_experts: E, top_k: Number(top_k) || 2, d_expert: sizes.d_ff });
+    const { n_heads: H, n_kv_heads: G, d_head: K } = sizes;
+    const wrong = Object.keys(sizes).find((name) => !Number.isInteger(sizes[name]) || sizes[name] < 1 || sizes[name] > MOST);
+    if (wrong) return { error: `${wrong}=${sizes[wrong]}: must be a whole number from 1 to ${MOST.toLocaleString("en")}.` };
+    if (H % G) return { error: `n_heads=${H}: must be a multiple of n_kv_heads (${H} % ${G} = ${H % G}).` };
+    if (K % 2 || K > WIDEST_HEAD) return { error: `d_head=${K}: must be even, and on this page at most ${WIDEST_HEAD}.` };
+    if (E && sizes.top_k > E) return { error: `top_k=${sizes.top_k}: must be between 1 and n_experts=${E}.` };
+    if (E && tied) return { error: "Models with experts are planned here with separate embedding and LM head; use python -m plan for tied ones." };
+    if (E) delete sizes.d_ff;
+    return { preset: E ? "mixtral_8x7b" : "llama3_8b", sizes, tied: Boolean(tied) };
+  }
+
+  root.AxisPlanner = { plan, ownModel, readConfig, AXES };
   if (typeof module !== "undefined") module.exports = root.AxisPlanner;
 })(typeof window === "undefined" ? globalThis : window);

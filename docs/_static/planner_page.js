@@ -4,7 +4,7 @@
 (function () {
   const form = document.querySelector("#planner");
   if (!form) return;
-  const { plan, ownModel, AXES } = globalThis.AxisPlanner, data = globalThis.PLANNER_DATA, output = form.querySelector("output");
+  const { plan, ownModel, readConfig, AXES } = globalThis.AxisPlanner, data = globalThis.PLANNER_DATA, output = form.querySelector("output");
   const AXIS_COLOURS = Object.fromEntries(AXES.map((axis) => [axis, form.querySelector(`[name=${axis}]`).parentElement.style.getPropertyValue("--axis")]));
   const GRAYS = ["#4a5361", "#6b7280", "#8b93a0", "#a3abb8", "#b9c0ca", "#cdd3da", "#dfe3e8", "#eceff2"];  // a color means a mesh axis
   const MEANS = { parameters: "this device's shards", optimizer: "two moments of each parameter", gradients: "of the shards, or unsharded if gathered once a step",
@@ -18,12 +18,15 @@
 
   const nameOf = (mesh) => AXES.filter((axis) => mesh[axis] > 1).map((axis) => `${axis}=${mesh[axis]}`).join(",") || "data=1";
 
+  const ownFields = [...form.querySelectorAll(".own .selects input")], value = (name) => form.elements[name].value;
+
   function read() {
-    const value = (name) => form.elements[name].value;
     const cfg = { mesh: Object.fromEntries(AXES.map((axis) => [axis, 2 ** Number(value(axis))])) };
     for (const name of ["preset", "chip", "schedule", "remat", "gather", "tensor_exchange", "context_attention"]) cfg[name] = value(name);
     for (const name of ["batch_size", "seq_len"]) cfg[name] = Number(value(name));
-    return cfg;
+    if (cfg.preset !== "own") return cfg;
+    const numbers = ownFields.filter((one) => one.type === "number").map((one) => [one.name, one.value]);
+    return { ...cfg, ...ownModel(Object.fromEntries(numbers), form.elements.tied.checked) };
   }
 
   function write(cfg) {
@@ -39,10 +42,10 @@
   }
 
   function startOf(name, chip) {
-    const { start: least, mesh, batch_size, seq_len } = data.presets[name];
-    const start = { laptop: { fsdp: 4 }, dense_124m: { fsdp: 16 }, llama3_8b: { fsdp: 32 }, llama3_70b: { fsdp: 64 },
+    const { start: least, mesh, batch_size, seq_len } = data.presets[name] ?? data.presets.llama3_8b;
+    const start = { laptop: { fsdp: 4 }, dense_124m: { fsdp: 16 }, llama3_8b: { fsdp: 32 }, llama3_70b: { fsdp: 64 }, own: { fsdp: 64 },
                     mixtral_8x7b: { fsdp: 32, tensor: 2 }, deepseek_v3: { fsdp: 32, tensor: 4 } }[name] ?? {};
-    const size = { dense_124m: 512, llama3_8b: 64, llama3_70b: 64, mixtral_8x7b: 64, deepseek_v3: 64 }[name] ?? batch_size;
+    const size = { dense_124m: 512, llama3_8b: 64, llama3_70b: 64, own: 64, mixtral_8x7b: 64, deepseek_v3: 64 }[name] ?? batch_size;
     return { preset: name, chip, mesh: { ...mesh, ...start }, batch_size: size, seq_len, schedule: "gpipe", ...least };
   }
 
@@ -62,6 +65,8 @@
   }
 
   const colourOf = (axes) => AXIS_COLOURS[axes.split("*")[0]] ?? "#7d7d7d";
+
+  const planOf = (cfg) => (cfg.error ? cfg : plan(data, cfg));
 
   function show(one, cfg) {
     const preset = data.presets[cfg.preset], chip = data.chips[cfg.chip];
@@ -84,7 +89,8 @@
     // The page's settings as flags, because each of them defaults to auto on the command line.
     const pinned = ["remat", "gather", ...(cfg.mesh.tensor > 1 ? ["tensor_exchange"] : []),
                     ...(cfg.mesh.context > 1 ? ["context_attention"] : [])];
-    const flags = pinned.map((name) => ` --work.${name} ${cfg[name]}`).join("")
+    const own = Object.entries(cfg.sizes ?? {}).map(([name, size]) => ` --model.${name} ${size}`).join("") + (cfg.tied ? " --model.tie_embeddings" : "");
+    const flags = own + pinned.map((name) => ` --work.${name} ${cfg[name]}`).join("")
       + (cfg.batch_size !== preset.batch_size ? ` --data.batch_size ${cfg.batch_size}` : "")
       + (cfg.seq_len !== preset.seq_len ? ` --data.seq_len ${cfg.seq_len}` : "")
       + (cfg.mesh.stage > 1 ? ` --work.schedule ${cfg.schedule}${cfg.schedule === "interleaved" ? " --work.chunks 2" : ""}` : "");
@@ -114,7 +120,9 @@
   let searching = 0;  // number of the search that runs, so that a new one stops the old one
 
   async function search() {
-    const own = ++searching, cfg = read(), devices = AXES.reduce((n, axis) => n * cfg.mesh[axis], 1), found = [];
+    const cfg = read();
+    if (cfg.error) return;
+    const own = ++searching, devices = AXES.reduce((n, axis) => n * cfg.mesh[axis], 1), found = [];
     const sparse = data.presets[cfg.preset].dims.some(([, letter]) => letter === "E");  // without experts, expert is one more fsdp
     const all = meshes(devices).filter((mesh) => sparse || mesh.expert === 1);
     const box = form.querySelector(".found");
@@ -149,33 +157,30 @@
     remember();
   });
 
-  function showOwn() {  // a model that is no preset: its size, and the command that plans it
-    const cfg = read(), chip = data.chips[cfg.chip], devices = AXES.reduce((n, axis) => n * cfg.mesh[axis], 1), box = form.querySelector(".own-model");
-    const own = ownModel(form.elements.config.value);
-    if (own.error) { box.innerHTML = `<p>${escape(own.error)}</p>`; return; }
-    const flags = Object.entries(own.flags).map(([name, value]) => `--model.${name} ${value}`).join(" ");
-    box.innerHTML = `<p>${number(own.parameters, 12)} parameters. In float32, weights, gradients and two moments take 16 bytes a parameter:
-      ${bytes(16 * own.parameters / devices)} on each of ${devices} device${devices > 1 ? "s" : ""}, if all of them are sharded. This command searches the meshes:</p>
-      <pre>${escape(`python -m plan ${own.preset} ${flags} --topology ${cfg.chip}:${chip.shapes[devices] ?? devices} --data.batch_size ${cfg.batch_size} --data.seq_len ${cfg.seq_len} --search`)}</pre>`;
-  }
-
   function update() {
-    const cfg = read();
-    showOwn();
+    const cfg = read(), one = planOf(cfg);
+    form.querySelector(".own").hidden = value("preset") !== "own";
     for (const axis of AXES) form.querySelector(`[data-size="${axis}"]`).textContent = cfg.mesh[axis];
-    output.innerHTML = show(plan(data, cfg), cfg);
+    output.innerHTML = show(one, cfg);
+    const count = (x) => x.toLocaleString("en");
+    form.querySelector(".own-size").textContent = one.error ? "" : `${count(one.params_total)} parameters, ${count(one.params_active)} active per token.`;
   }
 
   function remember() {
-    const { mesh, ...rest } = read();
-    globalThis.AxisAddress?.write({ ...rest, mesh: nameOf(mesh) });
+    const { mesh, sizes, tied, error, ...rest } = read(), preset = value("preset");
+    const own = preset === "own" ? Object.fromEntries(ownFields.map((one) => [one.name, one.type === "checkbox" ? one.checked || "" : one.value])) : {};
+    globalThis.AxisAddress?.write({ ...rest, preset, mesh: nameOf(mesh), ...own });
   }
 
   // ?preset=llama3_8b&chip=v5p&mesh=fsdp=16,tensor=2&batch_size=64, and any other control by its name
   function start() {
     const asked = new URLSearchParams(location.search);
     const known = (name, choices, or) => choices.includes(asked.get(name)) ? asked.get(name) : or;
-    const cfg = startOf(known("preset", Object.keys(data.presets), "moe1b"), known("chip", Object.keys(data.chips), "v4"));
+    const cfg = startOf(known("preset", [...Object.keys(data.presets), "own"], "moe1b"), known("chip", Object.keys(data.chips), "v4"));
+    for (const field of cfg.preset === "own" ? ownFields : []) {
+      if (field.type === "checkbox") field.checked = asked.has(field.name);
+      else if (asked.has("d_model")) field.value = asked.get(field.name) ?? "";
+    }
     for (const name of ["schedule", "remat", "gather", "tensor_exchange", "context_attention"]) {
       cfg[name] = known(name, [...form.elements[name].options].map((one) => one.value), cfg[name]);
     }
@@ -188,7 +193,13 @@
   }
 
   form.addEventListener("input", (event) => {
-    if (event.target.name === "config") { showOwn(); return; }
+    if (event.target.matches("textarea")) {  // fill in the numbers
+      const found = readConfig(event.target.value), said = form.querySelector(".own-model");
+      said.textContent = found.error ?? ["The numbers above are those of this file", ...found.notes].join("; ") + ".";
+      if (found.error) return;
+      for (const field of ownFields) if (field.type === "number") field.value = found.sizes[field.name];
+      form.elements.tied.checked = found.tied;
+    }
     if (event.target.name === "preset") write(startOf(event.target.value, form.elements.chip.value));
     forget();
     update();

