@@ -154,7 +154,7 @@ _COMMON = (
 )
 _HEAD_DIM = Setting("head_dim", "d_head", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
 _HF_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "quantization_config": None}
-_UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0}
+_UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0, "encoder_layers": 0}
 _FIXED_FIELDS = _UNSUPPORTED_FIELDS | dict(
     rope_dims=0, activation="swiglu", parallel_residual=False, bias=False, norm="rms"
 )

@@ -16,12 +16,17 @@ KEPT_SETTINGS = affecting(Affects.TRAINING, Affects.NUMBERS, group="model")
 
 
 def apply_init_from(start: Config, flags: list[str]) -> Config:
-    """If the flags contain --init-from RUN, take the defaults of the model's shape from that run."""
+    """If the flags contain --init-from RUN, take the defaults of the model's shape from that run.
+
+    If the run has an encoder and `start` does not, as many inputs as targets are the default of data.input_len.
+    """
     words = [word for flag in flags for word in flag.split("=", 1)]
     source = next((value for name, value in itertools.pairwise(words) if name in FLAGS), "")
     if not source:
         return start
-    return dataclasses.replace(start, model=with_shape_of(convert.read_config(source), start.model))
+    shape = with_shape_of(convert.read_config(source), start.model)
+    input_len = (start.data.input_len or start.data.seq_len) if shape.encoder_layers else 0
+    return dataclasses.replace(start, model=shape, data=dataclasses.replace(start.data, input_len=input_len))
 
 
 def with_shape_of(source: ModelConfig, current: ModelConfig) -> ModelConfig:
