@@ -445,7 +445,7 @@ def evaluation_data(cfg: Config) -> DataConfig:
     return dataclasses.replace(cfg.data, packing="windows")
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)  # enough for all sources and objectives of a mixture
 def _shuffled(count: int, seed: int):
     """Return an infinite lazy sequence of row numbers; each epoch is a different permutation of 0..count-1."""
     import grain  # lazily, because it imports JAX and is not installed on some machines
@@ -456,11 +456,11 @@ def _shuffled(count: int, seed: int):
 def _make_batch(rows: list[Row], eot: int, cfg: Config) -> dict[str, np.ndarray]:
     """Make a batch from the pieces of each row."""
     is_causal = np.array([row.objective == "causal" for row in rows], bool)
-    made = causal = {}
-    if is_causal.any():
+    only_causal, made, causal = cfg.data.objective == "causal", {}, {}
+    if only_causal or is_causal.any():
         causal = _make_causal_batch([row.pieces if row.objective == "causal" else [] for row in rows], eot, cfg)
         made = causal | ({"prefix_BT": np.zeros_like(causal["tokens_BT"])} if cfg.model.prefix_lm else {})
-    if not is_causal.all():
+    if not only_causal:
         read = _read([piece for row in rows if row.objective != "causal" for piece in row.pieces], 0)
         pieces = [[] if row.objective == "causal" else [next(read) for _ in row.pieces] for row in rows]
         made = features.convert([examples.make(row.objective, row.key, of_row, eot, cfg)

@@ -7,7 +7,7 @@ import pytest
 
 import dataset
 from config import preset
-from data import objectives, prepare
+from data import examples, objectives, prepare
 from errors import UserError
 from tests.data import test_hosts
 from train import preflight
@@ -115,6 +115,8 @@ def test_a_host_reads_only_its_own_rows(path, monkeypatch):
     monkeypatch.setattr(dataset.Split, "read", lambda split, a, b: read.append((a, b)) or honest(split, a, b))
     dataset.batch(config(path, UL2, **ENCODER), 2, rows=[1, 4])
     assert len(read) == 2
+    nothing, whole = (dataset.batch(config(path, UL2, **ENCODER), 2, rows=rows) for rows in ([], None))
+    assert {name: (0, *x.shape[1:]) for name, x in whole.items()} == {name: x.shape for name, x in nothing.items()}
 
 
 def test_a_batch_is_a_function_of_seed_and_step(path):
@@ -128,6 +130,13 @@ def test_a_batch_is_a_function_of_seed_and_step(path):
     assert sum(same) < 5  # very short texts have few divisions into spans
     other = [*rows_of(dataset.batch(config(path, "span:0.5:2", **{"data.shuffle": False, "run.seed": 1}), 0))]
     assert str(other) != str(rows[:B])
+
+
+def test_texts_of_a_row_have_different_random_numbers():
+    """Catches the same mask in each text of a row."""
+    text = (np.concatenate([[EOT], np.arange(10), [EOT], np.arange(10)]), 1)
+    one, other = examples.make("span:0.5:2", (1, 2), [text], EOT, config("", "span:0.5:2"))
+    assert len(one.inputs) == len(other.inputs) and str(one) != str(other)
 
 
 def test_rates_of_a_mixture_are_exact(path):
