@@ -6,9 +6,10 @@ it also reads a tokenizer.json (`hf_json.py`) and a SentencePiece model (`sp_mod
 unit, `engine.py` distributes units over processes, `progress.py` reports progress, and `shards.py` defines the files.
 `check.py`, `train_tokenizer.py` and `tasks.py` are commands too; a task turns a source into training examples.
 `dataset.py`, at the root, reads the shards. It uses `order.py` for the order of rows, `packing.py` to pack whole
-documents into rows, and `bucket.py` to download the parts of remote shards that a host needs.
+documents into rows, and `bucket.py` to download the parts of remote shards that a host needs. `objectives.py` divides
+a text into inputs and targets, `examples.py` makes the examples of a row, and `features.py` makes batches of them.
 
 From outside: `tokenizers.load`, `tokenizers.from_manifest`, `prepare.prepare`, `prepare.from_ids` for arrays of ids,
-`tasks.add`, and `tasks.rows` for examples. `weights/` uses `files`; `dataset.py` and `train/` use `order`, `packing`
-and `bucket`.
+`tasks.add`, `tasks.rows` for examples, and `features.encoder_ids` for what an encoder reads. `weights/` uses `files`;
+`dataset.py` and `train/` use `order`, `packing`, `bucket`, `objectives`, `features` and `examples`.
 """

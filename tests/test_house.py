@@ -38,10 +38,14 @@ MAY_IMPORT = {
     "data.bucket": "errors devices",
     "data.packing": "",
     "data.order": "config",
-    "dataset": "errors devices config data.bucket data.packing data.order",
-    "data": "errors devices pictures config dataset data.bucket",
+    "data.objectives": "config",
+    "data.features": "errors config data.objectives",
+    "data.examples": "errors config data.objectives data.features",
+    "dataset": "errors devices config data.bucket data.packing data.order data.objectives data.features data.examples",
+    "data": "errors devices pictures config dataset data.bucket data.objectives",
     "generate.quantised": "config xla sharding parameters overlap model architectures",
-    "generate.cache": "config xla sharding kernels overlap model architectures pipeline generate.quantised",
+    "generate.cache": "config xla sharding kernels overlap model encoder_decoder architectures pipeline "
+    "generate.quantised",
     "plan": "errors devices pictures config xla sharding kernels overlap model architectures pipeline optimizer "
     "generate.cache",
     "train": "errors devices pictures config sharding model pipeline optimizer dataset data.bucket data.order",
@@ -50,7 +54,7 @@ MAY_IMPORT = {
     "weights generate.cache generate.quantised",
     "evaluate": "errors devices config xla sharding overlap model pipeline dataset data train weights generate",
     "serve": "errors devices config generate",
-    "train.preflight": "errors devices config xla sharding pipeline dataset data plan train generate",
+    "train.preflight": "errors devices config xla sharding pipeline dataset data data.examples plan train generate",
     "main": None,
 }
 # The files of a room: each may import those before it.
@@ -61,8 +65,8 @@ ROOMS = {
     "kernels": "blocks grouped_gpu grouped attention_gpu attention",
     "overlap": "rings positions context weights remat layers",
     "pipeline": "schedules check draw fit ticks step __main__",
-    "data": "bucket packing order files hub sources hf_json sp_model tokenizers shards units engine progress prepare "
-    "check train_tokenizer tasks",
+    "data": "bucket packing order objectives features examples files hub sources hf_json sp_model tokenizers shards "
+    "units engine progress prepare check train_tokenizer tasks",
     "plan": "formulas hardware hiding compiled rows program traced_layer costs memory expected replayed auto planner "
     "inference show user_file traced why __main__",
     "train": "storage steps checkpoint guard tracking report pace board agreement watchdog processes "
