@@ -188,7 +188,7 @@ def planner_widget() -> str:
     recompute = [("full", "whole layers"), ("branches", "attention and feed-forward separately"),
                  ("dots", "everything except matmuls"), ("none", "nothing")]  # fmt: skip
     keys = [("gather", "all-gather"), ("ring", "ring"), ("all_to_all", "all-to-all of heads")]
-    join = [("layer", "for each use of a layer"), ("step", "once per step")]
+    join = [("layer", "at each use"), ("step", "once per step")]
     sliders = "".join(slider(axis, COLOURS[axis]) for axis in AXES)
     return f"""<form id="planner" autocomplete="off">
 {NO_SCRIPT}
