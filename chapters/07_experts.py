@@ -5,9 +5,9 @@
 # parallelism (EP) stores each expert on one device, and sends each token to the devices of its experts.
 #
 # You want it because experts have many parameters but compute little per token. With FSDP, every device
-# gathers all experts of a layer, which can take as long as its matmuls. With EP only tokens are sent. But this
-# is an all-to-all: between GPU nodes it can take several times as long as the matmuls. And if all tokens choose
-# the same few experts, the others learn nothing, while the loss still falls.
+# gathers all experts of a layer, which can take as long as its matmuls. With EP only tokens are sent. But
+# this is an all-to-all: between GPU nodes it can take several times as long as the matmuls. And if all tokens
+# choose the same few experts, the others learn nothing, while the loss still falls.
 #
 # *Prerequisites:* chapters 01 (`shard_map`, collectives), 02, 03. *Mesh:* `expert=8`, simulated.
 # *Runs in* 50 s on 2 cores. *Reading takes* 25 minutes, 50 with the exercises.
@@ -37,12 +37,11 @@ weights = lambda used: {"weights": (4 * total / 8 + 2 * used) / GiB} | state
 scores_flops = 4 * opening.N * opening.H * tokens * 4096 / 2
 attend_ms = opening.compute_ms(2 * attention * tokens + scores_flops)
 experts_ms = opening.compute_ms(2 * 2 * mlp * tokens)
-
+all_ms, own_ms = (opening.network_ms(2 * x * away) for x in (total, attention))
+all_to_all_ms = opening.network_ms(2 * tokens * opening.D * 2 * away)
+there = own_ms + attend_ms + all_to_all_ms
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Memory bars of eight devices and a timeline, before and after: with FSDP 5.4 GiB each and a long all-gather before the compute; with expert parallelism 3.1 GiB and short messages between the matmuls."}}
-all_ms, own_ms = (opening.network_ms(2 * x * away) for x in (total, attention))
-trade_ms = opening.network_ms(2 * tokens * opening.D * 2 * away)
-there = own_ms + attend_ms + trade_ms
 opening.before_after(
     opening.Scene("FSDP: weights go to the tokens", weights(total),
                   [("", all_ms, attend_ms),
@@ -50,21 +49,24 @@ opening.before_after(
                   [("all-gather", 0, all_ms)]),
     opening.Scene("EP: tokens go to the weights", weights(attention + mlp),
                   [("", own_ms, attend_ms), ("experts", there, experts_ms)],
-                  [("", 0, own_ms), ("", there - trade_ms, trade_ms),
-                   ("", there + experts_ms, trade_ms)]),
+                  [("", 0, own_ms), ("", there - all_to_all_ms, all_to_all_ms),
+                   ("", there + experts_ms, all_to_all_ms)]),
     "One layer with 8 experts, 2 per token", "expert")  # fmt: skip
 left, right = plt.gcf().axes[2:]
 for at, says in ((there + 0.3, "dispatch"), (there + experts_ms + 0.5, "combine")):
     text = right.text(at, 1, says, va="center", size=8)
+for ax, at in ((left, all_ms), (right, own_ms)):
+    ax.text(at + attend_ms / 2, -0.45, "attention", ha="center", size=8)
+    ax.set_ylim(1.6, -0.85)
 for gathered_weights in (left.collections[2], right.collections[2]):
     gathered_weights.set_facecolor(lesson.COLORS["fsdp"])
 
 # %% [markdown]
 # The figure shows the attention of Llama 3 8B with eight MLPs of its size, as in Mixtral 8x7B, on eight H100s
 # with 8,192 tokens each, without activations. FSDP gathers all weights of the layer. EP gathers only those of
-# attention, sends tokens to the devices of their experts (*dispatch*), and the results back (*combine*). Times
-# are arithmetic at peak speed, for this layer alone. In a model, the gather of 5.6 ms can overlap with 6.8 ms
-# of compute on the layer before. Then FSDP is as fast as EP here, but not with much fewer tokens.
+# attention, sends tokens to the devices of their experts (*dispatch*), and the results back (*combine*).
+# Times are arithmetic at peak speed, for this layer alone. In a model, the gather of 5.6 ms can overlap with
+# 6.8 ms of compute on the layer before. Then FSDP is as fast as EP here, but not with much fewer tokens.
 #
 # | N | n | E | k | A | t | X | D, M |
 # |---|---|---|---|---|---|---|---|
@@ -77,25 +79,25 @@ for gathered_weights in (left.collections[2], right.collections[2]):
 n, E, k = 8, 16, 2
 choices = np.array([*itertools.combinations(range(E), k)])  # all 120 pairs of experts
 holder = choices // (E // n)  # the device with the expert
-none_at_home = np.mean((holder != 0).all(axis=1))  # for the tokens of device 0
-at_home = np.mean(holder == 0)
+no_local_expert = np.mean((holder != 0).all(axis=1))  # for the tokens of device 0
+local_share = np.mean(holder == 0)
 
 # %%
 my_prediction = None  # percent
-lesson.predicted("no expert at home", my_prediction, 100 * none_at_home, "%", 0.02)
-print(f"{at_home:.1%} of the choices have their expert on the token's own device")
-assert at_home == 1 / n, "a random expert should be local once in n"
+lesson.predicted("no local expert", my_prediction, 100 * no_local_expert, "%", 0.02)
+print(f"{local_share:.1%} of the choices have their expert on the token's own device")
+assert local_share == 1 / n, "a random expert should be local once in n"
 
 # %% [markdown]
-# A token on device 0 has 14 of 16 experts elsewhere, and of the other 15 then 13: 14/16 x 13/15. Without
-# communication, they skip the layer, and the model still trains.
+# For a token on device 0, 14 of 16 experts are on other devices, and then 13 of the remaining 15: 14/16 x
+# 13/15. Without communication, these tokens skip the layer, and the model still trains.
 #
 # ## What a router does
 #
 # A small matrix, the *router*, gives each token one score per expert. The layer picks the k experts with the
 # highest scores (`top_k`). It sums the outputs of these experts, each weighted by a *gate*: the expert's
 # score divided by the sum of the k chosen scores. The scores are a softmax over all experts (Switch,
-# Mixtral), or a sigmoid per expert (DeepSeek-V3), which makes them independent of each other.
+# Mixtral), or a sigmoid per expert (DeepSeek-V3).
 
 # %%
 logits_E = jnp.array([2.0, -1.0, 0.5, 1.5])  # of one token, for four experts
@@ -107,16 +109,15 @@ for name, score in (("softmax", jax.nn.softmax), ("sigmoid", jax.nn.sigmoid)):
 # %% [markdown]
 # Choosing has no gradient. The router learns only through the gates of the chosen experts.
 #
-# Each token needs the FLOPs of k experts, while the number of parameters grows with E. So device d of n, along
-# the mesh axis `expert`, stores experts d E/n up to (d + 1) E/n - 1. The axis also shards the tokens. Otherwise
-# n devices would compute the same attention.
+# Each token needs the FLOPs of k experts, while the number of parameters grows with E. So device d of n,
+# along the mesh axis `expert`, stores experts d E/n up to (d + 1) E/n - 1. The axis also shards the tokens.
+# Otherwise n devices would compute the same attention.
 #
 # ## Dispatch and combine with an all-to-all
 #
 # In an all-to-all, each device sends a different block to each other device. The block size is fixed at
 # compile time, but routing changes in every step. So each device reserves a fixed number X of *slots* per
-# expert, and writes each token into the next free slot of every expert that it chose. The all-to-all then
-# sends blocks of slots. (X is per device here; `model.py` counts slots per sequence.)
+# expert, and writes each token into the next free slot of every expert that it chose.
 
 # %% tags=["hide-input"]
 CHOSEN = {"A": (0, 1, 1, 3, 1), "B": (2, 0, 3, 3, 2)}  # the expert of each token
@@ -155,19 +156,19 @@ for ax, title in zip(axes, titles, strict=True):
     ax.set(title=title, xlim=(-0.1, 8.7), ylim=(2.5, -0.1), xticks=[])
     ax.set_yticks((0.35, 1.75), ("device A", "device B"))
     ax.spines[:].set_visible(False)
-axes[1].set_xlabel("; ".join(lost))
+axes[1].set_xlabel(f"thick borders: slots sent to the other device\n{'; '.join(lost)}")
 
 # %% [markdown]
 # **Before an all-to-all over `expert`, a device has [E, X, D] slots with its own tokens. Afterwards it has
 # [E/n, n X, D] slots with the tokens of its experts. A second all-to-all reverses this.** In the figure, each
-# of five tokens per device chooses one of four experts (k = 1), and X = 2. Thick borders: sent slots.
+# of five tokens per device chooses one of four experts (k = 1), and X = 2.
 #
 # If more than X tokens on a device choose the same expert, the excess tokens are *dropped*: they skip this
 # expert. Empty slots are still sent and multiplied. With t tokens on a device, an expert gets k t/E choices
 # on average, and X is that mean times the *capacity factor*.
 #
-# > **Predict.** A device has 64 tokens. Each token chooses 2 of 16 experts at random. The capacity factor
-# > is 1, so there are exactly as many slots as choices. What percentage of the choices is dropped? (Within 15%
+# > **Predict.** A device has 64 tokens. Each token chooses 2 of 16 experts at random. The capacity factor is
+# > 1, so there are exactly as many slots as choices. What percentage of the choices is dropped? (Within 15%
 # > counts as right. The choices of one expert are roughly Poisson-distributed with mean 8.)
 
 # %%
@@ -206,16 +207,16 @@ assert dropped(1.25, 4096, 1) > 0.05, "a preference should not average out"
 # Random choices are balanced only on average. With more tokens per device this noise averages out, and a
 # capacity factor of 1.25 drops nothing.
 #
-# A preference does not average out. If the router prefers some experts (here: a normal random number is added
-# to each logit), a factor of 1.25 still drops 8% of the choices with 4,096 tokens. To never drop a choice, each
-# device needs one slot per token for every expert.
+# A preference does not average out. If the router prefers some experts (here, each expert's logit gets one
+# fixed offset from N(0, 1)), a factor of 1.25 still drops 8% of the choices with 4,096 tokens. To never drop
+# a choice, each device needs one slot per token for every expert.
 #
 # ## The program by hand
 #
-# The next four cells are the whole layer in plain JAX. You can paste them into an empty file. In `place`, each
-# choice has its expert and its slot. The slot counts the earlier choices of the same expert on this device. The
-# reference on one device, `on_one`, sends *every* token through *every* expert and weights the outputs with the
-# gates, most of which are 0. To find dropped choices, it compares each with all earlier ones.
+# The next four cells are the whole layer in plain JAX. You can paste them into an empty file. `place` has the
+# expert and the slot of each choice. The slot is the number of earlier choices of the same expert on this
+# device. The reference on one device, `on_one`, sends *every* token through *every* expert and weights the
+# outputs with the gates, most of which are 0.
 
 # %% tags=["by-hand"]
 import os
@@ -325,8 +326,8 @@ def gathered(w, x_tD):
 
 
 # %% [markdown]
-# > **Predict.** Eight devices, k = 2, capacity factor 1. This program sends every token to every device. In the
-# > forward pass, how many times as many bytes does a device send as with all-to-alls?
+# > **Predict.** Eight devices, k = 2, capacity factor 1. This program sends every token to every device. In
+# > the forward pass, how many times as many bytes does a device send as with all-to-alls?
 
 
 # %%
@@ -369,13 +370,13 @@ assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing
 # token goes to each device once, rather than once per chosen expert.
 #
 # The other cost is memory. The arrays above have N k rows, because in the worst case all choices belong to
-# this device. On average only 1/n of them do. A kernel can skip the other rows, as `kernels/grouped.py` does,
-# but their memory is still allocated.
+# this device. On average only 1/n of them do. A kernel can skip the other rows, but their memory is still
+# allocated.
 #
 # ## Dropless with all-to-alls
 #
-# All-to-alls can be dropless, too. Each device sorts its k t choices by expert, and writes them into one block
-# per device. Here a block has room for all k t choices. A second array has the expert of each row. The
+# All-to-alls can be dropless, too. Each device sorts its k t choices by expert, and writes them into one
+# block per device. Here a block has room for all k t choices. A second array has the expert of each row. The
 # receiver sorts by it, and uses the same grouped matmul:
 
 
@@ -383,21 +384,23 @@ assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing
 def exchanged(w, x_tD):
     e = w["up_EDM"].shape[0]  # experts of a device
     gates_tk, experts_tk, _ = route(w, x_tD)
+    all_to_all = lambda x: jax.lax.all_to_all(x, "expert", 0, 0, tiled=True)
     order_a = jnp.argsort(experts_tk.reshape(-1))  # a: the choices of this device
     expert_a = experts_tk.reshape(-1)[order_a]
-    to_a = expert_a // e  # the device of each choice
+    to_a = expert_a // e  # the device of each choice, sorted
+    # Position in its block: the index minus that of the first choice for its device.
     place = to_a, jnp.arange(len(to_a)) - jnp.searchsorted(to_a, to_a)
-    trade = lambda x: jax.lax.all_to_all(x, "expert", 0, 0, tiled=True)
     blocks = (E // e, len(to_a))  # one per device, with room for the worst case
     sent = jnp.zeros((*blocks, D)).at[place].set(x_tD[order_a // k])
-    rows = trade(sent).reshape(-1, D)
-    group = trade(jnp.full(blocks, e).at[place].set(expert_a % e)).reshape(-1)
+    rows = all_to_all(sent).reshape(-1, D)
+    group = all_to_all(jnp.full(blocks, e).at[place].set(expert_a % e)).reshape(-1)
     by_group, sizes_e = jnp.argsort(group), jnp.bincount(group, length=e + 1)[:e]
     up = jax.nn.relu(jax.lax.ragged_dot(rows[by_group], w["up_EDM"], sizes_e))
     out = jax.lax.ragged_dot(up, w["down_EMD"], sizes_e)
     out = jnp.zeros_like(out).at[by_group].set(out)  # in the order of arrival
-    out_a = trade(out.reshape(*blocks, D))[place] * gates_tk.reshape(-1)[order_a, None]
-    return jnp.zeros_like(x_tD).at[order_a // k].add(out_a)
+    back_aD = all_to_all(out.reshape(*blocks, D))[place]
+    out_aD = back_aD * gates_tk.reshape(-1)[order_a, None]
+    return jnp.zeros_like(x_tD).at[order_a // k].add(out_aD)
 
 
 # %%
@@ -491,15 +494,15 @@ for ax, (title, hops) in zip(axes, WAYS.items(), strict=True):
     ax.tick_params(length=0)
 
 # %% [markdown]
-# A token now takes 4 x 7/8 = 3.5 transfers; the plain all-to-all takes 8 x 7/8 = 7, twice the bytes.
-# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs, does
-# this. An all-gather also sends a token to each node once, but always to *all* nodes.
+# A token now takes at most 4 x 7/8 = 3.5 transfers, and the plain all-to-all takes 8 x 7/8 = 7, twice the
+# bytes. [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs,
+# does this. An all-gather also sends a token to each node once, but always to *all* nodes.
 #
 # ## Is the communication exposed?
 #
 # These times are not measured, but computed from peak speeds, for the forward pass of a layer of DeepSeek-V3:
-# D = 7168, M = 2048, 8 of 256 experts. As in the paper, dispatch sends fp8 (1 byte per number) and combine
-# sends bfloat16 (2 bytes). Matmuls are in bfloat16. First, the bandwidths:
+# D = 7168, M = 2048, 8 of 256 experts. As in the paper, dispatch sends fp8 (1 byte per element) and combine
+# sends bfloat16 (2 bytes). Matmuls are in bfloat16.
 
 # %% tags=["hide-input"]
 from config import MeshConfig
@@ -563,9 +566,9 @@ compute, weights, comm = (1e6 * s for s in seconds("h100:64", 1))
 print(f"64 H100: reading the weights from HBM takes {weights:.0f} us, as long as")
 print(f"computing {weights / compute:.0f} tokens or communicating {weights / comm:.0f}")
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Microseconds against tokens per device. On v5p communication stays below compute; on 64 H100 it is above from about 35 tokens on."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Microseconds against tokens per device. On v5p communication stays below compute; on 64 H100 it is above."}}
 figure, axes = plt.subplots(2, figsize=(5.5, 6), sharex=True, sharey=True)
-many = np.logspace(0, 4.3, 60)
+many = np.logspace(2, 4.3, 60)
 drawn_in = ("v5p:4x4x4",), ("64 H100", "64 H100, 4 nodes")
 for ax, names in zip(axes, drawn_in, strict=True):
     for number, name in enumerate(names):
@@ -579,25 +582,26 @@ for ax, names in zip(axes, drawn_in, strict=True):
         purple, dots = lesson.COLORS["expert"], "-:"[number]
         ax.plot(many, comm, color=purple, ls=dots, label=label)
     ax.set(xscale="log", yscale="log", ylabel="microseconds")
-    ax.axvspan(1, 50e3 / (k_ * D_ / 64), color=lesson.NEUTRAL, alpha=0.15, lw=0)
     ax.legend()
 axes[0].set_title("64 TPU v5p: compute always takes longer")
 axes[1].set_title("64 H100: more tokens do not help")
-label = axes[1].set_xlabel("tokens per device; gray area: latency dominates")
+label = axes[1].set_xlabel("tokens per device; latency not included")
 
 # %% [markdown]
-# With few tokens, the matmuls take as long as reading their weights from HBM, and latency dominates the
-# all-to-all: each of the 63 other GPUs gets 896 bytes per token, and below about 50 kB per message, or 56
-# tokens (the gray area), latency exceeds the transfer time.
+# With few tokens, the matmuls take as long as reading their weights from HBM. With even fewer, latency
+# dominates. On 64 H100s, each of the 63 other GPUs gets 896 bytes per token. A network card sends 50 kB, or
+# 56 tokens, in 1 us, about as long as the latency of one message.
 #
 # With more tokens, compute and communication grow at the same rate, so **their ratio is fixed. It depends on
 # M and on the bandwidth, not on the batch.** Sending a token to each node only once makes the all-to-all on
 # two nodes four times as fast. (Forwarding over NVLink is not counted.)
 #
 # The all-to-alls of a token cannot overlap with its own matmuls. They can overlap with another microbatch,
-# with attention, or with shared experts. DeepSeek-V3 reports a ratio of about 1:1 between nodes, and overlaps
-# the communication of one microbatch with the compute of another (DualPipe, section 3.2.1). Chapter 09 lists
-# the threshold for M with those of the other axes.
+# with attention, or with shared experts. DeepSeek-V3 reports a ratio of about 1:1 between nodes. It is lower
+# than our 2.1, which counts only the routed experts in the forward pass: a backward pass has twice the
+# matmuls for the same all-to-alls, and attention and the shared expert also compute. DeepSeek-V3 overlaps the
+# communication of one microbatch with the compute of another (DualPipe, section 3.2.1). Chapter 09 lists the
+# threshold for M with those of the other axes.
 #
 # ## Load balancing
 #
@@ -698,27 +702,27 @@ for ax, (name, run) in zip(axes, RUNS.items(), strict=True):
     ax.axhline(1, color=lesson.NEUTRAL, lw=0.8)
     ax.set(title=f"{name}: error {error:.3f}", ylabel="load")
 axes[2].set_xlabel("experts, sorted by load; a load of 1 is the mean")
-ticks = axes[2].set_xticks([])
+ticks = axes[2].set_xticks([0, 5, 10, 15], [1, 6, 11, 16])
 
 # %% [markdown]
 # Without a remedy, half of the experts are idle. The error still falls, so you don't see this. With the
-# selection bias, all or nearly all experts work, averaged over 20 steps. But in this toy problem all tokens of
-# a kind switch experts together, so the error is hardly better than without a remedy. Models of real text did
-# better with the bias than with the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
+# selection bias, all or nearly all experts work, averaged over 20 steps. But in this toy problem all tokens
+# of a kind switch experts together, so the error is hardly better than without a remedy. Models of real text
+# did better with the bias than with the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
 #
-# Both remedies need the load of the step's *whole batch*, an all-reduce of E numbers. Many frameworks computed
-# the balancing loss per microbatch on each device, and averaged it. But the mean of products is not the
-# product of means: then the few sequences of each microbatch have to use all experts equally. With the loads
-# of the whole batch, models of up to 42.8 billion parameters reached a better perplexity, and experts
+# Both remedies need the load of the step's *whole batch*, an all-reduce of E values. Many frameworks computed
+# the balancing loss per microbatch on each device, and averaged it. Then the few sequences of each microbatch
+# have to use all experts equally.  With the loads of
+# the whole batch, models of up to 42.8 billion parameters reached a better perplexity, and experts
 # specialized by domain ([arXiv:2501.11873](https://arxiv.org/abs/2501.11873)). The bias must also be
 # *identical* on all devices: no all-reduce of gradients keeps the copies equal.
 #
 # ## In `model.py`
 #
-# `model.with_capacity` is `on_device` from above. `model.dropless` is `gathered`, with a custom kernel for the
-# grouped matmuls. It is the default (`--model.capacity_factor 0`). `model.router_statistics` sums the counts
-# over all devices before `model.balance_loss` multiplies them. `optimizer.update_selection_bias` moves the
-# bias once per step.
+# `model.with_capacity` is `on_device` from above. `model.dropless` is `gathered`, with a custom kernel for
+# the grouped matmuls. It is the default (`--model.capacity_factor 0`). `model.router_statistics` sums the
+# counts over all devices before `model.balance_loss` multiplies them. `optimizer.update_selection_bias` moves
+# the bias once per step.
 #
 # ## Exercise 1: the number of slots
 #
@@ -932,7 +936,7 @@ print(check_narrowest(narrowest))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# A choice (one token-expert pair) costs 6 D M FLOPs. It sends D numbers of 2 bytes in each direction, 4 D
+# A choice (one token-expert pair) costs 6 D M FLOPs. It sends D values of 2 bytes in each direction, 4 D
 # bytes in total, and (n - 1)/n of them leave the device. The times are equal if 6 D M / peak = 4 D (n -
 # 1)/n / bandwidth, so `return 4 / 6 * (n - 1) / n * flops_per_s / bytes_per_s`. D cancels, and k would
 # too. Communication is expensive for narrow experts, no matter how many of them a token chooses.
@@ -956,7 +960,7 @@ assert check_narrowest(narrowest) == lesson.NOTHING
 # ## A bug to find
 #
 # A colleague moved the training above to several devices, with a dense layer before the experts. With Adam,
-# the curves of one and eight devices are the same, so the program is accepted. With momentum and clipping
+# the curves of one and eight devices are nearly the same, so the program is accepted. With momentum and clipping
 # eight devices learn faster, although batches, weights and the first error are equal.
 
 
@@ -1131,9 +1135,10 @@ print(check_gradients(gradients))
 # it. So its gradient is already a sum over n devices, each of which has taken the mean over its own N/n
 # tokens. Divide it by n: `d / jax.lax.axis_size("expert")`. (Or divide each local loss by n, and use `psum`.)
 #
-# Adam divides each gradient by its own running size, so a constant factor cancels. Momentum does not: it gives
-# the experts larger steps than asked for, and clipping by a norm that the experts dominate gives all other
-# weights smaller ones. That this run learns faster is luck. The printed norm shows the bug at the first step.
+# Adam divides each gradient by its own running size, so a constant factor cancels. Momentum does not: it
+# gives the experts larger steps than asked for, and clipping by a norm that the experts dominate gives all
+# other weights smaller ones. That this run learns faster is luck. The printed norm shows the bug at the first
+# step.
 #
 # In August 2025, a user found the gradients of experts exactly twice as large with two expert-parallel GPUs,
 # in code that follows torchtitan, with equivalent loss curves
