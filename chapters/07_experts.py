@@ -1185,7 +1185,7 @@ assert check_gradients(lambda *_: ...) == lesson.NOTHING
 #
 # | | all-to-all of slots | gathered tokens |
 # |---|---|---|
-# | in letters | `x_tD → [E, X, D] ⇄ [e, n X, D]`, times `w_eDM` | `x_tD → x_ND`, sorted, times `w_eDM`, `partial_ND → y_tD` |
+# | shapes | `x_tD → [E, X, D] ⇄ [e, n X, D]`, times `w_eDM` | `x_tD → x_ND`, sorted, times `w_eDM`, `partial_ND → y_tD` |
 # | each device stores | E/n experts, t tokens, E X slots | E/n experts, t tokens, N tokens and N k rows |
 # | forward pass | two all-to-alls | all-gather, reduce-scatter |
 # | backward pass | two all-to-alls; the router's gradient is summed | all-gather, reduce-scatter; the router's gradient is summed |
