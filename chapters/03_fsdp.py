@@ -76,7 +76,7 @@ for key in ("v5p", "h100"):
     print(f"{chip.name}: {chip.memory_bytes / GiB:.2f} GiB for a program")
 
 # %% [markdown]
-# A parameter takes 16 bytes (read 3.25 GiB from the figure and scale it, or add four float32 numbers). The
+# A parameter takes 16 bytes (read 3.25 GiB from the figure and scale it, or add four float32 values). The
 # model fits on neither chip.
 #
 # ## The memory of one device
@@ -86,7 +86,7 @@ for key in ("v5p", "h100"):
 # `XLA_CLIENT_MEM_FRACTION=.92` to get [more](https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
 #
 # **Mixed precision.** Matmuls run in bfloat16 (bf16), which is at least twice as fast as float32 and halves
-# the bytes of activations and of gathered weights. But a bf16 number has only 8 significant bits. An update
+# the bytes of activations and of gathered weights. But a bf16 value has only 8 significant bits. An update
 # below about 1/512 of a weight would be rounded away. So the optimizer keeps float32 *master weights* and
 # float32 moments, and each step casts the weights to bf16
 # ([arXiv:1710.03740](https://arxiv.org/abs/1710.03740)).
@@ -102,16 +102,22 @@ for key in ("v5p", "h100"):
 # </details>
 #
 # **Activations** are the results of the forward pass that the backward pass needs. They grow with the tokens
-# of a device, not with the parameters. In a layer of Llama, one token leaves 6 D + 2 G K + 3 F numbers: the
-# inputs of attention and feed-forward before and after their norms, queries, keys and values, the attention
-# output, and three arrays of width F. (FlashAttention does not store the attention matrix.) **Activation
-# checkpointing** stores only each layer's input, D numbers, and recomputes the rest in the backward pass, for
-# one third more compute.
+# of a device, not with the parameters. In a layer of Llama, one token leaves 6 D + 2 G K + 3 F elements:
+#
+# | saved per token | elements |
+# |---|---|
+# | inputs of attention and of feed-forward, before and after their norms | 4 D |
+# | queries, and the attention output | 2 D |
+# | keys and values | 2 G K |
+# | three arrays of feed-forward | 3 F |
+#
+# (FlashAttention does not store the attention matrix.) **Activation checkpointing** stores only each layer's
+# input, D elements, and recomputes the rest in the backward pass, for one third more compute.
 
 # %%
 D, F, G, K, L = 4096, 14_336, 8, 128, 32  # widths, KV heads, head dim, layers
 N = 8192  # tokens per device
-everything = 2 * N * L * (6 * D + 2 * G * K + 3 * F) / GiB  # 2 bytes per number
+everything = 2 * N * L * (6 * D + 2 * G * K + 3 * F) / GiB  # 2 bytes per element
 checkpointed = 2 * N * L * D / GiB
 print(f"activations: {everything:.1f} GiB; checkpointed: {checkpointed:.1f} GiB")
 
@@ -288,108 +294,23 @@ assert lesson.same(summed_gradient(w, x_BD, y_BD), d_one)
 
 # %% [markdown]
 # Each copy has memorized its four rows, and the printed loss is measured on those same rows. To find the bug,
-# compare the copies, or evaluate one of them on all rows. (The divisor matters, too: partial losses must add
-# up to *one* mean, see exercise 1 of chapter 02.)
-#
-# ## Exercise 1: the norm of a sharded gradient
-#
-# Trainers clip gradients whose norm is too large. After the backward pass of FSDP, `d` is a list of
-# gradient shards: each device has D/n rows of every matrix, summed over all devices. Return the norm of the
-# whole gradient, the square root of the sum of all squared entries. On `data=2,fsdp=4`, the two devices
-# along `DATA` have equal shards. (`sharding.psum(x, FSDP)` adds `x` over `FSDP`.)
-
-
-# %% tags=["hide-input"]
-@cache
-def norm_on(name, answer):
-    """Return the norm that each device gets."""
-    on, w = sharding.make_mesh(name), problem(D=16, L=2)[0]
-
-    def local(w, x_bD, y_bD):
-        gather = lambda w: [sharding.all_gather(one, FSDP, dim=0) for one in w]
-        d = jax.grad(lambda w: partial_loss(gather(w), x_bD, y_bD))(w)
-        norm = jnp.asarray(lesson.answered(answer)(d), jnp.float32)
-        return sharding.vary(norm, (DATA, FSDP))[None]
-
-    rows, all_devices = P((DATA, FSDP)), P((DATA, FSDP))
-    specs = dict(in_specs=(P(FSDP), rows, rows), out_specs=all_devices)
-    return np.asarray(jax.jit(jax.shard_map(local, mesh=on, **specs))(w, x_BD, y_BD))
-
-
-# %% tags=["hide-input"]
-squares = lambda d: sum(jnp.sum(one**2) for one in d)
-norm_of = lambda reduce: lambda d: reduce(squares(d))
-add_up = lambda x: sharding.psum(x, FSDP)
-NORM_HINTS = [
-    (norm_of(jnp.sqrt), "Each device has the norm of its own shards."),
-    (norm_of(lambda s: add_up(jnp.sqrt(s))), "Too large: norms cannot be added."),
-    (norm_of(lambda s: jnp.sqrt(jax.lax.pmean(s, FSDP))),
-     "Too small: a mean over devices, not a sum."),
-    (norm_of(lambda s: jax.lax.pmean(jnp.sqrt(s), FSDP)),
-     "A mean of norms is not the norm of all entries."),
-    (norm_of(lambda s: jnp.sqrt(jax.lax.pmax(s, FSDP))),
-     "That is the largest shard's norm."),
-    (norm_of(add_up), "That is the square of the norm."),
-    (lambda d: sum(jnp.sqrt(add_up(jnp.sum(one**2))) for one in d),
-     "The right norm of each matrix, but norms of matrices cannot be added."),
-    (norm_of(lambda s: jnp.sqrt(sharding.psum(sharding.vary(s, DATA), (DATA, FSDP)))),
-     "Too large on `data=2,fsdp=4` only. Whose shards are equal there?"),
-]  # fmt: skip
-
-
-# %% tags=["hide-input"]
-def check_norm(answer):
-    def right(name):
-        w = problem(D=16, L=2)[0]
-        d = jax.grad(partial_loss)(w, x_BD, y_BD)
-        return np.full(sharding.make_mesh(name).size, float(jnp.sqrt(squares(d))))
-
-    run = lambda function: lambda name: norm_on(name, function)
-    hints = [(run(wrong), hint) for wrong, hint in NORM_HINTS]
-    cases = [("fsdp=8",), ("data=2,fsdp=4",)]
-    return lesson.diagnose(run(answer), cases, right, hints, "Right on two meshes.")
-
-
-# %%
-def gradient_norm(d):
-    return ...
-
-
-print(check_norm(gradient_norm))
-
-# %% [markdown]
-# <details><summary>Solution</summary>
-#
-# `return jnp.sqrt(sharding.psum(sum(jnp.sum(one**2) for one in d), FSDP))`. Without the `psum`, every device
-# clips its shards by a different number, so even the direction of the step is wrong. `check_vma` cannot find
-# it, because a sharded result may differ on every device. If you also add over `DATA`, JAX raises an error,
-# since the shards are invariant along it. [AReaL](https://github.com/areal-project/AReaL/issues/312) forgot
-# the sum in 2025; [VeOmni](https://github.com/ByteDance-Seed/VeOmni/issues/184) added over both axes of HSDP.
-# This project clips outside the `shard_map` (`optimizer.clip`), where arrays are unsharded.
-# </details>
-
-# %% tags=["remove-cell"]
-assert check_norm(norm_of(lambda s: jnp.sqrt(add_up(s)))).startswith("Right")
-for wrong, hint in NORM_HINTS:
-    assert check_norm(wrong) == hint, hint
-both_axes = norm_of(lambda s: jnp.sqrt(sharding.psum(s, (DATA, FSDP))))
-assert "It stops" in check_norm(both_axes)
-for nothing in (gradient_norm, lambda d: None, ...):
-    assert check_norm(nothing) == lesson.NOTHING
+# compare the copies, or evaluate one of them on all rows.
 
 # %% [markdown]
 # ## From DDP to ZeRO 3
 #
 # Four programs take the same step of Adam, with different arrays sharded between steps. The helpers work on
-# every matrix of a list: `add` is an all-reduce, `scatter` a reduce-scatter, `gather` an all-gather. `own`
-# selects this device's shard of a replicated array, and sends nothing.
+# every matrix of a list: `add` is an all-reduce, `scatter` a reduce-scatter, `gather` an all-gather.
+# `my_shards` selects this device's shards of replicated arrays, and sends nothing. `gather` asks for an
+# invariant result, because ZeRO 1 and 2 return it. No gradient passes through this gather, so it does not
+# cost the extra bytes of chapter 02.
 
 # %%
 each = lambda function: lambda arrays: [function(one) for one in arrays]
 add = each(lambda d_DD: sharding.psum(d_DD, FSDP))
 scatter = each(lambda d_DD: sharding.reduce_scatter(d_DD, FSDP, dim=0))
 gather = each(lambda w_dD: sharding.all_gather(w_dD, FSDP, dim=0, to="invarying"))
-own = each(lambda w_DD: sharding.own_slice(w_DD, FSDP, dim=0))
+my_shards = each(lambda w_DD: sharding.own_slice(w_DD, FSDP, dim=0))
 
 
 def update(w, m, v, d):
@@ -424,14 +345,14 @@ def ddp(w, m, v, x_bD, y_bD, Z=1):
 
 def zero_1(w, m, v, x_bD, y_bD, Z=1):  # m and v are shards
     d = scatter(accumulate(partial_gradient(w), x_bD, y_bD, Z))
-    w, m, v = update(own(w), m, v, d)
+    w, m, v = update(my_shards(w), m, v, d)
     return gather(w), m, v
 
 
 def zero_2(w, m, v, x_bD, y_bD, Z=1):  # and gradients, between microbatches
     partial = partial_gradient(w)
     d = accumulate(lambda *rows: scatter(partial(*rows)), x_bD, y_bD, Z)
-    w, m, v = update(own(w), m, v, d)
+    w, m, v = update(my_shards(w), m, v, d)
     return gather(w), m, v
 
 
@@ -505,8 +426,8 @@ assert found.total.wire_bytes == of_ddp.wire_bytes
 
 
 def naive_zero_1(w, m, v, x_bD, y_bD, Z=1):
-    d = own(add(accumulate(partial_gradient(w), x_bD, y_bD, Z)))
-    w, m, v = update(own(w), m, v, d)
+    d = my_shards(add(accumulate(partial_gradient(w), x_bD, y_bD, Z)))
+    w, m, v = update(my_shards(w), m, v, d)
     return gather(w), m, v
 
 
@@ -545,10 +466,12 @@ assert sent["zero_1"] == sent["ddp"] and sent["zero_2"] == 2.5 * sent["zero_1"]
 #   price is Z reduce-scatters instead of one. With Z = 1 the two are the same program.
 # - **ZeRO 3** gathers the weights at the start of the step instead of at its end. **Sharding the weights
 #   between steps costs no extra bytes.**
-# - The by-hand program gathers a layer at a time. `zero_3` gathers all layers, and then computes.
+# - `zero_3` gathers all layers once, and then computes. FSDP (the by-hand program, and the paper's ZeRO 3)
+#   gathers one layer at a time, and each of them twice.
 #
 # > **Predict.** Between steps, `zero_3` stores 49,152 bytes of weights instead of 393,216. How much temporary
-# > memory does its step need, with one microbatch? (Which arrays are unsharded at the same time?)
+# > memory does its step need, with one microbatch? (XLA can put a gradient where a gathered weight was, once
+# > the backward pass no longer needs this weight. Which arrays are unsharded at the same time?)
 
 # %%
 my_prediction = None  # bytes
@@ -589,7 +512,7 @@ title = "FSDP gathers a layer's weights only while it uses them"
 figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
-# The by-hand program gathers twice, like the paper's ZeRO 3 (section 7):
+# The by-hand program, as the paper (section 7), gathers twice:
 
 # %%
 donated = jax.jit(step, donate_argnums=(0, 1, 2))
@@ -681,6 +604,7 @@ for axes, case in zip(panels, ((8192, False), (8192, True), (1024, True)), stric
     kind = f"{case[0]:,} tokens per GPU, {'' if case[1] else 'not '}prefetched"
     axes.set_title(f"{kind}: {end:.1f} ms, {1 - busy / end:.0%} exposed")
     axes.set(yticks=(0, 1), yticklabels=("compute", "network"), ylim=(1.6, -0.6))
+panels[1].set_xlim(panels[0].get_xlim())  # comparable
 panels[-1].set_xlabel("ms")
 boxes = [plt.Rectangle((0, 0), 1, 1, fc=fill, **style) for fill in FILL.values()]
 figure.legend(boxes, FILL, loc="outside lower center", ncols=2, fontsize=9)
@@ -714,8 +638,6 @@ lesson.predicted("an H100 needs", my_prediction, enough, "tokens", within=0.25)
 assert enough == 1792
 
 # %% [markdown]
-# The planner adds up all matmuls and collectives.
-#
 # ### The rule and its assumptions
 #
 # By hand, take a layer of W weights and N tokens per device:
@@ -810,9 +732,95 @@ for axes, moves in found.totals_by("axes").items():
 # This is the smallest preset without experts. Weights are gathered over `fsdp` only. A gradient must be
 # summed over both axes, since all eight devices had different rows: reduce-scatters in every layer sum over
 # `fsdp`, then one all-reduce per step sums the shards, a quarter of the model, over `data`. So `data` suits a
-# slow network, such as the one between nodes or TPU slices. (The unsharded values, such as the loss, are
-# summed over both at once.)
+# slow network, such as the one between nodes or TPU slices.
 #
+# ## Exercise 1: the norm of a sharded gradient
+#
+# Trainers clip gradients whose norm is too large. After the backward pass of FSDP, `d` is a list of
+# gradient shards: each device has D/n rows of every matrix, summed over all devices. Return the norm of the
+# whole gradient, the square root of the sum of all squared entries. On `data=2,fsdp=4`, the two devices
+# along `DATA` have equal shards. (`sharding.psum(x, FSDP)` adds `x` over `FSDP`.)
+
+
+# %% tags=["hide-input"]
+@cache
+def norm_on(name, answer):
+    """Return the norm that each device gets."""
+    on, (w, x_BD, y_BD) = sharding.make_mesh(name), problem(D=16, L=2)
+
+    def local(w, x_bD, y_bD):
+        gather = lambda w: [sharding.all_gather(one, FSDP, dim=0) for one in w]
+        d = jax.grad(lambda w: partial_loss(gather(w), x_bD, y_bD))(w)
+        norm = jnp.asarray(lesson.answered(answer)(d), jnp.float32)
+        return sharding.vary(norm, (DATA, FSDP))[None]
+
+    rows, all_devices = P((DATA, FSDP)), P((DATA, FSDP))
+    specs = dict(in_specs=(P(FSDP), rows, rows), out_specs=all_devices)
+    return np.asarray(jax.jit(jax.shard_map(local, mesh=on, **specs))(w, x_BD, y_BD))
+
+
+# %% tags=["hide-input"]
+squares = lambda d: sum(jnp.sum(one**2) for one in d)
+norm_of = lambda reduce: lambda d: reduce(squares(d))
+add_up = lambda x: sharding.psum(x, FSDP)
+NORM_HINTS = [
+    (norm_of(jnp.sqrt), "Each device has the norm of its own shards."),
+    (norm_of(lambda s: add_up(jnp.sqrt(s))), "Too large: norms cannot be added."),
+    (norm_of(lambda s: jnp.sqrt(jax.lax.pmean(s, FSDP))),
+     "Too small: a mean over devices, not a sum."),
+    (norm_of(lambda s: jax.lax.pmean(jnp.sqrt(s), FSDP)),
+     "A mean of norms is not the norm of all entries."),
+    (norm_of(lambda s: jnp.sqrt(jax.lax.pmax(s, FSDP))),
+     "That is the largest shard's norm."),
+    (norm_of(add_up), "That is the square of the norm."),
+    (lambda d: sum(jnp.sqrt(add_up(jnp.sum(one**2))) for one in d),
+     "The right norm of each matrix, but norms of matrices cannot be added."),
+    (norm_of(lambda s: jnp.sqrt(sharding.psum(sharding.vary(s, DATA), (DATA, FSDP)))),
+     "Too large on `data=2,fsdp=4` only. Whose shards are equal there?"),
+]  # fmt: skip
+
+
+# %% tags=["hide-input"]
+def check_norm(answer):
+    def right(name):
+        w, x_BD, y_BD = problem(D=16, L=2)
+        d = jax.grad(partial_loss)(w, x_BD, y_BD)
+        return np.full(sharding.make_mesh(name).size, float(jnp.sqrt(squares(d))))
+
+    run = lambda function: lambda name: norm_on(name, function)
+    hints = [(run(wrong), hint) for wrong, hint in NORM_HINTS]
+    cases = [("fsdp=8",), ("data=2,fsdp=4",)]
+    return lesson.diagnose(run(answer), cases, right, hints, "Right on two meshes.")
+
+
+# %%
+def gradient_norm(d):
+    return ...
+
+
+print(check_norm(gradient_norm))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# `return jnp.sqrt(sharding.psum(sum(jnp.sum(one**2) for one in d), FSDP))`. Without the `psum`, every device
+# clips its shards by a different number, so even the direction of the step is wrong. `check_vma` cannot find
+# it, because a sharded result may differ on every device. If you also add over `DATA`, JAX raises an error,
+# since the shards are invariant along it. [AReaL](https://github.com/areal-project/AReaL/issues/312) forgot
+# the sum in 2025; [VeOmni](https://github.com/ByteDance-Seed/VeOmni/issues/184) added over both axes of HSDP.
+# This project clips outside the `shard_map` (`optimizer.clip`), where arrays are unsharded.
+# </details>
+
+# %% tags=["remove-cell"]
+assert check_norm(norm_of(lambda s: jnp.sqrt(add_up(s)))).startswith("Right")
+for wrong, hint in NORM_HINTS:
+    assert check_norm(wrong) == hint, hint
+both_axes = norm_of(lambda s: jnp.sqrt(sharding.psum(s, (DATA, FSDP))))
+assert "It stops" in check_norm(both_axes)
+for nothing in (gradient_norm, lambda d: None, ...):
+    assert check_norm(nothing) == lesson.NOTHING
+
+# %% [markdown]
 # ## Exercise 2: which axis first?
 #
 # On a mesh `data=2,fsdp=4`, every device has a partial sum of a matrix's gradient, `partial_DD`. Return
@@ -1302,14 +1310,14 @@ for nothing in (lambda name: ..., lambda name: None, ...):
 #
 # FSDP computes x_bD @ w_DF, where w_DF is gathered from shards w_dF. Each of n devices has b = B/n rows of x
 # and d = D/n rows of the matrix. W counts all weights, dW all gradients, Z the microbatches. For bytes,
-# multiply by (n - 1)/n, where n is the size of the axis, and by the bytes per number.
+# multiply by (n - 1)/n, where n is the size of the axis, and by the bytes per element.
 #
 # | | unsharded between steps | forward | backward | once per step | exposed |
 # |---|---|---|---|---|---|
 # | DDP | all | | | all-reduce, 2 dW | its last bucket |
 # | ZeRO 1 | weights, gradients | | | reduce-scatter and all-gather, dW + W | at the end of the step |
 # | ZeRO 2 | weights | | reduce-scatter, Z dW | all-gather, W | all-gather at the end of the step |
-# | ZeRO 3, gathered once | nothing | all-gather, W | reduce-scatter, Z dW | | at the first layer |
+# | `zero_3`, gathered once | nothing | all-gather, W | reduce-scatter, Z dW | | at the first layer |
 # | FSDP | nothing | all-gather, Z W | both, Z W + Z dW | | first gather, last scatter; every layer, unless prefetched |
 # | HSDP | nothing within a group | all-gather, Z W | both, Z W + Z dW | over `data`: all-reduce, 2 x a shard of dW | as FSDP, and once on the slow network |
 #
