@@ -8,7 +8,8 @@
 #
 # With both, you can estimate the time of a training step on any number of chips before you rent them.
 # Counting FLOPs is not enough: below, it is wrong for one matmul, for a matmul on eight chips, and for a
-# whole training step, because chips wait for memory and for each other.
+# whole training step, because chips wait for memory and for each other. This guide accompanies a small JAX
+# trainer: `model.py` is its model, and `plan/` predicts its memory and step time without devices.
 #
 # *Prerequisites:* matmuls, NumPy, one GPU. *Mesh:* several, of eight simulated devices (explained below).
 # *Runs in* 30 s on 2 cores. *Reading takes* 25 minutes, 80 with the exercises.
@@ -76,7 +77,7 @@ assert abs(whole / 8 - part) < 0.01 and abs(speedup - 2.28) < 0.01
 # ## How a chip is built
 #
 # An accelerator is built for matmuls. A *TPU v4* has eight matrix units (MXUs). Each is a grid of 128 x 128
-# multipliers: weights stay in the grid and rows of `x` move through it, so that a number that was read once
+# multipliers that holds a block of weights. Rows of `x` move through the grid, so a value that was read once
 # is used 128 times. 8 x 128 x 128 multipliers, each with one multiplication and one addition per clock cycle
 # of 1.05 GHz, are 275 TFLOP/s. An *H100* has 132 smaller units (SMs), each with four Tensor Cores that
 # together do 4,096 FLOPs per cycle. At 1.83 GHz this is 989 TFLOP/s.
@@ -157,8 +158,7 @@ figure.suptitle(title, x=0.02, ha="left")
 #
 # *Links* connect chips. A TPU v4 has links to its neighbors only, two in each of three directions, and
 # these chips form a *slice*. Eight H100s in a *node* all reach each other through NVLink switches. Between
-# slices or nodes, chips send over a slower network (DCN, InfiniBand). ([GPUs](../gpus.md) explains NCCL and
-# streams.)
+# slices or nodes, chips send over a slower network (DCN, InfiniBand).
 
 # %%
 v4, h100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
@@ -170,16 +170,16 @@ for chip in (v4, h100):
         print(f"  {name:9} {speed / 1e9:8,.2f} {chip.peak_flops_per_s / speed:9,.0f}")
 
 # %% [markdown]
-# The last column tells you what a byte costs. (The speeds are from `plan/hardware.py`, which cites their
-# sources. TFLOP/s are for *bfloat16*, which has 2 bytes per number.) While a TPU v4 reads one byte from
-# memory, it could compute 229 FLOPs; while it receives one from a neighbor, 6,111; from another slice,
-# 44,000. A program with fewer FLOPs per byte makes the chip wait.
+# The last column tells you what a byte costs. (`plan/hardware.py` cites the sources. TFLOP/s are for
+# *bfloat16*, which has 2 bytes per value.) While a TPU v4 reads one byte from memory, it could compute 229
+# FLOPs; while it receives one from a neighbor, 6,111; from another slice, 44,000. A program with fewer FLOPs
+# per byte makes the chip wait.
 #
 # ## A matmul on eight devices, by hand
 #
 # You can paste the next two cells into an empty file; they need only JAX and NumPy. They multiply `x`, B rows
-# with D numbers each, by a D x F matrix, `w`, on eight devices. (In a transformer, a row is one token. The
-# name of an array ends with its dims, one letter each: `x_BD` has B rows and D columns.)
+# of D values, by a D x F matrix, `w`, on eight devices. (In a transformer, a row is one token. The name of an
+# array ends with its dims, one letter each: `x_BD` has B rows and D columns.)
 #
 # A *mesh* is a grid of devices whose axes have names. A `PartitionSpec`, here `P`, lists for each dim of an
 # array the mesh axis that splits it into equal *shards*. A dim without an axis is not split. An array that no
@@ -228,11 +228,12 @@ for name, (x_spec, w_spec, y_spec) in layouts.items():
 # first layout, every device does all of the work. In the next two, each does an eighth and sends nothing, but
 # stores all of `w` or all of `x`.
 #
-# In the last layout, D is split, the *contracting* dim, which the matmul sums over. Device i has 320 of the
-# 2,560 columns of `x` and the 320 matching rows of `w`. At the end, every device has the whole result.
+# In the last layout, D is split, the *contracting* dim, which the matmul sums over. (Its FLOPs are an eighth,
+# too, plus 49,152 additions of the all-reduce.) Device i has 320 of the 2,560 columns of `x` and the 320
+# matching rows of `w`. At the end, every device has the whole result.
 #
 # > **Predict.** How many bytes does each device contribute to the all-reduce (its *payload*)? The result is
-# > 32 x 1,536 in float32, 4 bytes per number.
+# > 32 x 1,536 in float32, 4 bytes per value.
 
 # %% tags=["hide-input"]
 [(shape, kind)] = collectives["dim D of both"]
@@ -244,7 +245,7 @@ lesson.predicted(f"{kind} of an array [{shape}]", my_prediction, payload, "bytes
 
 # %% [markdown]
 # The payload is all of `y`, not an eighth of it. A device can sum only over its own shard of D, so it gets a
-# *partial sum* of every entry: a full-size array of incomplete numbers.
+# *partial sum* of every entry: a full-size array of incomplete sums.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "x sharded into eight blocks of columns, w into eight blocks of rows, each with its device number; next to them eight full-size arrays, one behind the other."}}
 figure, axes = plt.subplots(1, 3, figsize=(6.4, 2.4))
@@ -266,7 +267,7 @@ axes[2].spines[:].set_visible(False)
 # %% [markdown]
 # Adding these arrays and giving every device the sum is the all-reduce. If every device sent its array to all
 # others, it would send 7 payloads. A ring needs less. It splits the array into eight chunks. In each step,
-# every device sends one chunk to its neighbor, and the neighbor adds its own numbers to this chunk. After 7
+# every device sends one chunk to its neighbor, and the neighbor adds its own values to this chunk. After 7
 # steps, each device has one chunk of the complete sum. In 7 more steps these chunks travel around the ring.
 # So each device sends 14 chunks, or 1.75 payloads.
 # **With n devices, an all-reduce sends `2 (n - 1)/n` payloads: never more than 2.**
@@ -279,7 +280,7 @@ axes[2].spines[:].set_visible(False)
 #
 # ## One device: two wrong estimates
 #
-# Communication is not all that a matmul waits for. The same matmul on one device takes `2 B D F` FLOPs: one
+# The same matmul on one device takes `2 B D F` FLOPs: one
 # multiplication and one addition for each row and each entry of `w`. How fast does this machine compute them?
 
 # %%
@@ -305,13 +306,14 @@ assert returned < ready / 2
 # %% [markdown]
 # The first line is not a speed. JAX returns before the result exists and computes in the background
 # ([asynchronous dispatch](https://docs.jax.dev/en/latest/async_dispatch.html)). If you stop the clock there,
-# you have measured Python. Always wait for the result.
+# you have measured Python.
 #
 # From here on we measure *CPU seconds* instead of wall time, because other programs may share this machine.
 # The speeds below are therefore those of one core.
 #
 # > **Predict.** Eight rows need eight times the FLOPs of one row, with the same `w`. How many times the CPU
-# > seconds?
+# > seconds? (`w` has 15.7 MB, and a core reads about 20 GB/s. One row takes 7.9 million FLOPs, and a core
+# > computes some 100 GFLOP/s.)
 
 
 # %%
@@ -372,10 +374,9 @@ print(f"{sum(between)} of the other {len(between)} are between the two estimates
 assert measured < 6
 
 # %% [markdown]
-# The first and the last row fit, because the speeds come from them. Some others are not between the two
-# estimates, but none is below 0.6 times the longer time or above 1.6 times the sum.
+# The first and the last row fit, because the speeds come from them.
 #
-# In bfloat16, with 2 bytes per number, B rows need B FLOPs per byte of `w`, and the ridge point of a TPU v4's
+# In bfloat16, with 2 bytes per value, B rows need B FLOPs per byte of `w`, and the ridge point of a TPU v4's
 # HBM is 229. That is why servers batch requests: up to about 229 rows, one more row costs almost nothing.
 # Plotted over the intensity, the limit has the shape of a roof:
 
@@ -400,7 +401,7 @@ axes.set(xlabel="FLOPs per byte", ylabel="GFLOP/s at most")
 # %% [markdown]
 # ## Eight devices, six axes
 #
-# Large models train on thousands of chips. In this guide every mesh has the same six axes, and most of them
+# In this guide every mesh has the same six axes, and most of them
 # have size 1:
 #
 # | axis | devices along this axis have different |
@@ -413,8 +414,8 @@ axes.set(xlabel="FLOPs per byte", ylabel="GFLOP/s at most")
 # | `tensor` | shards of the same weight matrices, for the same tokens |
 #
 # The last axis varies fastest, so devices along it are the closest chips. We write a mesh as
-# `stage=2,tensor=4`; all other axes have size 1. In figures, each axis has its own
-# color, and a shard that two axes split has the first one's.
+# `stage=2,tensor=4`; all other axes have size 1. In figures, each axis has its own color. If two axes split
+# an array, its shards have the color of the first.
 
 # %%
 cube = make_mesh("stage=2,fsdp=2,tensor=2")
@@ -483,7 +484,7 @@ del copies_FD
 #
 # ## A whole step
 #
-# The project's planner adds up FLOPs and bytes for all matmuls and collectives of a model. It uses no device.
+# The project's planner adds up FLOPs and bytes for all matmuls and collectives of a model.
 # Here is a step of Llama 3 8B on 64 TPU v4, as `fsdp=16,tensor=4`, with 64 sequences of 512 tokens:
 
 
@@ -516,9 +517,10 @@ print(f"{throughput:,.0f} tokens/s, MFU {one.mfu(one.step_s):.0%}")
 # after them. `tensor` splits matmuls and adds partial sums of activations, as above.
 #
 # *Throughput* is the number of tokens per second. *MFU*, model FLOPs utilization, is the fraction of the
-# chips' peak FLOP/s that goes into the model's own FLOPs: throughput times FLOPs per token, about 6 per
-# parameter, divided by the peak of all chips. (These chips compute more, because every layer runs its
-# forward pass twice to save memory. MFU does not count that.)
+# chips' peak FLOP/s that goes into the model's own FLOPs: throughput times FLOPs per token, divided by the
+# peak of all chips. FLOPs per token are 6 per parameter, without the embedding table, plus those of
+# attention. (These chips compute more, because every layer runs its forward pass twice to save memory. MFU
+# does not count that.)
 #
 # > **Predict.** Four times the sequences on the same chips need four times the FLOPs. How many times the
 # > seconds, if nothing overlaps?
@@ -552,6 +554,8 @@ for part, colour in {"compute": lesson.NEUTRAL, TENSOR: None, FSDP: None}.items(
     colour = colour or lesson.COLORS[part]
     axes.loglog(tokens, took, "o-", ms=4, color=colour)
     axes.text(tokens[-1] * 1.15, took[-1], part, color="black", va="center")
+axes.axvline(512, color="black", lw=0.8, ls=":")
+axes.text(540, axes.get_ylim()[1] * 0.6, "the step above", size=9)
 axes.set(title="A larger batch shrinks fsdp's share; tensor's share stays the same")
 axes.set(xlabel="tokens per chip and step", ylabel="seconds per step")
 
@@ -563,7 +567,7 @@ axes.set(xlabel="tokens per chip and step", ylabel="seconds per step")
 # takes longer than the matmuls, so it cannot overlap completely with them. Chapter 09 has the thresholds of
 # all axes on one sheet, with their assumptions.
 #
-# More chips have the opposite effect of more tokens. Each of n devices does 1/n of the FLOPs. But its
+# With more chips, each of n devices does 1/n of the FLOPs. But its
 # all-reduce sends `2 (n - 1)/n` of the weights' size: nearly the same for any n. Here the layer from the top
 # of the page runs on more and more GPUs, with the same 65,536 tokens. (We keep 450 GB/s also for 64 and 512
 # GPUs, which is better than their real network.)
@@ -579,7 +583,7 @@ for n in (1, 8, 64, 512):
 assert 21 < speedup < 22.5 and network < 3.9
 
 # %% [markdown]
-# Even if the matmuls took no time at all, 3.9 ms of communication would remain: 512 GPUs are 21.5 times as
+# Even if the matmuls took no time, 3.9 ms of communication would remain: 512 GPUs are 21.5 times as
 # fast as one. Below a ridge point, increase the batch or choose another mesh before you add chips.
 #
 # **What this leaves out.** Real programs do not reach the peak: the scaling book
