@@ -127,18 +127,18 @@ print(f"activations: {everything:.1f} GiB; checkpointed: {checkpointed:.1f} GiB"
 # With Adam, a device that has an eighth of the gradients and moments can update that eighth of the weights.
 # All devices need the weights, but a layer's weights only while that layer runs. So you can shard the
 # optimizer state, then also the gradients, then also the weights. The ZeRO paper (zero redundancy optimizer,
-# [arXiv:1910.02054](https://arxiv.org/abs/1910.02054)) calls these **stages** 1, 2 and 3 (not related
-# to the mesh axis `stage`):
+# [arXiv:1910.02054](https://arxiv.org/abs/1910.02054)) calls these stages. Here they are **levels**
+# 1, 2 and 3, because pipelines have stages, too (05):
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Memory per device for Llama 3 8B on eight devices: DDP 122 GiB, ZeRO 1 69, ZeRO 2 43, ZeRO 3 or FSDP 17 GiB. A dashed line marks the 59.7 GiB of an H100."}}
 n = 8
-stages = {"DDP": (1, 1, 1), "ZeRO 1": (1, 1, n), "ZeRO 2": (1, n, n)}
-stages["ZeRO 3,\nFSDP"] = (n, n, n)
+levels = {"DDP": (1, 1, 1), "ZeRO 1": (1, 1, n), "ZeRO 2": (1, n, n)}
+levels["ZeRO 3,\nFSDP"] = (n, n, n)
 sizes = {"weights": 4, "gradients": 4, "optimizer state": 8}
 figure, axes = plt.subplots(figsize=(6, 3.4))
 below, style = np.zeros(4), dict(edgecolor="black", lw=0.6)
 for which, (name, size) in enumerate(sizes.items()):
-    high = np.array([size * params_8b / GiB / cuts[which] for cuts in stages.values()])
+    high = np.array([size * params_8b / GiB / cuts[which] for cuts in levels.values()])
     axes.bar(range(4), high, 0.6, below, color=opening.PARTS[name], label=name, **style)
     below += high
 light = dict(color="#dddddd", label="activations")
@@ -148,8 +148,8 @@ for at, total in enumerate(below + checkpointed):
 axes.axhline(limit := opening.CHIP.memory_bytes / GiB, color="black", ls="--", lw=1)
 axes.text(3.45, limit + 1, f"H100: {limit:.1f}", ha="right", va="bottom")
 axes.set(ylabel="GiB per device", ylim=(0, 135))
-axes.set_xticks(range(4), stages)
-axes.set_title("Each stage shards one more kind of state over eight devices")
+axes.set_xticks(range(4), levels)
+axes.set_title("Each level shards one more kind of state over eight devices")
 axes.legend()
 
 # %% [markdown]
@@ -364,17 +364,17 @@ def zero_3(w, m, v, x_bD, y_bD, Z=1):  # and w
 
 # %% tags=["hide-input"]
 REPLICATED, SHARDED = P(), P(FSDP)
-STAGES = {ddp: (REPLICATED, REPLICATED), zero_1: (REPLICATED, SHARDED),
+LEVELS = {ddp: (REPLICATED, REPLICATED), zero_1: (REPLICATED, SHARDED),
           zero_2: (REPLICATED, SHARDED), zero_3: (SHARDED, SHARDED)}  # fmt: skip
 KINDS = "all-reduce", "reduce-scatter", "all-gather"
 line = "{:8} {:>9} {:>9} {:>9} | {:>9} {:>9}".format
 
 
-def program(stage, Z=1, specs=None):
-    """Compile-ready step of a stage; its old state's memory is reused."""
-    params, moments = specs or STAGES[stage]
+def program(level, Z=1, specs=None):
+    """Compile-ready step of a ZeRO level; its old state's memory is reused."""
+    params, moments = specs or LEVELS[level]
     state = (params, moments, moments)
-    step = lambda *args: stage(*args, Z=Z)
+    step = lambda *args: level(*args, Z=Z)
     specs = dict(in_specs=(*state, SHARDED, SHARDED), out_specs=state)
     return jax.jit(jax.shard_map(step, mesh=mesh, **specs), donate_argnums=(0, 1, 2))
 
@@ -431,7 +431,7 @@ def naive_zero_1(w, m, v, x_bD, y_bD, Z=1):
     return gather(w), m, v
 
 
-naive = lesson.compiled(program(naive_zero_1, specs=STAGES[zero_1]), mesh, *args)
+naive = lesson.compiled(program(naive_zero_1, specs=LEVELS[zero_1]), mesh, *args)
 assert naive.total.wire_bytes == 1.5 * found.total.wire_bytes
 
 # %% [markdown]
@@ -444,21 +444,21 @@ assert naive.total.wire_bytes == 1.5 * found.total.wire_bytes
 # If you all-reduce and then take a shard, the numbers are right, but a device sends 1.5 times the bytes.
 # DeepSpeed's first ZeRO did that ([issue 156](https://github.com/deepspeedai/DeepSpeed/issues/156), 2020),
 # and a user found it again in 2024 ([issue 5758](https://github.com/deepspeedai/DeepSpeed/issues/5758)). Here
-# are all stages with four microbatches of one row each:
+# are all four with four microbatches of one row each:
 
 # %%
 d = jax.grad(partial_loss)(w, x_BD, y_BD)
 want = [adam(*one) for one in zip(w, zeros, zeros, d, strict=True)]  # on one device
 print(line("bytes", "reduce", "scatter", "gather", "weights", "moments"))
 sent = {}
-for stage in STAGES:
-    name = stage.__name__
-    sent[name], results = report(name, program(stage, Z=4), *args)
+for level in LEVELS:
+    name = level.__name__
+    sent[name], results = report(name, program(level, Z=4), *args)
     assert lesson.same(list(zip(*results, strict=True)), want), f"{name} differs"
 assert sent["zero_1"] == sent["ddp"] and sent["zero_2"] == 2.5 * sent["zero_1"]
 
 # %% [markdown]
-# All four match the step on one device (asserted). The left columns are the bytes that a device sends
+# All four match the step on one device. The left columns are the bytes that a device sends
 # (compiled payloads, times the ring's 7/8), the right columns the bytes that it stores between steps.
 #
 # - **ZeRO 1** accumulates unsharded gradients over the microbatches, and reduce-scatters them once.
@@ -942,20 +942,20 @@ def plain_step(w, m, v, x_BD, y_BD):
 
 at = lambda spec: jax.NamedSharding(mesh, spec)
 print(f"{'':6} {'by jit':>10} {'by hand':>10}")
-for stage in (ddp, zero_1, zero_3):
-    params, moments = map(at, STAGES[stage])
+for level in (ddp, zero_1, zero_3):
+    params, moments = map(at, LEVELS[level])
     state, rows_at = (params, moments, moments), (at(SHARDED), at(SHARDED))
     specs = dict(in_shardings=(*state, *rows_at), out_shardings=state)
     left = jax.jit(plain_step, donate_argnums=(0, 1, 2), **specs)
     by_jit = lesson.compiled(left, mesh, *args).total.wire_bytes
-    by_us = lesson.compiled(program(stage), mesh, *args).total.wire_bytes
-    print(f"{stage.__name__:6} {by_jit:>10,} {by_us:>10,}")
+    by_us = lesson.compiled(program(level), mesh, *args).total.wire_bytes
+    print(f"{level.__name__:6} {by_jit:>10,} {by_us:>10,}")
 
 # %% [markdown]
 # For ZeRO 1 and 3 the compiler emits an all-reduce, of which every device takes its shard. This is XLA's
-# compiler for CPUs. XLA's GPU compiler replaces an all-reduce followed by a slice
+# CPU compiler. The GPU compiler replaces an all-reduce followed by a slice
 # ([ReduceScatterCreator](https://github.com/openxla/xla/blob/0e1ce76841700c606101e4c6b04ec081a446e96f/xla/service/gpu/transforms/reduce_scatter_creator.cc)).
-# So write collectives by hand where you need control of bytes and memory.
+# Write collectives by hand where you need control of bytes and memory.
 #
 # ## Exercise 3: choose the settings
 #
