@@ -230,6 +230,8 @@ def counted(case):
 
 
 # %% [markdown]
+# `lesson.compiled` compiles a program and returns its collectives. `lesson.listed` prints them, one per line.
+#
 # ### Case 1: no communication
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Device 2 holds its rows of x and all of w, uses them, and computes its rows of the result."}}
