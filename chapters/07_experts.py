@@ -165,7 +165,7 @@ axes[1].set_xlabel(f"thick borders: slots sent to the other device\n{'; '.join(l
 #
 # If more than X tokens on a device choose the same expert, the excess tokens are *dropped*: they skip this
 # expert. Empty slots are still sent and multiplied. With t tokens on a device, an expert gets k t/E choices
-# on average, and X is that mean times the *capacity factor*.
+# on average. X is that mean times the *capacity factor*, rounded down: X = ⌊factor · k t/E⌋.
 #
 # > **Predict.** A device has 64 tokens. Each token chooses 2 of 16 experts at random. The capacity factor is
 # > 1, so there are exactly as many slots as choices. What percentage of the choices is dropped? (Within 15%
@@ -289,8 +289,22 @@ print(f"{slots} slots: {lost:.1%} of the choices are dropped")
 assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "this test needs dropped tokens"
 
 # %% [markdown]
-# This is a complete *token dispatcher*, as Megatron-LM calls it:
-#
+# This is a complete *token dispatcher*, as Megatron-LM calls it. Here is how `place` finds the slots, for three
+# tokens that each choose 2 of 4 experts. With X = 2, the last choice is dropped:
+
+# %%
+experts_tk = np.array([[1, 3], [1, 0], [3, 1]])  # t = 3, k = 2
+chosen_AE = np.eye(4, dtype=int)[experts_tk.reshape(-1)]
+counted_AE = chosen_AE.cumsum(0)  # choices so far, of each expert
+slot_A = ((counted_AE - 1) * chosen_AE).sum(1)
+for a, expert in enumerate(experts_tk.flat):
+    so_far = f"choices so far {counted_AE[a]}"
+    print(f"token {a // k}: expert {expert}, {so_far}, slot {slot_A[a]}")
+
+# %% tags=["remove-cell"]
+assert slot_A.tolist() == [0, 0, 1, 0, 1, 2], "the last choice has no slot if X = 2"
+
+# %% [markdown]
 # - With N/n = 64 slots per expert, nothing is ever dropped.
 # - `all_to_all(x, "expert", 0, 1)` splits dim 0 (experts) into n blocks, and concatenates the received
 #   blocks along dim 1.
@@ -365,9 +379,13 @@ dropless = compiled_on(8, gathered)[0](w, x_ND)
 assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing"
 
 # %% [markdown]
-# The all-to-all sends k (n - 1)/n copies of each token, times the capacity factor, and the all-gather sends
-# n - 1. So gathering sends **n/k times** the bytes, divided by that factor. If k > n, gathering sends less: a
-# token goes to each device once, rather than once per chosen expert.
+# | forward pass | bytes that a device sends, 4 per number | here |
+# |---|---|---|
+# | two all-to-alls of slots | 2 · (n - 1)/n · E X D · 4 | 2 · 7/8 · 16 · 8 · 16 · 4 = 14,336 |
+# | all-gather, reduce-scatter | 2 · (n - 1) · t D · 4 | 2 · 7 · 64 · 16 · 4 = 57,344 |
+#
+# With E X = factor · k t, gathering sends **n/k times** the bytes, divided by the factor. If k > n, it sends
+# less: a token goes to each device once, rather than once per chosen expert.
 #
 # The other cost is memory. The arrays above have N k rows, because in the worst case all choices belong to
 # this device. On average only 1/n of them do. A kernel can skip the other rows, but their memory is still
@@ -726,8 +744,7 @@ ticks = axes[2].set_xticks([0, 5, 10, 15], [1, 6, 11, 16])
 #
 # ## Exercise 1: the number of slots
 #
-# A step has `tokens` tokens, sharded over `devices`. How many slots X does each device need for each expert?
-# Round up, so that nothing is dropped with a capacity factor of 1 if loads are equal.
+# A step has `tokens` tokens, sharded over `devices`. How many slots X does each device have for each expert?
 
 
 # %%
@@ -739,26 +756,26 @@ def slots_of(factor, tokens, devices, experts, k):
 
 
 # %% tags=["hide-input"]
-up = lambda x: math.ceil(round(x, 6))
+down = lambda x: math.floor(round(x, 6))
 SLOTS = {  # f: factor, t: tokens, n: devices
     "How many experts does each token choose?":
-        lambda f, t, n, E, k: up(f * t / n / E),
+        lambda f, t, n, E, k: down(f * t / n / E),
     "That is the number for all devices together. Each device has its own slots.":
-        lambda f, t, n, E, k: up(f * k * t / E),
+        lambda f, t, n, E, k: down(f * k * t / E),
     "That counts all devices, and one choice per token. Check both.":
-        lambda f, t, n, E, k: up(f * t / E),
+        lambda f, t, n, E, k: down(f * t / E),
     "That is the number of choices per device. Over how many experts?":
-        lambda f, t, n, E, k: up(f * k * t / n),
-    "If you round down, the mean load does not fit.":
-        lambda f, t, n, E, k: int(f * k * t / n / E),
+        lambda f, t, n, E, k: down(f * k * t / n),
+    "Megatron-LM rounds up, too. This page and `model.py` round down.":
+        lambda f, t, n, E, k: math.ceil(f * k * t / n / E),
     "Almost: it must be an integer.": lambda f, t, n, E, k: f * k * t / n / E,
 }  # fmt: skip
 
 
 def check_slots(answer):
     cases = [(1.0, 512, 8, 16, 2), (1.5, 4096, 4, 64, 6), (1.25, 1000, 8, 32, 4)]
-    right = lambda f, t, n, E, k: up(f * k * t / n / E)
-    done = "Right: k t/E times the factor, rounded up."
+    right = lambda f, t, n, E, k: down(f * k * t / n / E)
+    done = "Right: k t/E times the factor, rounded down."
     hints = [(mistake, hint) for hint, mistake in SLOTS.items()]
     return lesson.diagnose(answer, cases, right, hints, done)
 
@@ -769,19 +786,19 @@ print(check_slots(slots_of))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return math.ceil(factor * k * tokens / devices / experts)`. If you forget the k, half of all choices are
-# dropped at k = 2 even if every load is equal, and the loss still falls. (We ran the code of a published
-# guide: for this reason it drops a quarter of the choices.)
+# `return int(factor * k * tokens / devices / experts)`, as in `model.py`; Megatron-LM rounds up. If you
+# forget the k, half of all choices are dropped at k = 2 even if every load is equal, and the loss still
+# falls. (We ran the code of a published guide: for this reason it drops a quarter of the choices.)
 # </details>
 
 # %% tags=["remove-cell"]
 said = lambda form: check_slots(lambda f, t, n, E, k: form(f, t, n, E, k))
-assert said(lambda f, t, n, E, k: math.ceil(f * k * t / n / E)).startswith("Right")
-assert "each token choose" in said(lambda f, t, n, E, k: math.ceil(f * t / n / E))
-assert "all devices together" in said(lambda f, t, n, E, k: math.ceil(f * k * t / E))
-assert "Check both" in said(lambda f, t, n, E, k: math.ceil(f * t / E))
-assert "Over how many" in said(lambda f, t, n, E, k: math.ceil(f * k * t / n))
-assert "round down" in said(lambda f, t, n, E, k: f * k * t // (n * E))
+assert said(lambda f, t, n, E, k: f * k * t // (n * E)).startswith("Right")
+assert "each token choose" in said(lambda f, t, n, E, k: int(f * t / n / E))
+assert "all devices together" in said(lambda f, t, n, E, k: int(f * k * t / E))
+assert "Check both" in said(lambda f, t, n, E, k: int(f * t / E))
+assert "Over how many" in said(lambda f, t, n, E, k: int(f * k * t / n))
+assert "round down" in said(lambda f, t, n, E, k: math.ceil(f * k * t / (n * E)))
 assert "integer" in said(lambda f, t, n, E, k: f * k * t / n / E)
 assert "Not yet" in said(lambda f, t, n, E, k: 7)
 assert check_slots(slots_of) == lesson.NOTHING
