@@ -322,7 +322,7 @@ def train_step(cfg: Config, mesh: Mesh):
 
 # Diagnostics of a step ------------------------------------------------------------------------------------------------
 
-STACKED = {"P": "layer", "L": "block", "J": "layer"}  # letters of the leading dims of stacked parameters
+STACKED = {"P": "layer", "L": "block", "J": "layer", "I": "layer"}  # letters of the leading dims of stacked parameters
 
 
 def stacked_dims(declaration) -> int:

@@ -23,6 +23,9 @@ class Answerer:
     """
 
     def __init__(self, run: Run, rows: int = 32, bos: str = "", cache: str = ""):
+        if run.cfg.model.encoder_layers:
+            raise UserError("the harness scores texts that continue their context, and this model has an encoder; "
+                            "evaluate it with --task or --perplexity")  # fmt: skip
         self.run, self.encoding, self.rows, self.max_tokens = run, run.encoding, rows, run.cfg.data.seq_len
         self.bos = [special_token_id(run.encoding, bos)] if bos else []
         self.prefix = (*self.bos, run.encoding.eot_token)[0]  # precedes a continuation that has no context

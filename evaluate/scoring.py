@@ -18,15 +18,17 @@ from errors import UserError
 from generate.texts import round_up_to_power_of_two
 from overlap.weights import ready_for_autodiff
 from pipeline import fit
-from pipeline.step import on_mesh, run_stages
-from pipeline.ticks import keep_last_stage
+from pipeline.step import batch_names, on_mesh, run_stages
+from pipeline.ticks import keep_last_stage, loss_input
 from sharding import BATCH, CONTEXT, STAGE, TENSOR, all_gather, axis_index, psum, to_sequence_order
 from xla import ordered
 
 READS = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT")
 LEAST_POSITIONS = 16  # positions of the smallest shape that is compiled
 
-Pair = tuple[list[int], list[int]]  # context tokens, at least one, and the tokens to score after them
+# Context tokens, at least one, and the tokens to score after them. An encoder reads all context tokens but the last,
+# with which the decoder starts.
+Pair = tuple[list[int], list[int]]
 Score = tuple[float, bool]  # log-probability, and whether each token is the most likely one
 
 
@@ -66,8 +68,8 @@ def compile_scores(cfg: Config, mesh: Mesh):
 
     def local_scores(params, batch, step):
         w = ready_for_autodiff(params, c)
-        x_btD, _ = run_stages(w, c, batch, None, 1)
-        x_bsD = model.final_norm(w, c, x_btD, dim=1)
+        x, _ = run_stages(w, c, batch, None, 1)
+        x_bsD = model.final_norm(w, c, loss_input(x), dim=1)
         b, s, D = x_bsD.shape
         n = max(n for n in range(1, min(b * s, c.work.loss_chunk) + 1) if b * s % n == 0)
         table_Dv, cut = model.unembedding(w, c), lambda x, *dims: x.reshape(-1, n, *dims)
@@ -101,6 +103,7 @@ class Scorer:
 
     def __init__(self, cfg: Config, params, mesh: Mesh, rows: int = 32):
         self.params, self.mesh, self.max_tokens = params, mesh, cfg.data.seq_len
+        self.input_len, self.names = cfg.data.input_len, batch_names(cfg.model, ())
         self.rows = -(-rows // cfg.mesh.batch_shards) * cfg.mesh.batch_shards
         # Positions are sharded over context * tensor devices, with two chunks per context device.
         self.multiple = np.lcm(cfg.mesh.position_shards, 2 * cfg.mesh.context if cfg.mesh.context > 1 else 1)
@@ -122,17 +125,17 @@ class Scorer:
                 raise UserError(f"{len(continuation)} tokens to score do not fit in "
                                 f"data.seq_len={self.max_tokens}; "
                                 f"use --seq_len {len(continuation)}")  # fmt: skip
-        rows = [to_row(pair, self.max_tokens) for pair in pairs]
+        rows = [to_row((pair[0][-1:], pair[1]) if self.input_len else pair, self.max_tokens) for pair in pairs]
         order = sorted(range(len(pairs)), key=lambda n: -len(rows[n][0]))
         for first in range(0, len(order), self.rows):
             numbers = order[first : first + self.rows]
-            found = self.score_batch([rows[n] for n in numbers])
+            found = self.score_batch([rows[n] for n in numbers], [pairs[n] for n in numbers])
             for n, log_T, best_T in zip(numbers, *found, strict=False):  # the batch is padded with empty rows
                 end = len(rows[n][0])
                 part = slice(end - len(pairs[n][1]), end)
                 yield n, (float(np.sum(log_T[part], dtype=np.float64)), bool(np.all(best_T[part])))
 
-    def score_batch(self, rows: list[tuple[list[int], list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+    def score_batch(self, rows: list[tuple[list[int], list[int]]], pairs: list[Pair]) -> tuple[np.ndarray, np.ndarray]:
         """Score the targets of padded rows: log-probabilities [B, T], and whether each is the most likely token."""
         B, T = self.rows, self.positions(max(len(inputs) for inputs, _ in rows))
         batch = {name: np.zeros((B, T), np.int32) for name in READS}
@@ -141,5 +144,18 @@ class Scorer:
             batch["tokens_BT"][row, : len(inputs)] = inputs
             batch["targets_BT"][row, : len(targets)] = targets
             batch["segments_BT"][row, : len(inputs)] = 1
+        batch |= self.bidirectional_arrays(rows, pairs, batch["tokens_BT"].shape)
         log_BT, best_BT = self.scores(self.params, sharding.put(batch, self.mesh))
         return np.asarray(log_BT), np.asarray(best_BT)
+
+    def bidirectional_arrays(self, rows, pairs: list[Pair], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+        """Return the arrays of an encoder, whose inputs are the contexts, or of a prefix LM; none for other models."""
+        found = {name: np.zeros((shape[0], self.input_len or shape[1]), np.int32) for name in self.names}
+        for row, ((inputs, _), (context, continuation)) in enumerate(zip(rows, pairs, strict=True)):
+            if "prefix_BT" in found:
+                found["prefix_BT"][row, : len(inputs) + 1 - len(continuation)] = 1
+            elif found:
+                read = context[:-1][-self.input_len :]
+                found["encoder_tokens_BS"][row, : len(read)] = read
+                found["encoder_segments_BS"][row, : len(read)] = 1
+        return found

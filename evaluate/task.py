@@ -87,8 +87,10 @@ class Evaluator:
 
     @functools.cached_property
     def engine(self) -> Engine:
+        d = self.cfg.data
+        context = d.input_len + 1 + d.seq_len if d.input_len else d.seq_len
         return Engine(self.cfg, None, self.mesh, vocabulary=self.encoding.n_vocab, end=self.encoding.eot_token,
-                      slots=self.rows, piece=min(64, self.max_tokens),
+                      slots=self.rows, context=context, piece=min(64, self.max_tokens),
                       unused_ids=tokenizers.unused_ids(self.encoding))  # fmt: skip
 
     @functools.cached_property
@@ -132,12 +134,14 @@ class Evaluator:
     def room(self, asked: list[Question]) -> int:
         """Return the maximum number of new tokens: the longest target and its end, but at most half of the context."""
         longest = max(len(self.encode(question.target)) for question in asked)
-        return max(1, min(longest + 1, self.max_tokens // 2))
+        return max(1, min(longest + 1, self.max_tokens if self.cfg.data.input_len else self.max_tokens // 2))
 
     def prompt_ids(self, text: str, room: int) -> list[int]:
         """Encode a text after the end-of-text token, and cut it from the left so that `room` more tokens fit."""
-        ids = self.encode(text)
-        return [self.encoding.eot_token, *ids[max(0, len(ids) - (self.max_tokens - 1 - room)) :]]
+        ids, end, most = self.encode(text), self.encoding.eot_token, self.cfg.data.input_len
+        if most:  # the inputs end with end of text, which also starts the decoder
+            return [*ids[max(0, len(ids) - (most - 1)) :], end, end]
+        return [end, *ids[max(0, len(ids) - (self.max_tokens - 1 - room)) :]]
 
     def generate(self, params, asked: list[Question], room: int) -> Iterator[str]:
         """Yield the answer to each input, in order. Each of its tokens is the most likely one."""

@@ -9,7 +9,7 @@ From outside: `load`, `sample`, `Sampler` and `Request`, which are imported from
 use; `runs.open_run`; `engine` and `texts`, for `serve/` and `evaluate/`; `cache`, for programs that inspect it.
 """
 
-NAMES = ("load", "sample", "prompt_ids", "Sampler", "Request")
+NAMES = ("load", "sample", "prompt_ids", "with_sentinels", "Sampler", "Request")
 
 
 def __getattr__(name):

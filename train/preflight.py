@@ -32,7 +32,8 @@ def check_tokens(cfg: Config):
     dataset.epoch_steps(cfg), dataset.rows_of(corpus.splits["val"], dataset.evaluation_data(cfg))
     encoding = tokenizers.from_manifest(corpus.manifest)
     if encoding and cfg.run.sample_prompt:  # fail now, not after the last step
-        generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len)
+        encoding = generate.with_sentinels(encoding, cfg)
+        generate.prompt_ids(encoding, cfg.run.sample_prompt, cfg.data.seq_len, cfg.data.input_len)
     return encoding
 
 
