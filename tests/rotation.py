@@ -16,6 +16,7 @@ DAY_OF_EXTRAS = {
     ("sentencepiece",): 3,
     ("evaluate", "parity", "torch"): 4,
     ("parity",): 5,
+    ("parity", "torch"): 6,
 }
 # The days of the longest repeats, by a part of their id, which spread them over the week. A hash gives all other days.
 DAY_OF_LONG = {

@@ -101,9 +101,6 @@ python -m generate DIR --prompt "def "
 python main.py --init-from DIR ..
 python -m weights to-hf DIR --out HF
 ```"""
-HF_USAGE = """```python
-transformers.AutoModelForCausalLM.from_pretrained(DIR)
-```"""
 
 
 def render_card(run, about: dict, declared: dict, step: int | None, scores: dict, hf: dict | None = None) -> str:
@@ -111,7 +108,8 @@ def render_card(run, about: dict, declared: dict, step: int | None, scores: dict
     step = about.get("slim", {}).get("step") if step is None else step
     name = about.get("config", {}).get("run", {}).get("name") or Path(str(run)).name
     parameters = f"{sum(d.size for d in declared.values()):,} parameters"
-    use = HF_USAGE if hf else USAGE
+    kind = "Seq2SeqLM" if (hf or {}).get("is_encoder_decoder") else "CausalLM"
+    use = f"```python\ntransformers.AutoModelFor{kind}.from_pretrained(DIR)\n```" if hf else USAGE
     parts = [header(name, scores, hf), f"# {name}", f"A language model of {parameters}, by Axis by Axis.", use]
     if known := training_facts(about, last_rows(run, about, step), step):
         parts += ["## Training", table(("", ""), known)]

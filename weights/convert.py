@@ -112,6 +112,7 @@ def stored_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:
 def _run_config(c: ModelConfig, out: str) -> dict:
     path, place = Path(str(out)), {} if is_remote(str(out)) else {"run.dir": str(Path(out).parent)}
     settings = {"model": c, "run.name": path.resolve().name} | place
+    settings |= {"data.input_len": 512} if c.encoder_layers else {}  # as T5 was pretrained
     return {"config": replace(Config(), **settings).to_dict(), "data": None}
 
 
@@ -144,7 +145,8 @@ def read_about(run: str | Path) -> dict:
 
 def read_config(run: str | Path) -> ModelConfig:
     config = read_about(run)["config"]
-    return Config.from_dict({"model": config["model"]} if "model" in config else {}).model
+    data = {"input_len": config.get("data", {}).get("input_len", 0)}  # a model with an encoder needs it
+    return Config.from_dict({"model": config["model"], "data": data} if "model" in config else {}).model
 
 
 def has_weights_only(run: str | Path) -> bool:

@@ -8,6 +8,7 @@ on disk, made of our dim letters (defined in `model.py`; the parameter declarati
     "[C|R'] D"    R' stores rotary pairs next to each other, (0, 1), (2, 3), ..; our pairs are (i, i + R/2)
     "HK8' D"      the same for the first 8 of K, where our pairs are (i, i + 4); the other entries stay in place
     {expert}      one tensor per expert; ours is a single array with the experts stacked along E
+    {stack}       encoder or decoder, in a model that has both
 
 The letters in our parameter's name determine how it is transposed, and the leading letters how it is stacked.
 """
@@ -34,10 +35,12 @@ class Row(NamedTuple):
     layout: str  # layout on disk, in our dim letters; {rope_dims} is replaced by our setting
     parameters: tuple[str, ...]  # names of our parameters that the tensor contains
     needs: Callable[[Any], Any] | None = None  # function of our config; if it returns false, there is no such tensor
+    scale: Callable[[Any], float] | None = None  # function of our config; ours is the tensor times this factor
+    stack: str = ""  # only in the layers of this stack: encoder or decoder
 
 
-def row(hf_name: str, layout: str, *parameters: str, needs=None) -> Row:
-    return Row(hf_name, layout, parameters, needs)
+def row(hf_name: str, layout: str, *parameters: str, needs=None, scale=None, stack="") -> Row:
+    return Row(hf_name, layout, parameters, needs, scale, stack)
 
 
 OUTSIDE = (
@@ -108,6 +111,46 @@ GPTJ_LAYER = (
     row("mlp.fc_out.bias", "D", "feed_forward.bias_down_D"),
 )
 
+# T5 doesn't divide scores by sqrt(K), which we do. A tied T5 multiplies the decoder's output by D**-0.5 instead.
+T5_OUTSIDE = (
+    row("shared.weight", "V D", "embedding_VD"),
+    row("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "W H", "encoder.bias_WH"),
+    row("decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "W H", "decoder.bias_WH"),
+    row("encoder.final_layer_norm.weight", "D", "encoder.norm_D"),
+    row("decoder.final_layer_norm.weight", "D", "norm_D",
+        scale=lambda c: c.d_model**-0.5 if c.tie_embeddings else 1.0),
+    row("lm_head.weight", "V D", "unembedding_DV"),
+)  # fmt: skip
+
+
+def _t5_attention(name: str, ours: str) -> tuple[Row, ...]:
+    return (
+        row(f"{name}.q.weight", "HK D", f"{ours}.w_query_DHK", scale=lambda c: c.d_head**0.5),
+        row(f"{name}.k.weight", "GK D", f"{ours}.w_key_DGK"),
+        row(f"{name}.v.weight", "GK D", f"{ours}.w_value_DGK"),
+        row(f"{name}.o.weight", "D HK", f"{ours}.w_out_HKD"),
+    )
+
+
+def _t5_feed_forward(number: int, stack: str) -> tuple[Row, ...]:
+    name = f"layer.{number}.DenseReluDense"
+    return (
+        row(f"layer.{number}.layer_norm.weight", "D", "norm_feed_forward_D", stack=stack),
+        row(f"{name}.wi_0.weight", "F D", "feed_forward.w_gate_DF", stack=stack),
+        row(f"{name}.wi_1.weight", "F D", "feed_forward.w_up_DF", stack=stack),
+        row(f"{name}.wo.weight", "D F", "feed_forward.w_down_FD", stack=stack),
+    )
+
+
+T5_LAYER = (
+    row("layer.0.layer_norm.weight", "D", "norm_attention_D"),
+    *_t5_attention("layer.0.SelfAttention", "attention"),
+    row("layer.1.layer_norm.weight", "D", "norm_cross_D"),
+    *_t5_attention("layer.1.EncDecAttention", "cross"),
+    *_t5_feed_forward(1, "encoder"),
+    *_t5_feed_forward(2, "decoder"),
+)
+
 # Tables: settings -----------------------------------------------------------------------------------------------------
 
 REQUIRED = object()
@@ -141,7 +184,8 @@ PASSED_THROUGH = set(
     "_name_or_path use_cache initializer_range bos_token_id eos_token_id pad_token_id max_position_embeddings "
     "output_router_logits auto_map aux_loss_alpha seq_aux ep_size qk_head_dim n_positions n_ctx gradient_checkpointing "
     "task_specific_params tokenizer_class attn_pdrop embd_pdrop resid_pdrop summary_activation summary_first_dropout "
-    "summary_proj_to_labels summary_type summary_use_proj".split()
+    "summary_proj_to_labels summary_type summary_use_proj dropout_rate classifier_dropout initializer_factor "
+    "decoder_start_token_id output_past".split()
 )
 IGNORED = {"architectures", "model_type", "transformers_version", "torch_dtype", "dtype"}
 _COMMON = (
@@ -154,10 +198,9 @@ _COMMON = (
 )
 _HEAD_DIM = Setting("head_dim", "d_head", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
 _HF_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "quantization_config": None}
-_UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0, "encoder_layers": 0}
-_FIXED_FIELDS = _UNSUPPORTED_FIELDS | dict(
-    rope_dims=0, activation="swiglu", parallel_residual=False, bias=False, norm="rms"
-)
+_UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0}
+_DECODER_ONLY = _UNSUPPORTED_FIELDS | {"encoder_layers": 0}
+_FIXED_FIELDS = _DECODER_ONLY | dict(rope_dims=0, activation="swiglu", parallel_residual=False, bias=False, norm="rms")
 
 FAMILIES = {
     "llama": Family(
@@ -208,13 +251,28 @@ FAMILIES = {
          Setting("n_head", "n_heads"), Setting("", "n_kv_heads", lambda hf: hf["n_head"]),
          Setting("", "d_head", lambda hf: hf["n_embd"] // hf["n_head"]), Setting("rotary_dim", "rope_dims"),
          Setting("layer_norm_epsilon", "norm_eps", 1e-5), Setting("n_inner", "d_ff", lambda hf: 4 * hf["n_embd"])),
-        _UNSUPPORTED_FIELDS | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "gelu",
+        _DECODER_ONLY | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "gelu",
                   "norm": "layer", "parallel_residual": True, "bias": True, "rope_theta": 10_000.0,
                   "tie_embeddings": False},
         ("rope_dims",), {},
         {"activation_function": "gelu_new", "tie_word_embeddings": False, "rotary": True, "scale_attn_weights": True,
          "quantization_config": None}, {},
         GPTJ_OUTSIDE, GPTJ_LAYER, "transformer.h.{layer}."),
+    "t5": Family(
+        "T5ForConditionalGeneration",
+        (Setting("vocab_size", "vocab_size"), Setting("d_model", "d_model"), Setting("d_kv", "d_head"),
+         Setting("d_ff", "d_ff"), Setting("num_layers", "encoder_layers"),
+         Setting("num_decoder_layers", "n_layers", lambda hf: hf["num_layers"]), Setting("num_heads", "n_heads"),
+         Setting("", "n_kv_heads", lambda hf: hf["num_heads"]), Setting("layer_norm_epsilon", "norm_eps", 1e-6),
+         Setting("tie_word_embeddings", "tie_embeddings", True)),
+        _UNSUPPORTED_FIELDS | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "geglu",
+                  "norm": "rms", "parallel_residual": False, "bias": False},
+        ("encoder_layers",), {},
+        {"feed_forward_proj": "gated-gelu", "is_gated_act": True, "dense_act_fn": "gelu_new",
+         "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "is_encoder_decoder": True,
+         "is_decoder": False, "quantization_config": None},
+        {"feed_forward_proj": "relu"},
+        T5_OUTSIDE, T5_LAYER, "{stack}.block.{layer}."),
 }  # fmt: skip
 
 
@@ -238,6 +296,8 @@ def register(kind: str, family: Family) -> None:
 
 def family_of(c: ModelConfig) -> str:
     """Return the default family for a config. It is used if neither --family nor the run's config.json names one."""
+    if c.encoder_layers:
+        return "t5"
     if c.parallel_residual:
         return "gptj"
     if c.attention == "mla":
@@ -259,7 +319,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
     if kind not in FAMILIES:
         known = suggest(str(kind), FAMILIES)
         raise UserError(f"config.json: model_type={kind!r} is unknown; {known}; add a mapping with --table FILE.py")
-    family, hf = FAMILIES[kind], _without_rope_parameters(hf)
+    family, hf = FAMILIES[kind], _without_new_names(hf)
     known = {s.hf_name for s in family.settings} | set(family.hf_fixed) | PASSED_THROUGH | IGNORED
     for name in hf:
         if name not in known:
@@ -292,14 +352,17 @@ def _field_values(family: Family, hf: dict) -> dict[str, Any]:
     return values
 
 
-def _without_rope_parameters(hf: dict) -> dict:
-    """Replace rope_parameters, which newer files have, with a plain rope_theta, as in older files."""
+def _without_new_names(hf: dict) -> dict:
+    """Replace rope_parameters, which newer files have, with a plain rope_theta, as in older files. Newer files of T5
+    have scale_decoder_outputs instead of tie_word_embeddings, which is always true there."""
     rope = hf.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default" or set(rope) - {"rope_type", "rope_theta"}:
         raise UserError(
             f"config.json: rope_parameters={rope!r} is not supported; use rope_type 'default' with a rope_theta"
         )
-    rest = {name: value for name, value in hf.items() if name != "rope_parameters"}
+    rest = {name: value for name, value in hf.items() if name not in ("rope_parameters", "scale_decoder_outputs")}
+    if "scale_decoder_outputs" in hf:
+        rest["tie_word_embeddings"] = hf["scale_decoder_outputs"]
     return rest | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
 
 
@@ -355,6 +418,7 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     layout: str
     parts: tuple[Part, ...]
+    scale: float = 1.0  # ours is the tensor times this factor
 
 
 def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
@@ -366,7 +430,8 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
     kind = kind or family_of(c)
     family, declared = FAMILIES[kind], sharding.flatten_named(declare(c))
     rows = [(r, "", "", np.zeros((), int)) for r in family.outside]
-    rows += [(r, f"{stack}.", family.layer_name, n) for r in family.layer for stack, n in layer_numbers(c).items()]
+    rows += [(r, f"{stack}.", family.layer_name.replace("{stack}", stack.split(".")[0]), n)
+             for r in family.layer for stack, n in layer_numbers(c).items() if stack.startswith(r.stack)]  # fmt: skip
     tensors = []
     for r, ours, theirs, numbers in rows:
         r = r._replace(layout=r.layout.format(rope_dims=c.rope_dims))
@@ -385,7 +450,8 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
                 at = index if e is None else (*index, e)
                 parts = tuple(Part(name, at, declared[name].dims[len(at) :]) for name in names)
                 name = (theirs + r.hf_name).format(layer=numbers[index], expert=e)
-                tensors.append(Piece(name, disk_shape(r.layout, _sizes(parts, declared)), r.layout, parts))
+                shape, scale = disk_shape(r.layout, _sizes(parts, declared)), r.scale(c) if r.scale else 1.0
+                tensors.append(Piece(name, shape, r.layout, parts, scale))
     _check_complete(tensors, declared, kind)
     return tensors
 
@@ -420,6 +486,8 @@ def _check_complete(tensors: list[Piece], declared: dict[str, sharding.Declarati
 
 def layer_numbers(c: ModelConfig) -> dict[str, np.ndarray]:
     """Return the layer numbers, counted from 0, in the shape in which the parameters of these layers are stacked."""
+    if c.encoder_layers:
+        return {"encoder.layers": np.arange(c.encoder_layers), "decoder.layers": np.arange(c.n_layers)}
     numbers_LJ = np.arange(c.dense_prefix, c.n_layers).reshape(c.n_blocks, c.layers_per_block)
     dense = c.layers_per_block - bool(c.n_experts)
     return {"prefix": np.arange(c.dense_prefix), "blocks.dense": numbers_LJ[:, :dense], "blocks.moe": numbers_LJ[:, -1]}
@@ -471,7 +539,7 @@ def from_hf_layout(disk: np.ndarray, piece: Piece, part: Part, declared) -> np.n
     sizes = _sizes(piece.parts, declared)
     ours = np.empty([sizes[letter] for letter in part.dims], disk.dtype)
     for theirs_view, ours_view in matching_views(disk, ours, piece.layout, part.dims, sizes):
-        ours_view[...] = theirs_view
+        ours_view[...] = theirs_view if piece.scale == 1 else theirs_view * piece.scale
     return ours
 
 
@@ -481,5 +549,5 @@ def to_hf_layout(read: Callable[[str], np.ndarray], piece: Piece, declared) -> n
     disk = np.empty(piece.shape, read(piece.parts[0].name).dtype)
     for part in piece.parts:
         for theirs_view, ours_view in matching_views(disk, read(part.name)[part.index], piece.layout, part.dims, sizes):
-            theirs_view[...] = ours_view
+            theirs_view[...] = ours_view if piece.scale == 1 else ours_view / piece.scale
     return disk

@@ -61,6 +61,8 @@ def test_the_card_of_a_hugging_face_folder_shows_how_to_load_it(run):
     header, text = render(run, hf={"model_type": "llama"})
     assert (header["library_name"], header["tags"]) == ("transformers", ["axis-by-axis", "llama"])
     assert "AutoModelForCausalLM.from_pretrained(DIR)" in text and "python -m generate" not in text
+    _, text = render(run, hf={"model_type": "t5", "is_encoder_decoder": True})
+    assert "AutoModelForSeq2SeqLM.from_pretrained(DIR)" in text
 
 
 def test_scores_become_results_of_the_hub(run, tmp_path):

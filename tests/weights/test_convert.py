@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/weights/fixtures"
 # Each divides its family's odd sizes. Llama's two key heads stay on one device, or their order would not matter.
 MESHES = {"llama": "fsdp=2,context=2", "mixtral": "expert=2,tensor=2", "deepseek_v3": "context=2,tensor=2",
-          "arcee": "fsdp=2,tensor=2",
+          "arcee": "fsdp=2,tensor=2", "t5": "fsdp=2,tensor=2",
           "gptj": "fsdp=2,context=2,tensor=2"}  # fmt: skip
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -69,15 +69,19 @@ def runs(tmp_path_factory):
 
 def of_reference(family, c, mesh):
     """The reference's tokens as a batch of next tokens to predict, and a run's settings for them."""
-    tokens_BT = np.load(FIXTURES / family / "reference.npz")["tokens_BT"]
-    B, T = tokens_BT.shape
-    ones_BT = np.ones((B, T), np.int32)
-    positions_BT = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-    weights_BT = np.float32(positions_BT < T - 1)  # the last position has no target
-    batch = sharding.put(dict(tokens_BT=tokens_BT, targets_BT=np.roll(tokens_BT, -1, axis=1), weights_BT=weights_BT,
-                              positions_BT=positions_BT, segments_BT=ones_BT), mesh)  # fmt: skip
+    found = np.load(FIXTURES / family / "reference.npz")
+    B, T = (tokens_BT := found["tokens_BT"]).shape
+    places = lambda x: np.broadcast_to(np.arange(x.shape[1], dtype=np.int32), x.shape)
+    batch = dict(tokens_BT=tokens_BT, targets_BT=np.roll(tokens_BT, -1, axis=1), positions_BT=places(tokens_BT),
+                 segments_BT=np.ones((B, T), np.int32))  # fmt: skip
+    batch["weights_BT"] = np.float32(batch["positions_BT"] < T - 1)  # the last position has no target
     settings = {"mesh": MeshConfig.parse(MESHES[family]), "data.seq_len": T, "data.batch_size": B}
-    return batch, replace(Config(), model=c, **settings)
+    if c.encoder_layers:
+        x_BS = found["encoder_tokens_BS"]
+        batch |= {"encoder_tokens_BS": x_BS, "encoder_positions_BS": places(x_BS),
+                  "encoder_segments_BS": np.ones_like(x_BS)}  # fmt: skip
+        settings["data.input_len"] = x_BS.shape[1]
+    return sharding.put(batch, mesh), replace(Config(), model=c, **settings)
 
 
 @functools.cache
@@ -138,17 +142,20 @@ def test_converted_weights_say_what_the_library_says(family, runs):
     assert difference(family, runs[family]) < 1e-4
 
 
-def test_gradients_equal_the_library_s(runs, tmp_path):
+@pytest.mark.parametrize("family", ["gptj", "t5"])
+def test_gradients_equal_the_library_s(family, runs, tmp_path):
     """Logits test half of a trainer. Catches a bias counted once per device, a norm whose mean has no gradient, and a
     sum over the wrong axes. The table of its tensors also converts the library's gradients."""
-    mesh, c = sharding.make_mesh(MESHES["gptj"]), convert.read_config(runs["gptj"])
-    batch, cfg = of_reference("gptj", c, mesh)
-    _, _, got = pipeline.loss_and_grads(cfg, mesh)(convert.load_weights(runs["gptj"], declare(c), mesh), batch, 0)
-    theirs = dict(np.load(FIXTURES / "gptj/gradients.npz"))
-    change_tensors(copy("gptj", tmp_path / "hf"), lambda tensors: tensors.update(theirs))
+    mesh, c = sharding.make_mesh(MESHES[family]), convert.read_config(runs[family])
+    batch, cfg = of_reference(family, c, mesh)
+    _, _, got = pipeline.loss_and_grads(cfg, mesh)(convert.load_weights(runs[family], declare(c), mesh), batch, 0)
+    # Our weight is theirs times a scale, so our gradient is theirs divided by it; from_hf multiplies once more.
+    scales = {piece.hf_name: piece.scale for piece in families.pieces(c, family)}
+    theirs = {name: x / scales[name] ** 2 for name, x in np.load(FIXTURES / family / "gradients.npz").items()}
+    change_tensors(copy(family, tmp_path / "hf"), lambda tensors: tensors.update(theirs))
     convert.from_hf(tmp_path / "hf", tmp_path / "gradients")
     want = convert.load_weights(tmp_path / "gradients", declare(c), mesh)
-    assert_gradients_close(*(jax.tree.map(np.asarray, x) for x in (got, want)), share=1e-4, what="gptj")
+    assert_gradients_close(*(jax.tree.map(np.asarray, x) for x in (got, want)), share=1e-4, what=family)
 
 
 # Copies of a row with a mistake that keeps all shapes: (family, tensor, wrong layout, wrong parameters).
@@ -177,6 +184,9 @@ WRONG_ROWS = [
     ("gptj", "ln_1.bias", "D", ["feed_forward.bias_down_D"]),
     ("gptj", "ln_1.weight", "D", ["norm_attention_bias_D"]),
     ("arcee", "mlp.down_proj.weight", "D F", ["feed_forward.w_up_DF"]),
+    ("t5", "layer.1.EncDecAttention.q.weight", "KH D", None),
+    ("t5", "layer.1.EncDecAttention.k.weight", "GK D", ["cross.w_value_DGK"]),
+    ("t5", "layer.0.layer_norm.weight", "D", ["norm_feed_forward_D"]),
 ]  # fmt: skip
 
 
@@ -358,6 +368,8 @@ UNSUPPORTED = [
     ("deepseek_v3", "n_shared_experts", 0), ("deepseek_v3", "scoring_func", "softmax"),
     ("arcee", "hidden_act", "relu2"), ("arcee", "mlp_bias", True),
     ("gptj", "activation_function", "relu"), ("gptj", "tie_word_embeddings", True), ("gptj", "rotary_dim", 16),
+    ("t5", "feed_forward_proj", "relu"), ("t5", "relative_attention_num_buckets", 64), ("t5", "is_decoder", True),
+    ("t5", "relative_attention_max_distance", 256),
 ]  # fmt: skip
 
 
@@ -370,7 +382,10 @@ def test_what_our_model_cannot_do_is_refused_by_name(family, name, value):
         config_from_hf(hf)
 
 
-@pytest.mark.parametrize("family, name", [("llama", "hidden_size"), ("deepseek_v3", "n_group"), ("gptj", "rotary_dim")])
+@pytest.mark.parametrize(
+    "family, name",
+    [("llama", "hidden_size"), ("deepseek_v3", "n_group"), ("gptj", "rotary_dim"), ("t5", "feed_forward_proj")],
+)
 def test_a_missing_setting_has_the_library_s_default(family, name):
     """Catches our default in place of the library's: a missing n_group means 8 there."""
     hf = folders.Folder(FIXTURES / family).json("config.json")
@@ -392,7 +407,7 @@ def test_what_the_library_s_model_cannot_do_is_refused_by_name(setting, value):
 
 
 FITS = {"laptop": "deepseek_v3", "dense_124m": "arcee", "llama3_8b": "llama", "mixtral_8x7b": "mixtral",
-        "deepseek_v3": "deepseek_v3"}  # fmt: skip
+        "deepseek_v3": "deepseek_v3", "t5_base": "t5"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FITS)
@@ -420,7 +435,8 @@ DENSE_ONLY = ("d_rope d_value d_query_latent d_kv_latent top_k n_shared d_expert
 UNUSED = {"llama": DENSE_ONLY, "arcee": DENSE_ONLY,
           "mixtral": "d_rope d_value d_query_latent d_kv_latent d_ff",
           "deepseek_v3": "n_kv_heads",
-          "gptj": DENSE_ONLY}  # fmt: skip
+          "gptj": DENSE_ONLY,
+          "t5": DENSE_ONLY + " rope_dims rope_theta"}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", UNUSED)
