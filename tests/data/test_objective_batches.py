@@ -300,3 +300,10 @@ def test_settings_that_do_not_go_together_are_refused(changes, why):
     """Catches examples of one row that attend to each other."""
     with pytest.raises(UserError, match=why):
         preset("tiny", **changes)
+
+
+def test_the_end_of_text_before_a_document_is_not_one_of_its_tokens():
+    """Catches a target too many, where tokens without target weights are among those of a task: all count there."""
+    weights, edges = np.array([1, 0, 1, 1, 1, 0, 0, 1]), np.array([0, 4, 8])
+    inputs, targets, both = examples.task_lengths(weights, edges, (9,))
+    assert (inputs.tolist(), targets.tolist(), both.tolist()) == ([1, 2], [2, 1], [3, 3])
