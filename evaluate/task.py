@@ -58,7 +58,7 @@ class Question:
 def questions(task: Task, limit: int = 0) -> list[Question]:
     """Return the first `limit` examples of a task's validation split; 0: all.
 
-    Raises: UserError if there is none, or if one has no prompt and answer, or an answer that isn't among its choices.
+    Raises: UserError if there is none, or if one has no prompt and answer, or no choices to compute the accuracy.
     """
     found = []
     for document in itertools.islice(tasks.documents(task, "val"), limit or None):
@@ -66,9 +66,9 @@ def questions(task: Task, limit: int = 0) -> list[Question]:
             raise UserError(f"task {task.name!r} has no targets: a document has {', '.join(document)}, but metrics of "
                             "answers need prompt and answer (see `rekey`)")  # fmt: skip
         one = Question(document["prompt"], tasks.answer_text(document), tuple(document.get("choices", ())))
-        if metrics.LIKELIHOOD in task.metrics and one.target not in one.choices:
-            raise UserError(f"task {task.name!r}: the answer {one.target!r} is not among the choices "
-                            f"{list(one.choices)}, but the metric accuracy needs it there")  # fmt: skip
+        if metrics.LIKELIHOOD in task.metrics and (one.target not in one.choices or not all(one.choices)):
+            raise UserError(f"task {task.name!r}: the metric accuracy needs choices with at least one character, and "
+                            f"the answer among them; got {list(one.choices)} and {one.target!r}")  # fmt: skip
         found.append(one)
     if not found:
         raise UserError(f"task {task.name!r} has no example in its validation split; raise its val_share")
@@ -156,7 +156,7 @@ class Evaluator:
             self.engine.load(None)
 
     def rank(self, params, asked: list[Question]) -> Iterator[str]:
-        """Yield the choice with the highest probability after each input, the first if there are several."""
+        """Yield the choice with the highest probability after each input."""
         self.scorer.params = params
         for begin in range(0, len(asked), self.rows):
             some, pairs = asked[begin : begin + self.rows], []
