@@ -5,17 +5,27 @@ from collections.abc import Callable
 import tiktoken
 from jax.sharding import Mesh
 
+import dataset
 import pipeline
 from config import Config
+from data import tokenizers
 from data.tasks import Task
 from errors import UserError
 from evaluate import task
+from evaluate.task import Question
 from train import progress
 
 
-def open_tasks(cfg: Config) -> list[Task]:
-    """Return the tasks in run.eval_tasks. Raises: UserError if one can't be evaluated."""
-    return [task.open_task(name.strip()) for name in cfg.run.eval_tasks.split(",") if name.strip()]
+def open_tasks(cfg: Config, limit: int = 1) -> list[tuple[Task, list[Question]]]:
+    """Return the tasks in run.eval_tasks, and the first `limit` examples of each; 0: all.
+
+    Raises: UserError if a task can't be evaluated, or if the run's tokenizer is unknown.
+    """
+    opened = [task.open_task(name.strip()) for name in cfg.run.eval_tasks.split(",") if name.strip()]
+    if opened and not tokenizers.from_manifest(dataset.open_corpus(cfg).manifest):
+        raise UserError(f"run.eval_tasks={cfg.run.eval_tasks}: the tokenizer of {cfg.data.path} is unknown, so answers "
+                        "can't be decoded; prepare the tokens with a tokenizer")  # fmt: skip
+    return [(one, task.questions(one, limit)) for one in opened]
 
 
 class Validation:
@@ -23,18 +33,13 @@ class Validation:
 
     directory  of the run; a file there has the predictions of the latest evaluation
     moves      called after each batch and each example, to show that the evaluation has not hung
-    Raises: UserError if the tokenizer is unknown, or if a task has no examples to evaluate
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, encoding: tiktoken.Encoding | None, directory,
                  moves: Callable[[], None]):  # fmt: skip
         self.cfg, self.mesh, self.directory, self.moves = cfg, mesh, directory, moves
-        self.compiled, opened = pipeline.evaluate(cfg, mesh), open_tasks(cfg)
-        if opened and not encoding:
-            raise UserError(f"run.eval_tasks={cfg.run.eval_tasks}: the tokenizer of {cfg.data.path} is unknown, so its "
-                            "texts can't be decoded; prepare the tokens with a tokenizer")  # fmt: skip
-        limit = cfg.run.eval_batches * cfg.data.batch_size
-        self.asked = [(one, task.questions(one, limit)) for one in opened]
+        self.compiled = pipeline.evaluate(cfg, mesh)
+        self.asked = open_tasks(cfg, cfg.run.eval_batches * cfg.data.batch_size)
         self.evaluator = task.Evaluator(cfg, mesh, encoding)
 
     def loss(self, params, batches: int) -> dict:

@@ -357,9 +357,10 @@ def test_the_printed_command_continues(continued, finished):
 
 
 def test_the_printed_command_starts_again(copied, finished):
-    """Catches old rows, samples or checkpoints that survive a restart, and other files that are deleted."""
+    """Catches old rows, samples, predictions or checkpoints that survive a restart, and other files deleted."""
     argv, directory = copied
     (directory / "notes.txt").write_text("mine")
+    (directory / "predictions-stdlib_functions-20.jsonl").touch()
     words = printed(argv, "start again")
     assert words[0] == sys.executable or Path(words[0]).exists()
     assert (ROOT / words[1]).resolve() == ROOT / "main.py" or Path(words[1]).resolve() == ROOT / "main.py"
@@ -367,7 +368,7 @@ def test_the_printed_command_starts_again(copied, finished):
     assert (status, err) == (0, "") and "resumed" not in out
     assert untimed(rows(directory)) == untimed(rows(finished[1]))
     assert (directory / "samples.txt").read_text() == (finished[1] / "samples.txt").read_text()
-    assert (directory / "notes.txt").read_text() == "mine"
+    assert (directory / "notes.txt").read_text() == "mine" and not [*directory.glob("predictions-*")]
     assert json.loads((directory / "config.json").read_text())["config"]["run"]["restart"] == "no"
 
 

@@ -177,6 +177,22 @@ def test_the_metrics_of_a_task_equal_those_of_training(home):
     assert answers(home / "small" / "predictions-stdlib_functions.jsonl") == rows
 
 
+@pytest.mark.parametrize(
+    "tokens, names, error",
+    [
+        ("tokens", "stdlib_function", "unknown task 'stdlib_function'; did you mean 'stdlib_functions'? "),
+        ("tokens", "stdlib_functions, stdlib", "task 'stdlib' has only loss and bits_per_byte, which --perplexity "),
+        ("others", "stdlib_functions", "run.eval_tasks=stdlib_functions: the tokenizer of "),
+        ("none", "stdlib_functions", "no tokens at "),
+    ],
+)
+def test_a_run_checks_its_tasks_before_it_starts(tokens, names, error, home, tmp_path):
+    """Catches an error at the first evaluation, after the run has written files and trained for hours."""
+    argv = [*SMALL, "--data.path", home / tokens, "--run.dir", tmp_path, "--run.eval_tasks", names]
+    status, out, err = test_training.run(argv)
+    assert (status, out) == (2, "") and err.startswith(f"error: {error}") and not [*tmp_path.iterdir()]
+
+
 def two_processes(*argv):
     """Run the command in two processes, one device each. Returns what the first prints; the other prints nothing."""
     with socket.socket() as free:
