@@ -566,18 +566,19 @@ for ax, (name, owner_S) in zip(axes.flat, LAYOUTS.items(), strict=True):
     work_ir = pairs_nn[i, (i - r) % MANY] / pairs_nn.mean()  # [device, step]
     shown = ax.imshow(work_ir, cmap="Greens", vmin=0, vmax=4)
     for step, busiest in enumerate(work_ir.argmax(axis=0)):
-        edge = dict(fill=False, ec="black", lw=1.2)
-        ax.add_patch(plt.Rectangle((step - 0.5, busiest - 0.5), 1, 1, **edge))
-        text = f"{work_ir[busiest, step]:.1f}"
-        ax.text(step, busiest, text, ha="center", va="center", size=7)
-    ax.set(title=f"{name}: {costs(owner_S)[1]:.2f}", xticks=range(MANY))
-    ax.set(yticks=range(MANY))
+        box = plt.Rectangle((step - 0.5, busiest - 0.5), 1, 1, fill=False, lw=1.2)
+        ax.add_patch(box)
+        dark, most = work_ir[busiest, step] > 3, f"{work_ir[busiest, step]:.1f}"
+        look = dict(ha="center", va="center", size=7, color="w" if dark else "k")
+        ax.text(step, busiest, most, **look)
+    ax.set_title(f"{name}: {costs(owner_S)[1]:.2f}", size=9)
+    ax.set(xticks=range(MANY), yticks=range(MANY))
 for ax in axes.flat:
     ax.set(xlabel="step of the ring" if ax in axes[1] else "")
     ax.set(ylabel="device" if ax in axes[:, 0] else "")
 label = "work of a device in a step (1: the average)"
 figure.colorbar(shown, ax=axes, label=label, shrink=0.6, extend="max")
-title = "Each step of a ring waits for its busiest device (boxed)"
+title = "A step waits for its busiest device (boxed); titles: mean of the boxes"
 title = figure.suptitle(title, size=11)
 
 # %% [markdown]
