@@ -289,8 +289,8 @@ print(f"{slots} slots: {lost:.1%} of the choices are dropped")
 assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "this test needs dropped tokens"
 
 # %% [markdown]
-# This is a complete *token dispatcher*, as Megatron-LM calls it. Here is how `place` finds the slots, for three
-# tokens that each choose 2 of 4 experts. With X = 2, the last choice is dropped:
+# This is a complete *token dispatcher*, as Megatron-LM calls it. Here is how `place` finds the slots, for
+# three tokens that each choose 2 of 4 experts. With X = 2, the last choice is dropped:
 
 # %%
 experts_tk = np.array([[1, 3], [1, 0], [3, 1]])  # t = 3, k = 2
@@ -379,7 +379,7 @@ dropless = compiled_on(8, gathered)[0](w, x_ND)
 assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing"
 
 # %% [markdown]
-# | forward pass | bytes that a device sends, 4 per number | here |
+# | forward pass | bytes that a device sends, 4 per element | here |
 # |---|---|---|
 # | two all-to-alls of slots | 2 · (n - 1)/n · E X D · 4 | 2 · 7/8 · 16 · 8 · 16 · 4 = 14,336 |
 # | all-gather, reduce-scatter | 2 · (n - 1) · t D · 4 | 2 · 7 · 64 · 16 · 4 = 57,344 |
@@ -977,8 +977,8 @@ assert check_narrowest(narrowest) == lesson.NOTHING
 # ## A bug to find
 #
 # A colleague moved the training above to several devices, with a dense layer before the experts. With Adam,
-# the curves of one and eight devices are nearly the same, so the program is accepted. With momentum and clipping
-# eight devices learn faster, although batches, weights and the first error are equal.
+# the curves of one and eight devices are nearly the same, so the program is accepted. With momentum and
+# clipping eight devices learn faster, although batches, weights and the first error are equal.
 
 
 # %%
