@@ -5,14 +5,14 @@
 # outputs of attention and of a feed-forward layer to a residual stream.
 #
 # The other chapters shard this model. This page shows which axis can shard which of its dims, where its FLOPs
-# come from, and how to check it on one device, because a bug in the model is the same on every mesh. A
-# falling loss is no proof: of the three models trained below, the one with the lowest loss is broken, and
-# another broken one is within 5% of the right loss.
+# come from, and how to check it on one device, because a bug in the model is the same on every mesh. A falling
+# loss is no proof: of the three models in the first figure, the one with the lowest loss is broken, and another
+# broken one is within 5% of the right loss.
 #
-# *Prerequisites:* chapters 00 to 02 (cost of a matmul, collectives, gradients), and 03 to 09, which shard
-# this model. If you do not know transformers, read this page first. *Mesh:* `data=8`, at the end
-# `data=2,fsdp=2,tensor=2`, simulated. *Runs in* 50 s on 2 cores. *Reading takes* 35 minutes, the exercises
-# an hour.
+# *Prerequisites:* chapters 00 to 02 (cost of a matmul, collectives, gradients). Chapters 03 to 09 shard this
+# model, and are linked where this page names their axes. *Mesh:* `data=8`, at the end
+# `data=2,fsdp=2,tensor=2`, simulated. *Runs in* 50 s on 2 cores. *Reading takes* 35 minutes, the exercises an
+# hour.
 
 # %% tags=["hide-input"]
 from devices import simulate_devices
@@ -30,55 +30,46 @@ from chapters import lesson, opening
 from generate.cache import empty_cache
 from plan import costs, hardware
 
+in_heads = 2 * opening.D * (opening.N + opening.K) * opening.H
+fraction = in_heads / opening.PARAMETERS  # of the first prediction
+
 # %% tags=["remove-cell"]
 quick = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
 import os
 
 os.environ.setdefault("XLA_FLAGS", quick)  # compile quickly: the programs are small
 
-# %% tags=["hide-input"]
-W, GiB = opening.PARAMETERS, 2**30
-tokens = opening.TOKENS // opening.DEVICES  # of a device
-heads_out = opening.N * opening.H  # numbers per token: queries, attention output
-saved = 4 * opening.D + 2 * heads_out + 2 * opening.K * opening.H + 3 * opening.F
-forward = opening.compute_ms(2 * W * tokens)  # matmuls with weights
-transfer = opening.network_ms(7 / 8 * 2 * W)  # bfloat16
-
-
-def layer(title, numbers, passes):
-    """FSDP: 16 bytes per parameter, sharded; gathered weights and gradients: 2 each."""
-    held = {"weights": 4 / 8 + 2, "gradients": 4 / 8 + 2, "optimizer state": 8 / 8}
-    held = {name: size * W / GiB for name, size in held.items()}
-    held["activations"] = 2 * numbers * tokens / GiB
-    work = [("forward", 0, forward), ("forward\nagain", forward, forward)][:passes]
-    work.append(("backward", passes * forward, 2 * forward))
-    sends = [("", n * forward, transfer) for n in (0, 1, passes + 1)]
-    return opening.Scene(title, held, work, sends)
-
-
-# %% tags=["remove-cell"]
-assert 10.7 < 3 * forward < 11 and 14.3 < 4 * forward < 14.6 and 0.84 < transfer < 0.86
-assert 2.2 < sum(layer("", saved, 1).memory.values()) < 2.35
-
-# %% tags=["hide-input"] mystnb={"image": {"alt": "One layer on eight devices. With all activations saved, they are 1.1 of 2.3 GiB per device, and a step is forward and backward, 11 ms. With activation checkpointing they are less than 0.1 GiB, and the forward pass runs again before the backward pass, 14 ms. All transfers overlap with compute."}}
-all_saved = layer("Every activation is saved", saved, 1)
-recomputed = layer("Activation checkpointing", opening.D, 2)
-title = "Activation checkpointing: less memory, a third more compute"
-opening.before_after(all_saved, recomputed, title, "fsdp")
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Three loss curves over 120 steps: right and mixed nearly coincide at about two nats, leaky falls to nearly zero. An inset shows that mixed is at most about 0.1 nats above right."}}
+recorded = {  # every tenth step of the training below, each the mean of 10 steps
+    "right": "3.98 2.81 2.65 2.55 2.56 2.42 2.40 2.36 2.42 2.33 2.47 2.26 2.51",
+    "mixed": "4.00 2.83 2.66 2.56 2.55 2.43 2.40 2.37 2.45 2.37 2.51 2.31 2.58",
+    "leaky": "3.96 2.73 2.25 1.23 0.55 0.32 0.17 0.12 0.10 0.09 0.09 0.07 0.08",
+}
+recorded = {name: [float(x) for x in text.split()] for name, text in recorded.items()}
+figure, axes = plt.subplots(figsize=(5.6, 3.4))
+inset = axes.inset_axes((0.5, 0.56, 0.48, 0.34))
+looks = {"mixed": dict(lw=5, alpha=0.5, color=lesson.NEUTRAL), "right": dict(lw=1)}
+looks["leaky"] = dict(ls="--")
+at = range(0, 121, 10)
+for name, look in looks.items():
+    axes.plot(at, recorded[name], label=name, **dict(color="black") | look)
+more = [a - b for a, b in zip(recorded["mixed"], recorded["right"], strict=True)]
+inset.plot(at, more, color=lesson.NEUTRAL)
+inset.axhline(0, color="black", lw=0.6)
+inset.set_title("mixed minus right", size=9)
+axes.set(xlabel="step", ylabel="loss, nats per byte", ylim=(0, 6.4))
+axes.set_title("The lowest loss is wrong, and so is one of the other two")
+legend = axes.legend(loc="lower left", bbox_to_anchor=(0.1, 0.02))
 
 # %% [markdown]
-# This is a step of one layer of Llama 3 8B on `fsdp=8`, with 8,192 tokens per device in sequences of 4,096.
-# The backward pass needs the activations of the forward pass. With **activation checkpointing** (*remat* in
-# JAX), the layer saves only its input, and computes the rest again. (Times are arithmetic at peak speed, for
-# matmuls with weights. In blue: two all-gathers of the weights, and the reduce-scatter of the gradients.
-# Weights and gradients are a float32 shard and a gathered bfloat16 copy.)
+# You will train these models below, and find both bugs with two short tests. First: what does one layer cost?
 #
-# > **Predict.** The layer has width 4,096, 32 query heads and 8 key-value heads of dim 128, and a
-# > feed-forward layer with hidden dim 14,336. What fraction of its 218 million weights is in attention?
-
-# %% tags=["hide-input"]
-in_heads = 2 * opening.D * (heads_out + opening.K * opening.H)
-fraction = in_heads / opening.PARAMETERS
+# ## One layer on eight devices
+#
+# Take a layer of Llama 3 8B on `fsdp=8`, with 8,192 tokens per device in sequences of 4,096. It has width
+# 4,096, 32 query heads and 8 key-value heads of dim 128, and a feed-forward layer with hidden dim 14,336.
+#
+# > **Predict.** What fraction of its 218 million weights is in attention?
 
 # %%
 my_prediction = None  # between 0 and 1
@@ -86,13 +77,46 @@ lesson.predicted("in attention", my_prediction, fraction, within=0.1)
 
 # %% [markdown]
 # Only a fifth. Attention has 2 · 4,096 · (4,096 + 1,024) = 42 million weights, and the feed-forward layer 3 ·
-# 4,096 · 14,336 = 176 million.
+# 4,096 · 14,336 = 176 million. The activations can need more memory than the weights, because the backward pass
+# needs them. With **activation checkpointing** (*remat* in JAX), the layer saves only its input, and computes
+# the rest again:
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "One layer on eight devices. With all activations saved, they are 1.1 of 2.3 GiB per device, and a step is forward and backward, 11 ms. With activation checkpointing they are less than 0.1 GiB, and the forward pass runs again before the backward pass, 14 ms. All transfers overlap with compute."}}
+W, tokens = opening.PARAMETERS, opening.TOKENS // opening.DEVICES  # of a device
+queries = opening.N * opening.H  # elements per token, as in the attention output
+saved = 4 * opening.D + 2 * queries + 2 * opening.K * opening.H + 3 * opening.F
+forward = opening.compute_ms(2 * W * tokens)  # matmuls with weights
+transfer = opening.network_ms(7 / 8 * 2 * W)  # bfloat16
+
+
+def layer(title, elements, passes):
+    """FSDP: 16 bytes per parameter, sharded; gathered weights and gradients: 2 each."""
+    sizes = {"weights": 4 / 8 + 2, "gradients": 4 / 8 + 2, "optimizer state": 8 / 8}
+    held = {name: size * W / 2**30 for name, size in sizes.items()}
+    held["activations"] = 2 * elements * tokens / 2**30
+    work = [("forward", 0, forward), ("forward\nagain", forward, forward)][:passes]
+    work.append(("backward", passes * forward, 2 * forward))
+    sends = [("", n * forward, transfer) for n in (0, 1, passes + 1)]
+    return opening.Scene(title, held, work, sends)
+
+
+recomputed = layer("Activation checkpointing", opening.D, 2)
+title = "Activation checkpointing: less memory, a third more compute"
+all_saved = layer("Every activation is saved", saved, 1)
+opening.before_after(all_saved, recomputed, title, "fsdp")
+
+# %% tags=["remove-cell"]
+assert 10.7 < 3 * forward < 11 and 14.3 < 4 * forward < 14.6 and 0.84 < transfer < 0.86
+assert 2.2 < sum(layer("", saved, 1).memory.values()) < 2.35
+
+# %% [markdown]
+# (The figure has times at peak speed, for matmuls with weights. In blue are two all-gathers of the weights and
+# the reduce-scatter of the gradients.)
 #
 # ## A complete decoder
 #
-# The model fits into 45 lines. The name of an array ends with one
-# letter per dim, so the name gives its shape, and `draw` below reads the shape from the name. The whole
-# guide uses these letters:
+# The model fits into 45 lines. The name of an array ends with one letter per dim, so the name gives its shape,
+# and `draw` below reads the shape from the name. The whole guide uses these letters:
 #
 # - A batch has B rows (sequences) of T tokens, and b rows are on one device. V is the vocabulary size, here
 #   256 (bytes). D is the model dim, the width of the *residual stream* `x_bTD`. Each of the L layers reads
@@ -112,18 +136,16 @@ import numpy as np
 
 size = dict(B=8, T=72, V=256, D=64, L=2, H=12, G=4, K=8, F=160)
 B, T, V, D, L, H, G, K, F = size.values()
-normal = np.random.default_rng(0).normal
-shape = lambda name: [size[letter] for letter in name.split("_")[1]]
-draw = lambda name, fan_in: np.float32(normal(size=shape(name)) / fan_in**0.5)
+rng, shape = np.random.default_rng(0), lambda m: [size[x] for x in m.split("_")[1]]
+draw = lambda name, fan_in: np.float32(rng.normal(size=shape(name)) / fan_in**0.5)
 fan_in = {"query_DHK": D, "key_DGK": D, "value_DGK": D, "gate_DF": D, "up_DF": D}
-fan_in |= {"out_HKD": H * K * 2 * L, "down_FD": F * 2 * L}
+fan_in |= {"out_HKD": H * K * 2 * L, "down_FD": F * 2 * L}  # 2 L: see Initialization
 layers = [{name: draw(name, n) for name, n in fan_in.items()} for _ in range(L)]
 w = {"table_VD": draw("table_VD", 1), "layers": layers, "head_DV": draw("head_DV", D)}
 
 # %% [markdown]
-# Each token's vector is *normalized* before attention and before the feed-forward layer: it is divided by
-# its root mean square, so the scale of the residual stream does not matter. (Real models also multiply by a
-# learned gain.)
+# Each token's vector is *normalized* before attention and before the feed-forward layer: it is divided by its
+# root mean square. (Real models also multiply by a learned gain.)
 #
 # *Rotary position embeddings* (RoPE) give attention the positions of tokens. Entries i and i + K/2 of a
 # query or key form one complex number, which is rotated by an angle proportional to the position. An
@@ -152,7 +174,7 @@ def attention(w, x_bTD, rotate, sees_TS):
 
 
 # %% [markdown]
-# The feed-forward layer is a *SwiGLU*: two matmuls compute F numbers each, silu(x) = x · sigmoid(x) is
+# The feed-forward layer is a *SwiGLU*: two matmuls compute F values each, silu(x) = x · sigmoid(x) is
 # applied to one of the results, and their elementwise product is projected back to D. The loss is the
 # cross-entropy in nats. Each device sums it over its own tokens and divides by the token count of all
 # devices, so the sum of the devices' losses is the mean (02).
@@ -178,9 +200,10 @@ def loss(w, row_bT, **other):  # a row has one more token: the last target
 
 # %% tags=["by-hand"]
 row_BT = np.fromfile(os.__file__, "uint8", B * (T + 1)).reshape(B, -1)
-P, eight = jax.P, jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+eight = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
 total_loss = lambda w, row_bT: jax.lax.psum(loss(w, row_bT), "data")
-on_8 = jax.shard_map(total_loss, mesh=eight, in_specs=(P(), P("data")), out_specs=P())
+specs = dict(mesh=eight, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
+on_8 = jax.shard_map(total_loss, **specs)
 one, all_8 = (jax.jit(jax.value_and_grad(f))(w, row_BT) for f in (loss, on_8))
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-5), one, all_8)
 print("data=8: loss and gradients agree with one device")
@@ -217,16 +240,16 @@ assert abs(untrained - np.log(V) - 0.5) < 0.1, "not 1/2 above ln V any more"
 #
 # ## Three models, one of them right
 #
-# Now train the model on the Python standard library of your machine (so your numbers differ a little),
-# together with two broken versions:
+# Now train the models of the first figure on the Python standard library of your machine (so your losses differ
+# a little). Two of them are broken:
 #
 # - `leaky` lets each position also attend to the next position, whose token is the target.
 # - `mixed` combines the RoPE code of two libraries.
 #   [`transformers`](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py)
 #   pairs entry i with i + K/2, like this page. [Meta's Llama
-#   3](https://github.com/meta-llama/llama3/blob/main/llama/model.py) pairs adjacent entries. `mixed` forms
-#   the pairs of the first, but repeats the angles for the second: 0 0 1 1 2 2. So the two entries of a pair
-#   get different angles, and the result is not a rotation.
+#   3](https://github.com/meta-llama/llama3/blob/main/llama/model.py) pairs adjacent entries. `mixed` pairs
+#   entry i with i + K/2 like the first library, but puts the angles in the order of the second, 0 0 1 1 2 2. So
+#   the two entries of a pair get different angles, and the result is not a rotation.
 
 # %%
 from pathlib import Path
@@ -281,23 +304,18 @@ end = {name: np.mean(losses[-20:]) for name, losses in curves.items()}
 assert end["leaky"] < 0.5 * end["right"], "the leak needs more steps"
 assert end["mixed"] < 1.05 * end["right"], "`mixed` is more than 5% worse"
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Three loss curves over 120 steps: right and mixed nearly coincide at about two nats, leaky falls to nearly zero."}}
-figure, axes = plt.subplots(figsize=(5, 3.2))
-looks = {"mixed": {"lw": 5, "alpha": 0.5}, "right": {"lw": 1}, "leaky": {"ls": "--"}}
-for name, look in looks.items():
-    colour = lesson.NEUTRAL if name == "mixed" else "black"
-    label = f"{name}: mean of the last 20 steps {end[name]:.2f}"
-    axes.plot(curves[name], color=colour, label=label, **look)
-axes.axhline(np.log(V), color=lesson.NEUTRAL, lw=0.6)
-axes.text(STEPS, np.log(V) + 0.1, "ln 256, uniform guess", ha="right", size=9)
-cost = end["mixed"] - end["right"]
-axes.set(title=f"The lowest loss cheats, and the other bug costs {cost:.2f} nats")
-axes.set(xlabel="step", ylabel="loss, nats per byte", ylim=(0, 6.4))
-legend = axes.legend(loc="center right", bbox_to_anchor=(1, 0.62))
+# %%
+for name, losses in curves.items():
+    print(f"{name}: first {losses[0]:.2f}, mean of the last 20 steps {end[name]:.2f}")
+
+# %% tags=["remove-cell"]
+for name, losses in curves.items():
+    middle = [np.mean(losses[max(n - 5, 0) : n + 5]) for n in range(20, 120, 10)]
+    assert np.allclose(recorded[name][2:-1], middle, atol=0.3), "other curves"
 
 # %% [markdown]
-# A loss near zero is suspicious. But without the right curve, nobody would notice `mixed`. So check the
-# logits in two ways:
+# A loss near zero is suspicious. But nobody would notice `mixed` without the right curve, so check the logits
+# in two ways:
 #
 # - **Future.** Change all tokens from some position on. Logits before that position must not change.
 # - **Shift.** Number positions from 500 instead of 0. No logit may change, because scores depend only on
@@ -320,12 +338,12 @@ for name, variant in variants.items():
     assert found == (name == "leaky", name == "mixed"), "a check misses a bug"
 
 # %% [markdown]
-# The checks find both bugs and tell them apart. (The small shift of the right model is rounding.) `mixed`
-# has memorized positions 0 to 71, each with its own wrong angles, and its outputs change if a text starts
-# at a different position.
+# The checks find both bugs and tell them apart. (The small shift of the right model is rounding.) `mixed` has
+# memorized positions 0 to 71, each with its own wrong angles.
 #
-# Both bugs are common. Four model classes of `transformers` leak the future from v5.9 on ([issue
-# 48745](https://github.com/huggingface/transformers/issues/48745)). `mixed` was in a course on building GPT
+# Both bugs are common. From v5.9 on, four model classes of `transformers` leaked the future ([issue
+# 48745](https://github.com/huggingface/transformers/issues/48745)) until [PR
+# 48760](https://github.com/huggingface/transformers/pull/48760). `mixed` was in a course on building GPT
 # ([issue 6](https://github.com/raiyanyahya/how-to-train-your-gpt/issues/6)).
 #
 # ## Exercise 1: positions of a shard
@@ -371,7 +389,7 @@ def attended(answer, n):
         sees_tS = position_t[:, None] >= position_S
         return jax.nn.softmax(jnp.where(sees_tS, score_tS, -jnp.inf)) @ v_SK
 
-    cut = P("context")
+    cut = jax.P("context")
     specs = dict(mesh=on_context(n), in_specs=(cut,) * 3, out_specs=cut)
     return np.asarray(jax.jit(jax.shard_map(local, **specs))(*drawn))
 
@@ -461,50 +479,54 @@ def partial_sums(letter):
 
 
 for letter in "HFDKTS":
-    print(f"{letter}: {partial_sums(letter)[0]:9,} numbers", *partial_sums(letter)[1])
+    print(f"{letter}: {partial_sums(letter)[0]:9,} elements", *partial_sums(letter)[1])
 assert partial_sums("T")[0] == 0 and partial_sums("H") == (4096, ["out"])
 assert partial_sums("F")[0] == llama["D"] and partial_sums("D")[0] == 8.5 * llama["D"]
 
 # %% [markdown]
-# - **H and F** are output dims of one matmul, and a later matmul sums over them. Everything in between
-#   stays on its device, so attention and the MLP each need one all-reduce of D numbers. This is tensor
-#   parallelism (04). G is sharded with H; with G = 8, more than 8 devices would need copies of the keys.
-# - **D** is summed over in most matmuls, so sharding it would send 8.5 times as many numbers as sharding H.
-#   It is sharded only for storage: `fsdp` shards D of each *weight*, and all-gathers the weight before use
-#   (03).
+# - **H and F** are output dims of one matmul, and a later matmul sums over them. Everything in between stays on
+#   its device, so attention and the MLP each need one all-reduce of D elements. This is tensor parallelism
+#   (04). G is sharded with H; with G = 8, more than 8 devices would need copies of the keys.
+# - **D** is summed over in most matmuls, so sharding it would send 8.5 times as many elements as sharding H
+#   (34,816/4,096). It is sharded only for storage: `fsdp` shards D of each *weight*, and all-gathers the weight
+#   before use (03).
 # - **K** is summed over for each pair of positions, and nobody shards it.
 # - **T**, the positions of queries, is never summed over. **S**, the positions of keys and values, is. So
-#   `context` (06) shards T and sends keys and values, 2GK = 2,048 numbers per token.
+#   `context` (06) shards T and sends keys and values, 2GK = 2,048 elements per token.
 #
 # No matmul of the forward pass sums over B, so `data` and `fsdp` shard it. The backward pass does: a
 # weight's gradient is a sum over the tokens of all rows, so these axes add up gradients once per step (02).
 # The L layers run one after the other, so `stage` can shard L (05).
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "The arrays of one token in a layer of Llama 3 8B as bars: the residual stream of width 4,096 in gray; between its appearances, in red, queries, keys and values, attention output, gate and up, each split into eight shards along the heads or the hidden dim."}}
-stream = ("residual stream", "D")
-bars = [stream, ("queries", "HK"), ("keys, values", "GK 2"), ("attended", "HK"),
-        stream, ("gate, up", "F 2"), stream]  # fmt: skip
-sums = {4: ": all-reduce over H", 6: ": all-reduce over F"}
-figure, axes = plt.subplots(figsize=(5, 3.4))
-for y, (_, letters) in enumerate(bars):
+# %% tags=["hide-input"] mystnb={"image": {"alt": "A layer of Llama 3 8B from left to right, each array a vertical bar as high as its elements per token. Gray residual stream of 4,096; red queries, keys and values, attended, in eight shards; an arrow, all-reduce after out; gray stream; red gate and up; an arrow, all-reduce after down; gray stream."}}
+bars = [("stream", "D"), ("queries", "HK"), ("keys,\nvalues", "GK 2"),
+        ("attended", "HK"), ("stream", "D"), ("gate,\nup", "F 2"),
+        ("stream", "D")]  # fmt: skip
+figure, axes = plt.subplots(figsize=(6.6, 3.4))
+for x, (_, letters) in enumerate(bars):
     times = 2 if letters.endswith("2") else 1
-    wide = int(np.prod([llama[x] for x in letters if x in llama])) * times
-    colour = lesson.NEUTRAL if letters == "D" else lesson.COLORS["tensor"]
-    axes.barh(y, wide, 0.55, color=colour)
+    high = int(np.prod([llama[i] for i in letters if i in llama])) * times
+    color = lesson.NEUTRAL if letters == "D" else lesson.COLORS["tensor"]
+    axes.bar(x, high, 0.5, -high / 2, color=color)
     for part in range(1, 1 if letters == "D" else 8):
-        axes.plot([wide * part / 8] * 2, [y - 0.28, y + 0.28], color="w", lw=1)
+        y = high * (part / 8 - 0.5)
+        axes.plot([x - 0.25, x + 0.25], [y, y], color="w", lw=1)
     label = f"{letters[:-2]} twice" if times == 2 else letters
-    note = f"{label}, {wide:,}{sums.get(y, '')}"
-    axes.text(wide + 300, y, note, va="center", size=9)
-axes.set(title="tensor=8: red arrays need no communication", xlim=(0, 42_000))
-axes.set_xlabel("numbers per token")
-axes.set_xticks([0, 10_000, 20_000, 30_000], ["0", "10,000", "20,000", "30,000"])
-axes.set_yticks(range(7), [name for name, _ in bars])
-axes.invert_yaxis()
+    axes.text(x, high / 2 + 700, f"{label}\n{high:,}", ha="center", size=8)
+for x, name in ((3.5, "out"), (5.5, "down")):
+    style = dict(arrowstyle="->", lw=2, color=lesson.COLORS["tensor"])
+    axes.annotate("", (x + 0.2, 0), (x - 0.2, 0), arrowprops=style)
+    axes.text(x, -6500, f"{name}:\nall-reduce", ha="center", va="top", size=8)
+
+# %% tags=["hide-input"]
+axes.set(title="tensor=8: red arrays need no communication", ylim=(-16_000, 20_000))
+axes.set_ylabel("elements per token")
+axes.set_xticks(range(7), [name for name, _ in bars])
+ticks = axes.set_yticks([])
 
 # %% [markdown]
-# For 8,192 tokens, each layer all-reduces two arrays of 8,192 · 4,096 bfloat16
-# numbers in the forward pass. To all-reduce one of them over tensor=8, a device sends 2 · 7/8 of its bytes:
+# For 8,192 tokens, each layer all-reduces two bfloat16 arrays of 8,192 · 4,096 elements in the forward pass. To
+# all-reduce one of them over tensor=8, a device sends 2 · 7/8 of its bytes:
 
 # %%
 payload = 8192 * llama["D"] * 2  # bytes
@@ -520,8 +542,9 @@ for chip, bandwidth in ((h100, nvlink), (v5p, ring)):
 
 # %% [markdown]
 # On both chips, the all-reduce takes more than 70% as long as the matmuls before it. So `tensor` uses
-# the fastest links. (These times are arithmetic at peak speed. On a v5p, a hop takes about 1 µs, as
-# long as 90 kB on one link. So latency dominates with at most 10 tokens, as in decoding.)
+# the fastest links. With few tokens, latency dominates instead: a ring all-reduce over 8 devices has 14 hops of
+# about 1 µs on a v5p, and one token's 2 · 7/8 · 8,192 bytes take 0.08 µs at 180 GB/s. So below about 14/0.08 =
+# 176 tokens, as in decoding (14), the hops take longer than the bytes.
 #
 # ## Where the FLOPs are
 #
@@ -553,26 +576,22 @@ what = "attention costs more from"
 lesson.predicted(what, my_prediction, crossing, "tokens", within=0.05)
 
 # %% [markdown]
-# A pair of positions costs 2K FLOPs in the score and 2K in the weighted sum, for each of H heads and L
-# layers, and three times as many with the backward pass. (The answer is a multiple of 1,024.)
+# A pair of positions costs 2K FLOPs in the score and 2K in the weighted sum, for each of H heads and L layers,
+# and three times as many with the backward pass.
 
 # %% tags=["hide-input"]
 for name, count in matrices.items():
     print(f"{name:13} {count / P_:6.1%} of 6P")
 for T_ in (8192, 65_536, 524_288):
     print(f"T = {T_:7,}: attention adds {pairs(T_) / (6 * P_):.0%} to 6P")
-for chip in (h100, v5p):
-    seconds = (6 * P_ + pairs(8192)) * 1e6 / chip.peak_flops_per_s
-    print(f"a million tokens, T = 8,192, on one {chip.name}: {seconds:.0f} s at peak")
 
 # %% tags=["remove-cell"]
 assert 57_000 < P_ / (L_ * H_ * K_) <= crossing < P_ / (L_ * H_ * K_) + 1024
 
 # %% [markdown]
-# Per token, attention adds 12LHK · T/2 FLOPs. This equals 6P at **T = P/(LHK)**, here 57,256 tokens.
-#
-# If attention dominates, a late token costs more than an early one, and devices with equal chunks of a row
-# have unequal work (06).
+# Per token, attention adds 12LHK · T/2 FLOPs. This equals 6P at **T = P/(LHK)**, here 57,256 tokens. (The
+# planner tried multiples of 1,024.) From there on, devices with equal chunks of a row have very unequal work
+# (06).
 #
 # ## Exercise 2: count the FLOPs
 #
@@ -671,7 +690,7 @@ for nothing in (flops_a_token, ..., lambda **c: None):
 #
 # The last matmul computes V logits per token. For 8,192 tokens of Llama 3 8B on one device, that is 8,192 ·
 # 128,256 · 4 bytes = 4.2 GB in float32, and the backward pass needs more arrays of that size. Yet the loss
-# needs only two numbers per token: the logit of the target, and the log-sum-exp of all logits. You can
+# needs only two values per token: the logit of the target, and the log-sum-exp of all logits. You can
 # compute both in chunks of u vocabulary entries, because the log-sum-exp of all logits is the log-sum-exp
 # of the chunks' log-sum-exps. With `jax.checkpoint`, a chunk's logits are not saved, but recomputed in the
 # backward pass.
@@ -726,10 +745,8 @@ for name, way in zip(("at once", "in 16 chunks"), ways, strict=True):
     print(f"{name:12} {memory / 1e6:4.0f} MB of temporary arrays: {times}")
 
 # %% [markdown]
-# The remaining memory stores the split weight `w_DV` and the gradients of its chunks.
-#
-# Do not chunk if the logits fit. For 8,192 tokens of Llama 3 8B, the fourth matmul takes 9 ms
-# at peak out of a step of 430 ms on an H100, and 19 ms out of 920 ms on a TPU v5p.
+# Do not chunk if the logits fit. For 8,192 tokens of Llama 3 8B, the repeated logits matmul takes 9 ms at peak
+# out of a step of 430 ms on an H100, and 19 ms out of 920 ms on a TPU v5p.
 
 # %% tags=["remove-cell"]
 for chip, product_ms, step_ms in ((h100, 9, 430), (v5p, 19, 920)):
@@ -742,10 +759,10 @@ for chip, product_ms, step_ms in ((h100, 9, 430), (v5p, 19, 920)):
 # ## Latent attention and experts
 #
 # **Multi-head latent attention** (MLA) computes the keys and values of all heads from one small *latent*
-# vector of C numbers per token. All heads also share one small key of R numbers, with RoPE. During
+# vector of C elements per token. All heads also share one small key of R elements, with RoPE. During
 # generation, a model stores the keys and values of all earlier tokens in the *KV cache*; with MLA, the
 # latent and the shared key. Llama 3 8B stores a key and a value for G = 8 heads in 32 layers: 2 · 8 · 128 ·
-# 32 bfloat16 numbers, or 131,072 bytes per token.
+# 32 bfloat16 elements, or 131,072 bytes per token.
 #
 # > **Predict.** DeepSeek-V3 has 84 times as many parameters, and 61 layers with H = 128 heads, C = 512 and
 # > R = 64. How many bytes does its cache store per token, in bfloat16?
@@ -768,20 +785,13 @@ lesson.predicted("DeepSeek-V3, per token", my_prediction, stored, "bytes")
 
 # %% tags=["remove-cell"]
 assert stored == 61 * (512 + 64) * 2
+each = [cache_bytes(c, 8) for c in (published.model, deepseek)]
+assert each == [16_384, 70_272]
 
 # %% [markdown]
-# It stores C + R numbers per token and layer, for any number of heads: about half as much as Llama 3 8B in
-# total.
-
-# %% tags=["hide-input"]
-for n in (1, 8):
-    both = (cache_bytes(c, n) for c in (published.model, deepseek))
-    each = f"Llama {next(both):,}, DeepSeek {next(both):,}"
-    print(f"bytes per device of tensor={n}: {each}")
-
-# %% [markdown]
-# All heads use the same latent, so `tensor` cannot shard it. Each of 8 devices stores all of it, while
-# Llama's eight KV heads are sharded over eight devices.
+# It stores C + R elements per token and layer, for any number of heads: about half as much as Llama 3 8B in
+# total. But all heads use the same latent, so `tensor` cannot shard it: each of 8 devices stores all 70,272
+# bytes, and of Llama's eight KV heads only one, 16,384 bytes.
 #
 # **Experts** (07) replace the feed-forward layer by E smaller ones. All experts need memory, but a token
 # uses only a few: 37 of 671 billion parameters in DeepSeek-V3. The axis `expert` shards E, and tokens are
@@ -789,9 +799,9 @@ for n in (1, 8):
 #
 # ## In `model.py`
 #
-# The project's model is written for the shards of one device, with a collective for each partial sum. It
-# shares no code with this page. The next cells run it with the trained weights on `data=2,fsdp=2,tensor=2`,
-# and compare its logits with those of the program by hand.
+# The project's model is written for the shards of one device, with a collective for each partial sum. It shares
+# no code with this page. The next cells compare its logits on `data=2,fsdp=2,tensor=2`, with the trained
+# weights, with those of the program by hand.
 
 # %% tags=["hide-input"]
 import model
@@ -968,9 +978,9 @@ for wrong, hint in (
 
 # %%
 letters = lambda name: name.split("_")[1]
-spec = lambda name: P(*("tensor" if x in "HGF" else None for x in letters(name)))
+spec = lambda name: jax.P(*("tensor" if x in "HGF" else None for x in letters(name)))
 LAYERS = [{name: spec(name) for name in fan_in}] * L
-W_SPECS = {"table_VD": P(), "layers": LAYERS, "head_DV": P()}
+W_SPECS = {"table_VD": jax.P(), "layers": LAYERS, "head_DV": jax.P()}
 
 
 def start(mesh, seed=5):
@@ -1010,7 +1020,7 @@ def sharded_loss(w, row_bT):
 def run_on(mesh, count=STEPS):
     """The first weights, and the loss of each step."""
     by_device = jax.value_and_grad(sharded_loss)
-    specs = dict(in_specs=(W_SPECS, P("data")), out_specs=(P(), W_SPECS))
+    specs = dict(in_specs=(W_SPECS, jax.P("data")), out_specs=(jax.P(), W_SPECS))
     on_mesh = jax.shard_map(by_device, mesh=mesh, **specs)
 
     @jax.jit
@@ -1115,8 +1125,7 @@ print(check_run(run_on))
 # they would with a different seed.
 #
 # **Where it happened.** Some trainers gave all tensor-parallel ranks the same seed, for example
-# [ms-swift](https://github.com/modelscope/ms-swift/pull/7944). With CPU offload, PyTorch's `fully_shard`
-# gave [every rank the same bits](https://github.com/pytorch/torchtitan/issues/3106). OLMo-core's first fix
+# [ms-swift](https://github.com/modelscope/ms-swift/pull/7944). OLMo-core's first fix
 # [added the rank to the seed](https://github.com/allenai/OLMo-core/pull/307). With HSDP, the *replicas*
 # then started [with different weights](https://github.com/allenai/OLMo-core/pull/319), and the second fix
 # made the unsharded weights the same on any number of devices. If you also fold in `data` here, `check_vma`
@@ -1170,17 +1179,15 @@ for answer, hint in (
 # The table is for Llama 3 8B in bfloat16. Amounts are per token and layer unless the table says otherwise.
 # The MLP's partial sum is `h_bTf @ w_fD -> x_bTD`, over f.
 #
-# | letter | sharded over | PyTorch, Megatron-LM | a device stores | sent forward | sent backward | exposed? |
+# | letter | sharded over | PyTorch, Megatron-LM | a device stores | sent forward | sent backward | exposed? (09) |
 # |---|---|---|---|---|---|---|
-# | B rows | `data`, `fsdp` | DDP, DP | its rows | nothing | gradients, once per step | no, overlaps with compute |
-# | D = 4,096, of weights | `fsdp` | `fully_shard`, Megatron-FSDP | 1/n of each weight | a layer's weights | weights again, their gradients | no, prefetched |
-# | H = 32, G = 8; F = 14,336 | `tensor` | `ColwiseParallel`, then `RowwiseParallel`; TP | its heads and its slice of F | D numbers, twice: 16 kB | the same | yes |
-# | T = 8,192 | `context` | `context_parallel`, CP | its positions | 2GK numbers, 4 kB | again, and their gradients | no, in a ring |
-# | L = 32 | `stage` | pipeline schedule, PP | its layers | D numbers per stage, 8 kB | the same | for one tick |
-# | V = 128,256 | `tensor` | `loss_parallel`, vocabulary-parallel cross-entropy | its vocabulary entries | 3 numbers, once per step | D numbers, once per step | yes |
-# | E (DeepSeek-V3: 256) | `expert` | `ExpertParallel`, EP | its experts | `top_k` · D numbers, twice | the same | yes |
-#
-# In JAX, each "sharded over" is a mesh axis in a `PartitionSpec`.
+# | B rows | `data`, `fsdp` | DDP, DP | its rows | nothing | gradients, once per step | at the end of a step |
+# | D = 4,096, of weights | `fsdp` | `fully_shard`, Megatron-FSDP | 1/n of each weight | a layer's weights | weights again, their gradients | with few tokens, or if not prefetched |
+# | H = 32, G = 8; F = 14,336 | `tensor` | `ColwiseParallel`, then `RowwiseParallel`; TP | its heads and its slice of F | D elements, twice: 16 kB | the same | yes |
+# | T = 8,192 | `context` | `context_parallel`, CP | its positions | 2GK elements, 4 kB | again, and their gradients | a ring overlaps some |
+# | L = 32 | `stage` | pipeline schedule, PP | its layers | D elements per stage, 8 kB | the same | its bubble is |
+# | V = 128,256 | `tensor` | `loss_parallel`, vocabulary-parallel cross-entropy | its vocabulary entries | 3 values, once per step | D elements, once per step | yes |
+# | E (DeepSeek-V3: 256) | `expert` | `ExpertParallel`, EP | its experts | `top_k` · D elements, twice | the same | yes |
 #
 # **When.** Use `tensor` for up to G devices; beyond that, keys are replicated. With G = 8 on H100s, that is
 # one node: 8 GPUs at 450 GB/s. Between nodes a GPU has 50 GB/s, a ninth, so shard B and the D of weights
@@ -1192,7 +1199,7 @@ for answer, hint in (
 # 1. A falling loss does not prove that a model is right. Change future tokens, shift the positions, and
 #    compare with a second implementation.
 # 2. A dim is cheap to shard if it is the output of one matmul and a later one sums over it: H and F each
-#    send D numbers per token and layer, while D would send 8.5 times as many.
+#    send D elements per token and layer, while D would send 8.5 times as many.
 # 3. A token costs 6P FLOPs, plus 12LHK for each position that it sees. You never need all logits in memory
 #    at once.
 #
