@@ -668,7 +668,7 @@ for function in (gathered, ring_matmul):
 #
 # - `llama3_8b`, v5p, `fsdp=16,tensor=2`: 0.739 s against 0.754, 2% less;
 # - `moe1b`, v4, `stage=2,fsdp=8,tensor=2`: 0.418 s against 0.470, 11% less;
-# - `llama3_8b`, v5e, `fsdp=16,tensor=4`: 2.576 s against 2.452, 5% more.
+# - `llama3_8b`, v5e, `fsdp=16,tensor=4`: 2.615 s against 2.507, 4% more.
 #
 # So a ring pays off if communication is a large part of the step, and if the compiler starts each `ppermute`
 # before the matmul that should overlap with it. The compiler for v5e runs them one after another. On GPUs,
