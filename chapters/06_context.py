@@ -1178,7 +1178,7 @@ ends = {many: curve[-50:].mean() for many, curve in curves.items()}
 assert 1.08 * ends[1] < ends[4] < curves[4][:20].mean(), "it falls, and stays higher"
 
 
-# %% tags=["hide-input"]
+# %% tags=["remove-cell"]
 def masked_loss(w, seen_SS, tokens_S, document_S, target_S, counts_S):
     x_SD = w["words"][tokens_S]
     mixed_SD, sum_S, _ = block(*(x_SD @ w[name] for name in "qkv"), seen_SS)
@@ -1200,7 +1200,7 @@ def dense_loss(mask):
     return of
 
 
-# %% tags=["hide-input"]
+# %% tags=["remove-cell"]
 def ids_after(steps_right, compare=True):
     """fn(devices, document_S) -> pairs seen if the ids are right for so many steps."""
 
