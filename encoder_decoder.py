@@ -152,9 +152,15 @@ def cross_branch(w: DecoderLayer, c: ModelConfig, y_btD, keys_values, attend):
     attend       as `attend_with` returns it
     """
     h_btD = norm(y_btD, w.norm_cross_D, c.norm_eps)
-    q_bshK = gather_apply(c, lambda h_bpD: jnp.einsum("bpD,DhK->bphK", h_bpD, w.cross.w_query_DHK), h_btD)
-    o_bshK = attend(c, q_bshK, keys_values, lambda *same: same, None)
-    return apply_scatter(c, lambda o_bphK: jnp.einsum("bphK,hKD->bpD", o_bphK, w.cross.w_out_HKD), o_bshK)
+
+    def queries(h_bpD):
+        return jnp.einsum("bpD,DhK->bphK", h_bpD, w.cross.w_query_DHK)
+
+    def out(o_bphK):
+        return jnp.einsum("bphK,hKD->bpD", o_bphK, w.cross.w_out_HKD)
+
+    o_bshK = attend(c, gather_apply(c, queries, h_btD), keys_values, lambda *same: same, None)
+    return apply_scatter(c, out, o_bshK)
 
 
 def decoder_layer(
@@ -229,4 +235,5 @@ def stage(w: EncoderDecoder, c: ModelConfig, pair, batch, key, chunk=0):
     if isinstance(chunk, int):
         return (decoder if chunk else encoder)(w, *pair, batch), {}
     either = lambda *args: jax.lax.cond(chunk == 0, encoder, decoder, *args)
-    return jax.checkpoint(either)(w, *pair, batch), {}
+    with jax.named_scope("stacks"):
+        return jax.checkpoint(either)(w, *pair, batch), {}

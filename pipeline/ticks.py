@@ -221,7 +221,8 @@ def forward_input(job: Job, carry: Carry, own: schedules.Rows):
     """Return a forward pass's input [b, t, D]: embedded tokens on the first stage, else received activations."""
     is_first = (axis_index(STAGE) == 0) & (own.forward_chunk == 0)
     read = lambda: read_at(carry.inbox, jnp.maximum(own.forward_from, 0))
-    return jax.lax.cond(is_first, lambda: enter(job, job.w.embedding_VD, own.forward), read)
+    with jax.named_scope("embed"):
+        return jax.lax.cond(is_first, lambda: enter(job, job.w.embedding_VD, own.forward), read)
 
 
 def store_forward(carry: Carry, own: schedules.Rows, y_btD, router, kept) -> Carry:
@@ -241,7 +242,8 @@ def add_embedding_gradient(job: Job, own: schedules.Rows, grads: model.Transform
         return grads.replace(embedding_VD=add(grads.embedding_VD, pull(dx_btD)[0]))
 
     is_first = (axis_index(STAGE) == 0) & (own.backward_chunk == 0)
-    return jax.lax.cond(is_first, add_table, lambda: grads)
+    with jax.named_scope("embed"):
+        return jax.lax.cond(is_first, add_table, lambda: grads)
 
 
 def add_layers(grads: model.Transformer, chunk, d_weights):

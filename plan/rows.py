@@ -13,7 +13,6 @@ recomputed: it computes the scores once, but the trace counts them twice, up to 
 import functools
 import math
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from errors import UserError
 from plan import hardware
 from sharding import as_tuple
 from xla.hlo import WRAPPERS
-from xla.ledger import Share
+from xla.ledger import IN_TURN, Share, scopes_in
 
 KIND_OF = {
     "psum": "all-reduce",
@@ -240,12 +239,15 @@ class Walk:
             names = [("cuda", "rocm") if self.platform == "gpu" else (self.platform,) for _ in sides]
             fits = [p is None or bool({*p} & {*mine}) for p, mine in zip(platforms, names, strict=True)]
             return self.rows(sides[fits.index(True)].jaxpr, at)
-        scopes = {one for one in self.shares if re.search(rf"\b{re.escape(one)}\b", at.scope)} - at.counted
-        found = [self.shares[one] for one in scopes]
+        scopes = scopes_in(at.scope, self.shares) - at.counted
+        found = [self.shares[one] for one in scopes if self.shares[one] != IN_TURN]
         share = math.prod(one(at.times) if callable(one) else one for one in found)
         text = f"{share:.3g} of runs ({', '.join(sorted(scopes))})" if scopes else f"larger of {len(sides)} sides"
         branch = ", ".join(filter(None, (at.branch, text)))
         here = replace(at, times=at.times * share, branch=branch, counted=at.counted | scopes)
+        if len(found) < len(scopes):
+            in_turn = replace(here, times=here.times / len(sides))
+            return [row for side in sides for row in self.rows(side.jaxpr, in_turn)]
         return max((self.rows(side.jaxpr, here) for side in sides), key=branch_order)
 
     def check_mesh(self, equation) -> None:

@@ -107,7 +107,8 @@ def _total(found: list[Collective]) -> Total:
     return Total(sum(one.count for one in found), sent(found), sent(one for one in found if not one.hidden))
 
 
-Share = float | Callable[[float], float]
+IN_TURN = "each branch runs equally often"
+Share = float | Callable[[float], float] | str  # a number, a function of the executions, or IN_TURN
 
 
 class Work(NamedTuple):
@@ -142,9 +143,10 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
     parts = {part for computation in program.computations.values() for one in computation.values()
              for part in one.contents}  # fmt: skip
     own, found, calls, cost = {}, {}, {}, {}
+    in_turn = {scope for scope, share in (shares or {}).items() if share == IN_TURN}
     for name, computation in program.computations.items():  # a computation comes before its callers
         own[name] = [matmul_work(computation, one) for one in computation.values()]
-        run = [list(calls_of(program, computation, one, cost)) for one in computation.values()]
+        run = [list(calls_of(program, computation, one, cost, in_turn)) for one in computation.values()]
         calls[name] = list(itertools.chain(*run))
         works = [
             add_work([work, *(cost[call.computation].times(call.times) for call in within)])
@@ -177,12 +179,13 @@ class Call:
     """A computation that another one runs."""
 
     computation: str
-    times: int = 1
+    times: float = 1
     conditional: str = ""  # scope of the conditional that may skip the call
 
 
-def calls_of(program: Program, computation: dict, one: Instruction, cost: dict[str, Work]):
-    """Yield the computations that an instruction runs: the body of a loop, a conditional's most expensive branch."""
+def calls_of(program: Program, computation: dict, one: Instruction, cost: dict[str, Work], in_turn: set[str]):
+    """Yield the computations that an instruction runs: the body of a loop; a conditional's most expensive branch, or
+    all of its branches if it is in a scope of `in_turn`."""
     if one.opcode == "while":
         times = program.trip_count(computation, one)
         yield Call(one.attribute("body="), times)
@@ -190,11 +193,19 @@ def calls_of(program: Program, computation: dict, one: Instruction, cost: dict[s
     elif one.opcode == "conditional":
         branches = one.computations("branch_computations=")
         branches = branches or [one.attribute("true_computation="), one.attribute("false_computation=")]
-        yield Call(max(branches, key=cost.get), conditional=one.scope)
+        if scopes_in(one.scope, in_turn):
+            yield from (Call(branch, 1 / len(branches), one.scope) for branch in branches)
+        else:
+            yield Call(max(branches, key=cost.get), conditional=one.scope)
     elif one.opcode == "call":
         yield Call(one.attribute("to_apply="))
     else:
         yield from map(Call, one.contents)
+
+
+def scopes_in(path: str, scopes) -> set[str]:
+    """Return those of the scopes that are in a path of named scopes."""
+    return {scope for scope in scopes if re.search(rf"\b{re.escape(scope)}\b", path)}
 
 
 def execution_counts(calls: dict[str, list[Call]], entry: str, shares: dict[str, Share]) -> dict[str, float]:
@@ -202,9 +213,9 @@ def execution_counts(calls: dict[str, list[Call]], entry: str, shares: dict[str,
     times, spent, unused = collections.Counter({entry: 1}), collections.defaultdict(set), set(shares)
     for name in reversed(calls):
         for call in calls[name]:
-            scopes = {scope for scope in shares if re.search(rf"\b{re.escape(scope)}\b", call.conditional)}
+            scopes = scopes_in(call.conditional, shares)
             unused -= scopes
-            factors = [shares[scope] for scope in scopes - spent[name]]
+            factors = [shares[scope] for scope in scopes - spent[name] if shares[scope] != IN_TURN]
             share = math.prod(one(times[name]) if callable(one) else one for one in factors)
             times[call.computation] += times[name] * call.times * share
             spent[call.computation] |= spent[name] | scopes
