@@ -325,7 +325,8 @@ class DataConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.batch_size * self.seq_len
+        """Number of positions in a batch, of inputs and of targets."""
+        return self.batch_size * (self.seq_len + self.input_len)
 
 
 @dataclass(frozen=True)

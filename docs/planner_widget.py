@@ -19,6 +19,8 @@ SHAPES = {
     0: {n: str(n) for n in (1, 2, 4, 8, 16, 32, 64, 128)},
 }  # by number of torus dims: chips of a slice, and its name at Google Cloud
 MOST = 128  # devices
+# The presets of the page. It has no control for the inputs of an encoder.
+SHOWN = [name for name in PRESETS if name != "tiny" and not preset(name).model.encoder_layers]
 GROUPS = [[axis for axis in AXES if axis in group.split("*")] for group in (
     "fsdp*expert*context", "fsdp*context", "data*stage", "data*tensor", "data*stage*tensor",
     "fsdp*expert*context*tensor", "data*fsdp*expert*context", "data*fsdp*expert*context*tensor",
@@ -106,9 +108,8 @@ def tables() -> dict:
             chips[key] = {field: getattr(chip, field) for field in (
                 "name", "peak_flops_per_s", "memory_bytes", "hbm_bytes_per_s", "torus_dims", "link_bytes_per_s",
                 "devices_per_chip")} | {"shapes": shapes(chip), "links": links_of(chip, links)}  # fmt: skip
-    presets = [which for which in PRESETS if which != "tiny"]
-    return planner_formulas.tables(presets) | {
-        "presets": {which: model_of(which) for which in presets}, "chips": chips, "links": list(links),
+    return planner_formulas.tables(SHOWN) | {
+        "presets": {which: model_of(which) for which in SHOWN}, "chips": chips, "links": list(links),
         "groups": GROUPS, "hides": list(hiding.HIDES),
     }  # fmt: skip
 
@@ -193,7 +194,7 @@ def planner_widget() -> str:
     return f"""<form id="planner" autocomplete="off">
 {NO_SCRIPT}
 <div class="selects">
-{select("model", "preset", [*same(*(which for which in PRESETS if which != "tiny")), ("own", "your own model ...")])}
+{select("model", "preset", [*same(*SHOWN), ("own", "your own model ...")])}
 {select("chip", "chip", chips)}
 {select("sequences in the global batch", "batch_size", powers(0, 12))}
 {select("positions per sequence", "seq_len", powers(7, 17))}

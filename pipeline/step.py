@@ -141,12 +141,15 @@ def schedule(cfg: Config) -> schedules.Schedule:
     return schedules.schedule(name, S, split.microbatches * split.accumulation, v if S > 1 else 1, lead=2)
 
 
+TWO_STACKS = "gpipe", "1f1b"  # the schedules of an encoder-decoder
+
+
 def two_stacks(name: str, S: int, split: fit.BatchSplit) -> schedules.Schedule:
     """Build the schedule of an encoder-decoder: chunk 0 of a stage is its encoder layers, chunk 1 its decoder layers.
 
     So its 1F1B is the interleaved schedule with 2 chunks. Raises: UserError for any other schedule than gpipe and 1f1b.
     """
-    if name not in ("gpipe", "1f1b"):
+    if name not in TWO_STACKS:
         raise UserError(f"work.schedule={name!r}: an encoder-decoder runs gpipe or 1f1b; use one of them")
     if name == "gpipe" and S > 1:
         return schedules.gpipe(S, split.microbatches, 2, passes=split.accumulation)

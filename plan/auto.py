@@ -12,6 +12,7 @@ from config import Config, MeshConfig
 from errors import UserError
 from overlap.remat import REMAT
 from pipeline import fit, schedules
+from pipeline.step import TWO_STACKS
 from sharding import CONTEXT, SLICED, STAGE, TENSOR
 
 SPARE = 0.1  # fraction of memory left free, because the real peak may exceed the predicted peak by that much
@@ -27,7 +28,7 @@ def options(cfg: Config) -> dict[str, tuple]:
         "gather": ("layer", "step"),
         "tensor_exchange": ("gather", "ring"),
         "context_attention": ("gather", "ring"),  # not all_to_all, which has not been timed on any chip
-        "schedule": tuple(schedules.SCHEDULES),
+        "schedule": TWO_STACKS if cfg.model.encoder_layers else tuple(schedules.SCHEDULES),
     }
     idle = without_effect(cfg.mesh)
     return {name: values for name, values in found.items()

@@ -26,7 +26,7 @@ from config import Config, MeshConfig
 from devices import compile_cache
 from errors import UserError
 from pipeline import fit
-from pipeline.step import BATCH_NAMES
+from pipeline.step import batch_names
 from plan import hardware
 from plan.hardware import Topology
 from xla import ledger, options
@@ -181,9 +181,14 @@ def shapes(cfg: Config, mesh: Mesh):
     """Return the state and a batch as trees of ShapeDtypeStruct with shardings."""
     describe = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     state = jax.tree.map(describe, optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
-    place, shape = NamedSharding(mesh, sharding.BATCH_SPEC), (cfg.data.batch_size, cfg.data.seq_len)
-    dtype = lambda name: np.float32 if name == "weights_BT" else np.int32
-    return state, {name: jax.ShapeDtypeStruct(shape, dtype(name), sharding=place) for name in BATCH_NAMES}
+    place = NamedSharding(mesh, sharding.BATCH_SPEC)
+    return state, {name: describe(x, place) for name, x in batch_shapes(cfg).items()}
+
+
+def batch_shapes(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    lengths, dtype = {"BT": cfg.data.seq_len, "BS": cfg.data.input_len}, {"weights_BT": np.float32}
+    return {name: jax.ShapeDtypeStruct((cfg.data.batch_size, lengths[name[-2:]]), dtype.get(name, np.int32))
+            for name in batch_names(cfg.model)}  # fmt: skip
 
 
 def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
@@ -301,7 +306,8 @@ def shares(cfg: Config, text: str) -> dict:
     """Return the fraction of executions in which a step's conditionals do work, by named scope: see `ledger.read`.
 
     In a pipeline each slot of a tick (forward, loss, backward, weight gradients) does work once per microbatch and
-    chunk of layers. If the first or last tick is compiled apart from the loop, it does one of these executions.
+    chunk of layers. If the first or last tick is compiled apart from the loop, it does one of these executions. The
+    first stage embeds each microbatch once. In an encoder-decoder, a chunk is one of the two stacks.
     """
     conditionals = "\n".join(line for line in text.splitlines() if " conditional(" in line)
     return {scope: share for scope, share in slot_shares(cfg).items() if scope in conditionals}
@@ -311,5 +317,6 @@ def slot_shares(cfg: Config) -> dict:
     """Return the same for every conditional that a step may have; `program.read` ignores those that do not occur."""
     sched = pipeline.schedule(cfg)
     runs = dict.fromkeys(("forward_slot", "backward_slot", "weight_slot"), sched.microbatches * sched.chunks)
-    runs["loss_slot"] = sched.microbatches
-    return {scope: lambda ticks, n=n: min(n / ticks, 1.0) for scope, n in runs.items()} | {"not_finite": 0.0}
+    runs |= dict.fromkeys(("loss_slot", "embed"), sched.microbatches)
+    always = {"not_finite": 0.0, "stacks": ledger.IN_TURN}
+    return {scope: lambda ticks, n=n: min(n / ticks, 1.0) for scope, n in runs.items()} | always

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import model
 import sharding
-from architectures import declare
 from config import AXES, Config, ModelAtWork
 from kernels import attention as attending, grouped
 from overlap import weights as slicing
@@ -26,7 +25,8 @@ from pipeline import fit, schedules
 from plan import formulas, hiding, traced_layer
 from plan.formulas import present
 from plan.hiding import WHOLE
-from sharding import CONTEXT, EXPERT, FSDP, SLICED, STAGE, TENSOR
+from plan.weights import LAYERS, Weights, declared, weights
+from sharding import CONTEXT, EXPERT, SLICED, STAGE, TENSOR
 
 # Parameters and model FLOPs -------------------------------------------------------------------------------------------
 
@@ -47,12 +47,21 @@ def model_flops_per_token(cfg: Config) -> int:
 
     Each active parameter of a matmul costs 6 (the embedding is only a lookup). Attention costs 6 * (width of scores +
     width of values) per head and position that a token can attend to, on average (T + 1)/2 of T = seq_len positions.
+    With an encoder, a sequence has S = input_len inputs and T targets, and both count as tokens. Inputs pass through
+    the encoder and the keys and values of cross-attention, and targets through the rest.
     Source: PaLM, arXiv:2204.02311, appendix B, but with half the query-key pairs, because attention is causal.
     """
     c = cfg.at_work
     _, active = parameters(cfg.model)
     lookup = 0 if c.tie_embeddings else c.vocab_size * c.d_model
     width = c.d_head + c.d_rope + c.d_value if c.attention == "mla" else 2 * c.d_head
+    if c.encoder_layers:
+        S, T, of_inputs = cfg.data.input_len, cfg.data.seq_len, ("encoder.", "decoder.layers.cross.w_key",
+                                                                 "decoder.layers.cross.w_value")  # fmt: skip
+        inputs = sum(d.size for name, d in declared(cfg.model).items() if name.startswith(of_inputs))
+        pairs = 2 * c.encoder_layers * S * S + c.n_layers * (T * (T + 1) + 2 * S * T)
+        of_sequence = 6 * (inputs * S + (active - lookup - inputs) * T) + 3 * c.n_heads * width * pairs
+        return of_sequence // (S + T)
     return 6 * (active - lookup) + 3 * c.n_layers * c.n_heads * width * (cfg.data.seq_len + 1)
 
 
@@ -71,6 +80,7 @@ class Sizes:
     blocks: int  # blocks of layers in one stage
     mesh: dict[str, int]
     platform: str  # cpu, gpu or tpu, which have different grouped matmuls
+    S: int = 0  # positions of a whole sequence in an encoder
 
     @classmethod
     def from_config(cls, cfg: Config, platform: str = "cpu") -> "Sizes":
@@ -78,7 +88,12 @@ class Sizes:
         s = cfg.data.seq_len // mesh[CONTEXT]
         width = 2 if c.compute_dtype == "bfloat16" else 4
         return cls(fit.split_batch(cfg).device_batch, cfg.data.seq_len, s, s // mesh[TENSOR], width,
-                   c.n_blocks // mesh[STAGE], mesh, platform)  # fmt: skip
+                   c.n_blocks // mesh[STAGE], mesh, platform, c.encoder_layers and cfg.data.input_len)  # fmt: skip
+
+    @property
+    def of_encoder(self) -> "Sizes":
+        """The sizes of the encoder's shard, which are used where those of the decoder are expected."""
+        return replace(self, T=self.S, s=self.S, t=self.S // self.mesh[TENSOR])
 
     def group(self, *axes: str) -> int:
         """Number of devices along these axes."""
@@ -137,8 +152,9 @@ def letters(c: ModelAtWork, z: Sizes) -> dict:
     found = {
         "tensor": tensor, "context": context, "expert": z.mesh[EXPERT], "(tensor - 1)": tensor - 1,
         "(context - 1)": context - 1, "b": z.b, "t": z.t, "D": c.d_model, "Q": c.d_query_latent, "C": c.d_kv_latent,
-        "K": c.d_head, "R": c.d_rope, "U": c.d_value, "r": c.n_heads // heads, "f": c.d_ff // tensor,
-        "m": c.d_expert // tensor, "x": c.n_shared, "e": c.n_experts // z.mesh[EXPERT], "k": c.top_k,
+        "S": z.S // tensor, "K": c.d_head, "R": c.d_rope, "U": c.d_value, "r": c.n_heads // heads,
+        "f": c.d_ff // tensor, "m": c.d_expert // tensor, "x": c.n_shared, "e": c.n_experts // z.mesh[EXPERT],
+        "k": c.top_k,
         "(K + R)": c.d_head + c.d_rope, "(Q + C + R)": c.d_query_latent + c.d_kv_latent + c.d_rope,
         "g": heads // tensor // (context if context_exchange(c, z) == "all_to_all" else 1),
     }  # fmt: skip
@@ -198,8 +214,10 @@ def matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Size
         ahead = [count * x for x in expert_matmul_cost(row, sizes, z)]
     else:
         ahead = [count * row.flops.at(sizes), row.hbm_bytes(sizes)]
-    once_more = max(row.recomputed - 1, 0)  # a ring over CONTEXT recomputes each step, whatever the layer saves
-    if back is None and (once_more or row.backward not in (1, 2)):
+    # A ring over CONTEXT recomputes each step, whatever the layer saves. So does attention with a mask, but XLA merges
+    # the second time that it computes the scores with the first, if not on a TPU.
+    once_more = max(row.recomputed - 1, 0) * (z.platform == "tpu" or "masked_attention" not in row.callers)
+    if back is None and (once_more or row.backward not in (1, 2) or row.once_per_stack):
         back = [row.backward * x for x in ahead]
     back = back and tuple(y + once_more * x for x, y in zip(ahead, back, strict=True))
     return Matmul(traced_layer.part_of(row), *ahead, bool(row.recomputed), back, row.function)
@@ -217,7 +235,7 @@ def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
     of = "layer"
     if part == "activations" and arrives and "feed_forward_branch" in row.callers:
         of = "feed-forward"
-    elif part == "activations" and not arrives and "attention_branch" in row.callers:
+    elif part == "activations" and not arrives and {"attention_branch", "cross_branch"} & {*row.callers}:
         of = "attention's sums"
     return Exchange(
         part, row.kind, row.axes, row.payload.at(sizes), bool(row.recomputed), row.backward, row.count.at(sizes), of
@@ -230,12 +248,17 @@ def with_attention(c: ModelAtWork, way: str) -> ModelAtWork:
     return replace(c, work=replace(c.work, context_attention=way))
 
 
-def layer_costs(c: ModelAtWork, z: Sizes, is_moe: bool) -> list[Matmul | Exchange]:
-    """List every matmul, kernel and collective of one layer, read from its trace; see `traced_layer`."""
+def layer_costs(c: ModelAtWork, z: Sizes, kind: str, shared: bool = False) -> list[Matmul | Exchange]:
+    """List every matmul, kernel and collective of one layer, read from its trace; see `traced_layer`.
+
+    shared  list those that all layers of an encoder or a decoder share instead
+    """
+    z = z.of_encoder if kind == "encoder" else z
     way, sizes = with_attention(c, context_exchange(c, z)), letters(c, z)
     return [
         collective_cost(row, sizes) if row.axes else matmul_cost(row, sizes, c, z)
-        for row in traced_layer.layer_rows(way, is_moe)
+        for row in traced_layer.layer_rows(way, kind)
+        if row.once_per_stack == shared
     ]
 
 
@@ -306,27 +329,37 @@ def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
 
     The balance loss over the batch costs an additional forward pass, unless all forward passes precede the first
     backward pass. If weight gradients are delayed, both halves of a backward pass recompute the forward pass, and both
-    compute the gradients of inputs.
+    compute the gradients of inputs. In an encoder-decoder with several microbatches or stages, the backward pass begins
+    with another forward pass; see `encoder_decoder.stage`.
     """
-    c, M = cfg.at_work, sched.microbatches
-    whole_batch = c.n_experts and c.balance_loss and c.balance_over == "batch"
-    once_more = M * sched.stages > 1 and not sched.turns and whole_batch
-    halves = 1 + sched.splits_backward
+    M, halves = sched.microbatches, 1 + sched.splits_backward
+    once_more = has_balance_pass(cfg, sched) or (cfg.at_work.encoder_layers and not sched.in_one_piece)
     return Passes(M * (2 if once_more else 1), M * halves, M * halves, M)
 
 
-def layer_counts(c: ModelAtWork, z: Sizes) -> tuple[int, int]:
-    """Count the dense and the MoE layers of the first stage."""
-    n_moe = z.blocks if c.n_experts else 0
-    n_dense = c.dense_prefix + z.blocks * (c.layers_per_block - bool(c.n_experts))
-    return n_dense, n_moe
+@formulas.by_cases
+def has_balance_pass(cfg: Config, sched: schedules.Schedule) -> bool:
+    """Return True if the balance loss costs an additional forward pass; see `passes`."""
+    c = cfg.at_work
+    whole_batch = c.n_experts and c.balance_loss and c.balance_over == "batch"
+    return bool(sched.microbatches * sched.stages > 1 and not sched.turns and whole_batch)
+
+
+def layer_counts(c: ModelAtWork, z: Sizes) -> dict[str, int]:
+    """Count the layers of each kind on the first stage."""
+    if c.encoder_layers:
+        return {"encoder": c.encoder_layers // z.mesh[STAGE], "decoder": c.n_layers // z.mesh[STAGE]}
+    dense = c.dense_prefix + z.blocks * (c.layers_per_block - bool(c.n_experts))
+    return {"dense": dense, "moe": z.blocks if c.n_experts else 0}
 
 
 @for_each_setting("remat", "tensor_exchange", "context_attention")
 def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:
-    """List (number of layers, rows of one layer) for each kind of layer on the first stage."""
-    counts = enumerate(layer_counts(c, z))
-    return [(many, layer_costs(c, z, bool(is_moe)) if present(many) else []) for is_moe, many in counts]
+    """List (number of layers, rows of one layer) for each kind of layer on the first stage, and the rows that all
+    layers of an encoder or of a decoder share."""
+    counts = layer_counts(c, z)
+    found = [(many, layer_costs(c, z, kind) if present(many) else []) for kind, many in counts.items()]
+    return found + [(1, layer_costs(c, z, kind, shared=True)) for kind in counts if c.encoder_layers]
 
 
 @dataclass(frozen=True)
@@ -357,75 +390,6 @@ def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[
         (row, 1, once) for row in logits_rows(c, z)
     ]
     return [count(*one) for one in rows if isinstance(one[0], Matmul)]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """One parameter on a device of the first stage."""
-
-    name: str
-    d: sharding.Declaration
-    mesh: dict[str, int]
-    c: ModelAtWork
-
-    @property
-    def axes(self) -> list[tuple[str, ...]]:
-        """The mesh axes that split each dim."""
-        return [(entry,) if isinstance(entry, str) else entry or () for entry in self.d.spec]
-
-    @property
-    def local_size(self) -> int:
-        """Entries of the local shard."""
-        return self.d.size // math.prod(self.mesh[axis] for axes in self.axes for axis in axes)
-
-    @property
-    def gathered_over(self) -> tuple[str, ...]:
-        return next((axes for axes in self.axes if FSDP in axes), ())
-
-    @property
-    def num_shards(self) -> int:
-        """Number of shards that an all-gather combines."""
-        return math.prod(self.mesh[axis] for axis in self.gathered_over)
-
-    @property
-    def shard_width(self) -> int:
-        """Width of a shard along the dim that is gathered."""
-        sizes = [size for size, axes in zip(self.d.shape, self.axes, strict=True) if FSDP in axes]
-        return sizes[0] // self.num_shards if sizes else 0
-
-    @property
-    def gathered_size(self) -> int:
-        """Entries of the gathered parameter."""
-        return self.local_size * self.num_shards
-
-    @property
-    def replicas(self) -> tuple[str, ...]:
-        """Axes along which the parameter is replicated."""
-        return tuple(axis for axis in AXES if not any(axis in axes for axes in self.axes))
-
-    @property
-    def width(self) -> int:
-        """Bytes of an entry of the gathered parameter."""
-        narrow = self.gathered_over and not self.d.exact and self.c.compute_dtype == "bfloat16"
-        return 2 if narrow else self.d.dtype.itemsize
-
-    @property
-    def layers(self) -> int:
-        """Number of layers of one stage that have this parameter."""
-        sizes = dict(zip(self.d.dims, self.d.shape, strict=True))
-        stages = self.mesh[STAGE] if "L" in sizes else 1
-        return math.prod(sizes.get(letter, 1) for letter in "PLJ") // stages
-
-
-@functools.singledispatch  # for formulas, see docs/planner_formulas.py
-@functools.cache
-def declared(c: ModelAtWork) -> dict[str, sharding.Declaration]:
-    return sharding.flatten_named(declare(c))
-
-
-def weights(cfg: Config) -> list[Weights]:
-    sizes = cfg.mesh.sizes
-    return [Weights(name, d, sizes, cfg.at_work) for name, d in declared(cfg.model).items()]
 
 
 @dataclass(frozen=True)
@@ -471,9 +435,12 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip:
 
     for many, rows in layers(c, z):
         activations(rows, many, run)
-    activations(embedding_rows(c, z), 1, Passes(run.forward, 0, sched.microbatches, 0), inside=False)
+    stacks = [z, z.of_encoder] if c.encoder_layers else [z]
+    for one in stacks:
+        activations(embedding_rows(c, one), 1, Passes(lookups(cfg, sched), 0, sched.microbatches, 0), inside=False)
     activations(logits_rows(c, z), 1, once, inside=False)
-    add("activations", "collective-permute", (STAGE,), z.b * z.t * c.d_model * z.width, messages(cfg, sched))
+    sent = sum(one.b * one.t for one in stacks) * c.d_model * z.width
+    add("activations", "collective-permute", (STAGE,), sent, messages(cfg, sched))
     if c.n_experts:
         add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1)
         if c.balance_loss and c.balance_over == "microbatch" and sched.microbatches * sched.stages > 1:
@@ -491,8 +458,14 @@ def messages(cfg: Config, sched: schedules.Schedule) -> int:
     """Count the sends of a stage to a neighboring stage: one after each tick, forward and backward."""
     if sched.stages == 1:
         return 0
-    once_more = passes(cfg, sched).forward > sched.microbatches
-    return sched.ticks * (1 if sched.turns else 2) + (schedules.forward_only(sched).ticks if once_more else 0)
+    ahead = schedules.forward_only(sched).ticks if has_balance_pass(cfg, sched) else 0
+    return sched.ticks * (1 if sched.turns else 2) + ahead
+
+
+@formulas.by_cases
+def lookups(cfg: Config, sched: schedules.Schedule) -> int:
+    """Count the microbatches whose tokens are embedded in a step."""
+    return sched.microbatches * (2 if has_balance_pass(cfg, sched) else 1)
 
 
 @formulas.by_cases
@@ -520,11 +493,12 @@ def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
     if c.work.gather == "step":
         yield WeightUse(1, 0, 1, w.d.dims, w.gathered_size / w.layers, w.layers)
         return
-    if w.name.startswith(("prefix.", "blocks.")):
+    if w.name.startswith(LAYERS):
         of = "experts" if "E" in w.d.dims else "weights"
         yield WeightUse(run.forward, run.again, run.weights, w.d.dims, w.gathered_size / w.layers, w.layers, of)
-    if w.name == "embedding_VD" and not sends_tokens_to_table(c, z):
-        yield WeightUse(run.forward, 0, M, w.d.dims, w.gathered_size, 1)
+    for one in (z, z.of_encoder) if c.encoder_layers else (z,):
+        if w.name == "embedding_VD" and not sends_tokens_to_table(c, one):
+            yield WeightUse(lookups(cfg, sched), 0, M, w.d.dims, w.gathered_size, 1)
     if w.name == ("embedding_VD" if c.tie_embeddings else "unembedding_DV"):
         v = c.vocab_size // z.mesh[TENSOR]
         slices, words = vocabulary_slices(c.work.loss_chunk, logits_tokens(z), v)
@@ -565,7 +539,7 @@ def weight_collectives(w: Weights, cfg: Config, sched: schedules.Schedule, platf
         yield WeightCollective("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
     if w.d.trainable:
         yield WeightCollective("replicas", "all-reduce", w.replicas, w.local_size * w.d.dtype.itemsize, 1)
-    if sched.chunks > 1 and w.d.dims[0] == "L":  # interleaved: send layers to the stages that compute them, and back
+    if sched.chunks > 1 and "blocks" in w.name:  # interleaved: send layers to the stages that compute them, and back
         held = (w.gathered_size if cfg.at_work.work.gather == "step" else w.local_size) / sched.chunks
         yield WeightCollective("weights", "collective-permute", (STAGE,), held * w.width, sched.rounds)
         yield WeightCollective("gradients", "collective-permute", (STAGE,), held * 4, sched.rounds)
@@ -579,6 +553,7 @@ def slots(cfg: Config, sched: schedules.Schedule) -> tuple[float, float, float]:
     c = cfg.at_work
     # Fraction of a forward pass that is recomputed; with "dots", attention scores and experts
     again = 1.0 if c.work.remat in WHOLE else 0.2 if c.work.remat == "dots" else 0.0
+    again += bool(c.encoder_layers and not sched.in_one_piece)
     return (1.0, again + 1, again + 2) if sched.splits_backward else (1.0, again + 2, 0.0)
 
 
@@ -587,6 +562,6 @@ def bubble(cfg: Config, sched: schedules.Schedule) -> float:
     """Return the fraction of the layers' time in which a stage waits. After every tick all wait for the slowest."""
     F, B, W = slots(cfg, sched)
     busy, whole = sched.microbatches * (F + B + W), schedules.lock_step(sched, F, B, W)
-    if passes(cfg, sched).forward > sched.microbatches:
+    if has_balance_pass(cfg, sched):
         busy, whole = busy + sched.microbatches * F, whole + schedules.lock_step(schedules.forward_only(sched), F)
     return formulas.maximum(1 - busy / whole, 0.0)  # rounding

@@ -85,8 +85,8 @@ def other_bytes(one, chip: hardware.Chip) -> float:
     """Return the bytes that operations other than matmuls read and write."""
     cfg, c, sched = one.cfg, one.cfg.at_work, one.sched
     z, run, step = Sizes.from_config(cfg, "tpu"), costs.passes(cfg, sched), c.work.gather == "step"
-    layers = c.n_layers / cfg.mesh.stage
-    stream = z.b * z.s * c.d_model * z.width * layers
+    positions = (c.n_layers * z.s + c.encoder_layers * z.S) / cfg.mesh.stage  # of all layers
+    stream = z.b * c.d_model * z.width * positions
     passes = run.forward + run.again * (c.work.remat != "dots") + run.inputs + run.weights
     kept = one.memory_bytes["saved"] * (sched.microbatches if cfg.mesh.stage == 1 else 1)
     rows = sum(row.hbm_bytes for row in one.work if row.part == "experts")
@@ -119,15 +119,17 @@ def exposed_ring_seconds(one, speed: float, peak: float) -> float:
     return waits
 
 
-# The functions whose matmuls each ring of a layer overlaps with: all-gather and reduce-scatter of attention, then of
-# the feed-forward layer
+# The functions whose matmuls each ring of a layer overlaps with: all-gather and reduce-scatter of attention, of
+# cross-attention in a decoder with an encoder, then of the feed-forward layer
 OVERLAPPED_FUNCTIONS = (
-    ("latent_queries", "queries_keys_values"), ("latent_attention.<lambda>", "grouped_attention.out"), ("hidden",),
-    ("down",),
+    ("latent_queries", "queries_keys_values"), ("latent_attention.<lambda>", "grouped_attention.out"),
+    ("cross_branch.queries",), ("cross_branch.out",), ("hidden",), ("down",),
 )  # fmt: skip
 
 
 def overlapped_flops(rows: list) -> list[float]:
     """Return the FLOPs of the matmuls that each ring overlaps with, in the order of OVERLAPPED_FUNCTIONS."""
-    of = lambda names: sum(x.flops for x in rows if isinstance(x, costs.Matmul) and x.function in names)
-    return [of(names) for names in OVERLAPPED_FUNCTIONS]
+    of = lambda names: [x.flops for x in rows if isinstance(x, costs.Matmul) and x.function in names]
+    found = [of(names) for names in OVERLAPPED_FUNCTIONS]
+    has_cross = bool(found[2])
+    return [sum(flops) for flops in (found if has_cross else found[:2] + found[4:])]

@@ -207,7 +207,7 @@ def layer_costs(at: Pass):
     c, sizes = decoding_config(at.cfg.at_work), letters(at)
     of_moe = c.n_blocks if c.n_experts else 0
     for is_moe, layers in ((False, c.n_layers - of_moe), (True, of_moe)):
-        for row in traced_layer.cached_layer_rows(c, is_moe) if layers else ():
+        for row in traced_layer.cached_layer_rows(c, "moe" if is_moe else "dense") if layers else ():
             part, count = traced_layer.part_of(row), layers * row.count.at(sizes)
             if is_moe and part in ("router", "feed-forward"):
                 part = "experts"
@@ -503,6 +503,11 @@ class Plan:
         }  # fmt: skip
 
 
+def check_decoder(cfg: Config) -> None:
+    if cfg.model.encoder_layers:
+        raise UserError("--inference plans decoders, and this model has an encoder; drop --inference")
+
+
 def plan(
     cfg: Config, topology: hardware.Topology | str | None, request: Request, limit_bytes: int | None = None
 ) -> Plan:
@@ -512,6 +517,7 @@ def plan(
     limit_bytes  memory of a device, if it differs from the chip's
     Raises: UserError for a model that cannot be sharded over the mesh, and a mesh that does not match the topology.
     """
+    check_decoder(cfg)
     topology = hardware.Topology.parse(topology) if isinstance(topology, str) else topology
     if topology:
         hardware.layout(cfg.mesh, topology)
@@ -529,6 +535,7 @@ def search(cfg: Config, topology: hardware.Topology, request: Request, limit_byt
     first; for each mesh on which it does not fit, those that need the least memory first; and {reason: number} for
     meshes that the model cannot use.
     """
+    check_decoder(cfg)
     check_batches((batch,))
     fit, large, refused = [], [], {}
     for mesh in planner.candidate_meshes(cfg, topology):

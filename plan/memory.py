@@ -5,10 +5,12 @@ import math
 import model
 import optimizer
 from config import Config, ModelAtWork
+from encoder_decoder import BUCKETS
 from kernels import grouped
 from pipeline import schedules
 from plan import formulas, hiding
 from plan.costs import (
+    LAYERS,
     WHOLE,
     Sizes,
     Weights,
@@ -24,7 +26,7 @@ from sharding import CONTEXT, EXPERT, TENSOR
 
 
 @formulas.by_cases
-def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: bool = False) -> float:
+def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool = False) -> float:
     """Return the bytes of activations that one layer saves for the backward pass of one microbatch.
 
     remat      "full" saves the layer's input. "branches" also saves the input of the second branch. "dots" saves the
@@ -33,6 +35,7 @@ def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: b
                activation function
     one_piece  True if the step has only this microbatch
     """
+    is_moe, z = kind == "moe", z.of_encoder if kind == "encoder" else z
     N, f32, n_context = z.b * z.s, 4, z.mesh[CONTEXT]
     way = context_exchange(c, z)
     keys = z.b * z.T if way == "gather" else N
@@ -45,6 +48,8 @@ def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: b
         latent, score, value = 0, c.d_head, c.d_head
         g = c.n_kv_heads // z.mesh[TENSOR]
         made = N * 2 * g * c.d_head
+    crosses = kind == "decoder"  # attends to the S positions of the encoder, too
+    crossed = crosses * (N * h + z.b * z.S * g) * (score + value)  # queries, outputs, keys and values
     n, m = z.mesh[EXPERT], c.d_expert // z.mesh[TENSOR]
     rows = tiles = 0
     if is_moe and c.capacity_factor:
@@ -53,7 +58,7 @@ def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: b
         rows = grouped_rows(N * n * c.top_k, c.n_experts // n, z.platform)
         tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(N * n * c.top_k, c.n_experts // n)[1]
     dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
-    branches = 1 if c.parallel_residual else 2  # each normalizes and gathers the residual stream
+    branches = 1 if c.parallel_residual else 2 + crosses  # each normalizes and gathers the residual stream
     if remat in WHOLE:
         return (branches if remat == "branches" else 1) * stream * z.width
     if remat == "dots":
@@ -64,10 +69,11 @@ def saved_bytes(c: ModelAtWork, z: Sizes, is_moe: bool, remat: str, one_piece: b
             less = stream + whole
         if on_tpu and c.attention == "mla" and one_piece:
             made += keys * h * c.d_rope
-        return (branches * stream + whole * (2 if present(dense) else 1) - less + N * latent + N * h * score + made
-                + dense * (1 + model.gated(c))) * z.width  # fmt: skip
+        outputs = whole * ((2 if present(dense) else 1) + crosses)
+        return (branches * stream + outputs - less + N * latent + N * h * score + made
+                + crossed + dense * (1 + model.gated(c))) * z.width  # fmt: skip
     matrices = 2 + model.gated(c)
-    attended = (N * h + keys * g) * (score + value) * z.width + N * h * f32
+    attended = ((N * h + keys * g) * (score + value) + crossed) * z.width + N * h * f32
     if way == "all_to_all":  # attention outputs before and after the all-to-all
         attended += N * h * value * z.width
     if way == "ring":  # each step of the ring saves the partial output of the previous steps
@@ -98,20 +104,48 @@ def moments_bytes(cfg: Config, w: list[Weights]) -> float:
     return sum(entries(x) * x.d.dtype.itemsize for x in w if x.name not in frozen)
 
 
+def score_bytes(c: ModelAtWork, z: Sizes, kind: str) -> float:
+    """Return the bytes of the scores that attention with a mask stores in float32; attention in blocks stores none."""
+    z = z.of_encoder if kind == "encoder" else z
+    keys = {"encoder": z.s, "decoder": z.s + z.S}.get(kind, z.T * c.prefix_lm)
+    return 4 * z.b * c.n_heads // z.mesh[TENSOR] * z.s * keys
+
+
+def bias_bytes(c: ModelAtWork, z: Sizes) -> float:
+    """Return the bytes of the position biases of both stacks, of their gradients and of the one-hot rows (see
+    `encoder_decoder.position_bias`)."""
+    return 4 * (z.S**2 + z.T**2) * (BUCKETS + 2 * c.n_heads // z.mesh[TENSOR]) if c.encoder_layers else 0
+
+
+# Arrays as large as the scores: in the layer that is being computed, and among what a layer saves with remat=none
+SCORES_AT_WORK, SCORES_SAVED = 3, 9
+
+
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
     """Predict one device's peak memory in bytes, by part. The state is exact; temporary arrays are an estimate."""
     c, z = cfg.at_work, Sizes.from_config(cfg, platform)
     one_piece, w = sched.in_one_piece, weights(cfg)
     state = sum(x.local_size * x.d.dtype.itemsize for x in w)
-    there = [(many, bool(is_moe)) for is_moe, many in enumerate(layer_counts(c, z)) if present(many)]
-    saved = sum(many * saved_bytes(c, z, is_moe, c.work.remat, one_piece) for many, is_moe in there) / sched.chunks
+    there = [(many, kind) for kind, many in layer_counts(c, z).items() if present(many)]
+    saved = sum(many * saved_bytes(c, z, kind, c.work.remat, one_piece) for many, kind in there)
+    if c.work.remat == "none":
+        saved += SCORES_SAVED * sum(many * score_bytes(c, z, kind) for many, kind in there)
     on_tpu = platform == "tpu"
     work = maximum(
-        *(where(on_tpu, *(saved_bytes(c, z, is_moe, remat) for remat in ("fused", "none"))) for _, is_moe in there)
+        *(
+            where(on_tpu, *(saved_bytes(c, z, kind, remat) for remat in ("fused", "none")))
+            + SCORES_AT_WORK * score_bytes(c, z, kind)
+            for _, kind in there
+        )
     )
     of_layer = maximum(*(sum(x.gathered_size * x.width // x.layers for x in w if x.name.startswith(part))
-                   for part in ("prefix.", "blocks.dense.", "blocks.moe.")))  # fmt: skip
-    buffers, stream = sched.slots, z.b * z.t * c.d_model * z.width
+                   for part in ("prefix.", "blocks.dense.", "blocks.moe.", *LAYERS[2:])))  # fmt: skip
+    positions = z.t + z.S // z.mesh[TENSOR] if c.encoder_layers else z.t
+    buffers, stream = sched.slots, z.b * positions * c.d_model * z.width
+    if c.encoder_layers and not one_piece:  # a pass saves its input; its backward pass saves what its layers save
+        saved += buffers.kept * stream
+    else:
+        saved = (buffers.kept + where(one_piece, 0, 1)) * saved / sched.chunks
     step = c.work.gather == "step"
     table = maximum(*(x.gathered_size * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV")))
     # With gather=step, gradients are summed over microbatches in float32. A CPU has a second copy while it sends them.
@@ -123,12 +157,12 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     return {
         "parameters": state,
         "optimizer": moments_bytes(cfg, w),
-        "batch": 5 * 4 * z.b * sched.microbatches * z.s,
+        "batch": 4 * z.b * sched.microbatches * (5 * z.s + 3 * z.S + z.s * c.prefix_lm),
         "gradients": gradients,
         "weights": where(step, sum(x.gathered_size * x.width for x in w), 2 * of_layer),
-        "saved": (buffers.kept + where(one_piece, 0, 1)) * saved,
+        "saved": saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # The temporary arrays of one layer, or of the logits. In one piece, no layer has a gradient yet when the logits
         # are computed (`freed`).
-        "at work": maximum(work, where(on_tpu, 1, 3) * logits + table - freed),
+        "at work": maximum(work, where(on_tpu, 1, 3) * logits + table - freed) + bias_bytes(c, z),
     }

@@ -15,6 +15,7 @@ import sharding
 from config import AUTO, AXES, Config, MeshConfig, replace
 from errors import UserError
 from pipeline import fit, schedules
+from pipeline.step import TWO_STACKS
 from plan import auto, compiled, costs, expected, hardware, memory
 from plan.costs import model_flops_per_token, parameters
 from plan.formulas import maximum, minimum
@@ -166,7 +167,7 @@ class Plan:
 
         If the speed of the chip is unknown, return the fraction of the FLOPs instead.
         """
-        if costs.passes(self.cfg, self.sched).forward <= self.sched.microbatches:
+        if not costs.has_balance_pass(self.cfg, self.sched):
             return None
         settled = replace(self.cfg, **{"model.balance_over": "microbatch"})
         other = plan_settled(settled, self.topology, self.limit_bytes)
@@ -321,8 +322,11 @@ def meshes(devices: int):
 
 
 def candidate_meshes(cfg: Config, topology: hardware.Topology) -> list[MeshConfig]:
-    """List the meshes of a search. In a dense model, an expert axis does the same as an fsdp axis, so it stays 1."""
-    return [mesh for mesh in meshes(topology.devices) if mesh.expert == 1 or cfg.model.n_experts]
+    """List the meshes of a search. In a dense model, an expert axis does the same as an fsdp axis, so it stays 1. An
+    encoder-decoder has no context axis."""
+    c = cfg.model
+    return [mesh for mesh in meshes(topology.devices)
+            if (mesh.expert == 1 or c.n_experts) and (mesh.context == 1 or not c.encoder_layers)]  # fmt: skip
 
 
 def count_refusal(refused: dict[str, int], error: UserError) -> None:
@@ -344,10 +348,11 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
     autos = cfg.work.auto_settings
     least = {name: value for name, value in cfg.work.baselines("least").items() if name in autos}
     candidates = candidate_meshes(cfg, topology)
+    names = TWO_STACKS if cfg.model.encoder_layers else tuple(schedules.SCHEDULES)
     for number, mesh in enumerate(candidates):
         if number % 50 == 0:
             say(f"{number} of {len(candidates)} meshes planned ...")
-        for schedule in [*schedules.SCHEDULES] if mesh.stage > 1 and "schedule" in autos else [cfg.work.schedule]:
+        for schedule in names if mesh.stage > 1 and "schedule" in autos else [cfg.work.schedule]:
             work = dataclasses.replace(cfg.work, **least, schedule=schedule).resolved
             try:
                 one = plan(dataclasses.replace(cfg, mesh=mesh, work=work), topology, limit_bytes)

@@ -23,9 +23,8 @@ import sharding
 from architectures import declare
 from config import Config
 from errors import UserError
-from pipeline.step import BATCH_NAMES
 from plan import hardware
-from plan.compiled import slot_shares
+from plan.compiled import batch_shapes, slot_shares
 from plan.rows import EXTERNAL, ROOT, Place, Row, Walk, array_bytes, is_external
 from sharding import as_tuple
 from xla.ledger import Share
@@ -269,7 +268,5 @@ def indivisible_shape_message(error: BaseException) -> str:
 def training_step(cfg: Config, platform: str = "cpu") -> Program:
     """Trace the loss and gradients of a training step, without the optimizer, which only updates local shards."""
     mesh = abstract_mesh(hardware.named_mesh(cfg.mesh.sizes), platform)
-    shape, dtype = (cfg.data.batch_size, cfg.data.seq_len), {"weights_BT": np.float32}
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype.get(name, np.int32)) for name in BATCH_NAMES}
-    parameters, step = sharding.shapes(declare(cfg.model)), jax.ShapeDtypeStruct((), np.int32)
-    return read(pipeline.loss_and_grads(cfg, mesh), parameters, batch, step, mesh=mesh, shares=slot_shares(cfg))
+    shapes = sharding.shapes(declare(cfg.model)), batch_shapes(cfg), jax.ShapeDtypeStruct((), np.int32)
+    return read(pipeline.loss_and_grads(cfg, mesh), *shapes, mesh=mesh, shares=slot_shares(cfg))

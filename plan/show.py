@@ -367,7 +367,7 @@ def plot_schedule(axes, one: Plan) -> None:
     """Draw the work of each stage, in lock-step."""
     cfg, sched = one.cfg, one.sched
     form = "as executed, in lock-step"
-    if costs.passes(cfg, sched).forward > sched.microbatches:
+    if costs.has_balance_pass(cfg, sched):
         form += ", after an extra forward pass of all microbatches for the balance loss"
     draw.paint_spans(axes, sched, schedules.in_lock_step(sched, *costs.slots(cfg, sched)), 10, form)
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))

@@ -23,9 +23,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import devices
+import encoder_decoder
 import model
+from architectures import declare
 from config import ModelAtWork
+from overlap.context import over_context
 from overlap.remat import remat
+from pipeline.step import batch_names
 from plan import hardware
 from plan.program import abstract_mesh, read
 from plan.rows import ROOT, Row
@@ -84,14 +88,16 @@ def term(value: float) -> Term:
 
 # The trace ------------------------------------------------------------------------------------------------------------
 
+STACKS = "encoder", "decoder"  # kinds of layers of an encoder-decoder; those of a decoder are dense and moe
 KERNELS = {  # kernel function in a trace, forward or backward: the part of the layer
     "mixed_in_blocks": "attention", "pulled_in_blocks": "attention",
     "grouped_matmul_in_tiles": "experts", "pulled_in_tiles": "experts",
 }  # fmt: skip
 
 
-def prime_sized_model(c: ModelAtWork, is_moe: bool) -> ModelAtWork:
+def prime_sized_model(c: ModelAtWork, kind: str) -> ModelAtWork:
     """Return a one-layer model with the same operations as a layer of `c`, and sizes from PRIMES."""
+    is_moe = kind == "moe"
     n, heads, group = PRIMES, PRIMES["g"] * PRIMES[TENSOR], 1 if c.attention == "mla" else PRIMES["r"]
     if c.work.context_attention == "all_to_all":  # then CONTEXT also shards the heads, and g is one shard
         heads *= PRIMES[CONTEXT]
@@ -99,6 +105,7 @@ def prime_sized_model(c: ModelAtWork, is_moe: bool) -> ModelAtWork:
     positions = n["t"] * n["tensor"] * n["context"]
     sizes = dict(
         vocab_size=1, d_model=n["D"], n_layers=1, n_heads=heads * group, n_kv_heads=heads, d_head=n["K"],
+        encoder_layers=int(kind in STACKS),
         d_rope=n["R"], d_value=n["U"], d_kv_latent=n["C"], d_query_latent=query_latent if c.d_query_latent else 0,
         rope_dims=0, rope_theta=1e4, no_rope_every=0, d_ff=n["f"] * n["tensor"],
         n_experts=n["e"] * n["expert"] * is_moe, top_k=n["k"], n_shared=n["x"] * bool(c.n_shared and is_moe),
@@ -108,7 +115,7 @@ def prime_sized_model(c: ModelAtWork, is_moe: bool) -> ModelAtWork:
         capacity_factor=bool(c.capacity_factor and is_moe) * n["X"] * n["e"] * n["expert"] / (n["k"] * positions),
     )  # fmt: skip
     work = replace(type(c.work)().resolved, remat=c.work.remat, tensor_exchange=c.work.tensor_exchange,
-                   context_attention=c.work.context_attention)  # fmt: skip
+                   context_attention=c.work.context_attention, gather="step")  # fmt: skip
     return replace(c, work=work, **sizes)
 
 
@@ -117,16 +124,19 @@ def whole_over_slices(spec: P) -> P:
     return P(*(None if FSDP in (entry if isinstance(entry, tuple) else (entry,)) else entry for entry in spec))
 
 
-def gathered_layer(c: ModelAtWork, is_moe: bool):
-    """Return the shapes and PartitionSpecs of a layer's gathered parameters, as `model.layer` expects them."""
-    blocks, stacked = model.declare(c).blocks, 1 if is_moe else 2
+def gathered_layer(c: ModelAtWork, kind: str):
+    """Return the shapes and PartitionSpecs of gathered parameters: those of a layer, as `model.layer` expects them, or
+    of a model with one encoder layer and one decoder layer."""
+    w = declare(c)
+    if kind in STACKS:
+        layer, stacked = w.replace(embedding_VD=None, norm_D=None, unembedding_DV=None), 0
+    else:
+        layer, stacked = (w.blocks.moe, 1) if kind == "moe" else (w.blocks.dense, 2)
 
     def shape(name, d):
-        vector = len(d.shape) - stacked == 1
-        dtype = d.dtype if vector or d.exact else jnp.dtype(c.compute_dtype)
-        return jax.ShapeDtypeStruct(d.shape[stacked:], dtype)
+        narrow = not d.exact and FSDP in str(d.spec)
+        return jax.ShapeDtypeStruct(d.shape[stacked:], jnp.dtype(c.compute_dtype) if narrow else d.dtype)
 
-    layer = blocks.moe if is_moe else blocks.dense
     return map_named(shape, layer), jax.tree.map(lambda d: whole_over_slices(P(*d.spec[stacked:])), layer)
 
 
@@ -139,16 +149,19 @@ def read_rows(function, in_specs, *shapes) -> list[Row]:
     return read(on_mesh, *shapes, mesh=abstract_mesh(MESH, KERNELS_AS_CALLS), kernels=frozenset(KERNELS)).rows
 
 
-def rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
+def rows(c: ModelAtWork, kind: str) -> list[Row]:
     """List all operations of one layer of a model from `prime_sized_model`, and of its backward pass."""
-    w, specs = gathered_layer(c, is_moe)
+    if kind in STACKS:
+        return stack_rows(c, kind)
+    w, specs = gathered_layer(c, kind)
     B, T = PRIMES["b"] * PRIMES["expert"], PRIMES["t"] * PRIMES["tensor"] * PRIMES["context"]
     x_BTD = jax.ShapeDtypeStruct((B, T, c.d_model), jnp.dtype(c.compute_dtype))
     numbers_BT = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
     def local(w, x_btD, positions_bs, segments_bs):
         batch = {"positions_BT": positions_bs, "segments_BT": segments_bs, "index_BT": positions_bs}
-        one = remat(c, lambda w, x_btD: model.layer(w, c, x_btD, model.tokens_of(batch), 0, None)[0])
+        attend = functools.partial(over_context, prefix_bs=positions_bs if c.prefix_lm else None)
+        one = remat(c, lambda w, x_btD: model.layer(w, c, x_btD, model.tokens_of(batch), 0, None, attend)[0])
         y_btD, pull = jax.vjp(one, *vary((w, x_btD), AXES))
         return vary((y_btD, *pull(y_btD)), AXES)
 
@@ -156,11 +169,28 @@ def rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
     return read_rows(local, in_specs, w, x_BTD, numbers_BT, numbers_BT)
 
 
-def cached_rows(c: ModelAtWork, is_moe: bool) -> list[Row]:
+def stack_rows(c: ModelAtWork, kind: str) -> list[Row]:
+    """List all operations of an encoder or a decoder of one layer, and of its backward pass."""
+    w, specs = gathered_layer(c, kind)
+    B, devices = PRIMES["b"] * PRIMES["expert"], PRIMES["tensor"] * PRIMES["context"]
+    lengths = {"BS": PRIMES["t" if kind == "encoder" else "S"] * devices, "BT": PRIMES["t"] * devices}
+    pair = tuple(jax.ShapeDtypeStruct((B, T, c.d_model), jnp.dtype(c.compute_dtype)) for T in lengths.values())
+    names = (*batch_names(c), "encoder_index_BS", "index_BT")
+    batch = {name: jax.ShapeDtypeStruct((B, lengths[name[-2:]]), jnp.int32) for name in names}
+
+    def local(w, pair, batch):
+        one = lambda w, pair: encoder_decoder.stage(w, c, pair, batch, None, STACKS.index(kind))[0]
+        pair, pull = jax.vjp(one, *vary((w, pair), AXES))
+        return vary((pair, *pull(pair)), AXES)
+
+    return read_rows(local, (specs, P(BATCH, (CONTEXT, TENSOR)), P(BATCH, CONTEXT)), w, pair, batch)
+
+
+def cached_rows(c: ModelAtWork, kind: str) -> list[Row]:
     """List all operations of one layer in prefill and decode, where new tokens attend to a KV cache."""
     from generate import cache
 
-    w, specs = gathered_layer(c, is_moe)
+    w, specs = gathered_layer(c, kind)
     size = PRIMES
     dtype, groups, devices = jnp.dtype(c.compute_dtype), size["expert"], size["context"] * size["tensor"]
     array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
@@ -189,6 +219,7 @@ PART_OF = {
     "attend_to_slots": "cache", "with_shared": "shared experts", "route": "router", "experts_feed_forward": "experts",
     "logit_sums": "logits", "feed_forward": "feed-forward", "attention_branch": "attention",
     "feed_forward_branch": "feed-forward", "meet": "attention", "_attention": "attention", "_grouped_matmul": "experts",
+    **dict.fromkeys(("position_bias", "masked_attention", "cross_branch", "cross_keys_values"), "attention"),
 }  # fmt: skip
 
 
@@ -222,6 +253,11 @@ class LayerRow:
     @property
     def function(self) -> str:
         return self.source.rpartition(" ")[2]
+
+    @property
+    def once_per_stack(self) -> bool:
+        """True if all layers of an encoder or of a decoder share the operation: position biases, encoder's output."""
+        return bool({"position_bias", "memory"} & {*self.callers})
 
     def hbm_bytes(self, sizes: dict):
         """Return the bytes that a forward pass reads and writes. In a ring, all chunks read the weights only once."""
@@ -282,20 +318,20 @@ def pop_executions(rows: list[Row], fits, most: float = math.inf) -> float:
 
 
 @functools.cache
-def layer_rows(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
+def layer_rows(c: ModelAtWork, kind: str) -> list[LayerRow]:
     """List the operations of one layer of `c`, in the order of its forward pass."""
-    return cached_on_disk(prime_sized_model(c, is_moe), is_moe)
+    return cached_on_disk(prime_sized_model(c, kind), kind)
 
 
 @functools.cache
-def cached_layer_rows(c: ModelAtWork, is_moe: bool) -> list[LayerRow]:
+def cached_layer_rows(c: ModelAtWork, kind: str) -> list[LayerRow]:
     """List the operations of one layer of `c` in prefill and decode, see `cached_rows`."""
     work = replace(c.work, remat="none", tensor_exchange=c.work.tensor_exchange, context_attention="gather")
-    return cached_on_disk(prime_sized_model(replace(c, work=work), is_moe), is_moe, cached=True)
+    return cached_on_disk(prime_sized_model(replace(c, work=work), kind), kind, cached=True)
 
 
-SOURCES = ("model.py", "sharding.py", "overlap/*.py", "kernels/*.py", "generate/cache.py", "plan/rows.py",
-           "plan/traced_layer.py")  # fmt: skip
+SOURCES = ("model.py", "encoder_decoder.py", "sharding.py", "overlap/*.py", "kernels/*.py", "generate/cache.py",
+           "plan/rows.py", "plan/traced_layer.py")  # fmt: skip
 
 
 @functools.cache
@@ -306,13 +342,13 @@ def code_hash() -> str:
 
 
 @functools.cache
-def cached_on_disk(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[LayerRow]:
+def cached_on_disk(c: ModelAtWork, kind: str, cached: bool = False) -> list[LayerRow]:
     """Return `from_trace(..)`, from the user's cache directory if it is there: a trace takes half a second."""
-    name = hashlib.sha256(repr((code_hash(), c, c.work, is_moe, cached)).encode()).hexdigest()
+    name = hashlib.sha256(repr((code_hash(), c, c.work, kind, cached)).encode()).hexdigest()
     file = Path(devices.cache_directory(), "layers", name)
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
         return pickle.loads(file.read_bytes())
-    result = from_trace(c, is_moe, cached)
+    result = from_trace(c, kind, cached)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
@@ -321,12 +357,12 @@ def cached_on_disk(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[L
     return result
 
 
-def from_trace(c: ModelAtWork, is_moe: bool, cached: bool = False) -> list[LayerRow]:
+def from_trace(c: ModelAtWork, kind: str, cached: bool = False) -> list[LayerRow]:
     """Trace one layer of a model from `prime_sized_model` and combine each forward row with its backward rows.
 
     Raises: ValueError if a backward operation matches no forward operation.
     """
-    every = cached_rows(c, is_moe) if cached else rows(c, is_moe)
+    every = cached_rows(c, kind) if cached else rows(c, kind)
     forward, again, back = ([row for row in every if phase_of(row) == one] for one in ("forward", "again", "back"))
     found = []
     for row in forward:

@@ -74,8 +74,8 @@ def legend(one: Plan) -> str:
 def line_formulas(one: Plan) -> dict[tuple[str, bool], str]:
     """Map (source line of a layer, True for a collective) to the formula of one forward pass."""
     by_line: dict[tuple[str, bool], list[str]] = {}
-    for is_moe in (False, True)[: 1 + bool(one.cfg.model.n_experts)]:
-        for row in traced_layer.layer_rows(one.cfg.at_work, is_moe):
+    for kind in costs.layer_counts(one.cfg.at_work, costs.Sizes.from_config(one.cfg)):
+        for row in traced_layer.layer_rows(one.cfg.at_work, kind):
             terms = by_line.setdefault((row.source, bool(row.axes)), [])
             terms += [row.formula] * (row.formula not in terms)
     return {line: " + ".join(terms) for line, terms in by_line.items()}

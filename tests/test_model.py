@@ -406,6 +406,21 @@ def test_deepseek_v3_parameter_counts():
     assert 37e9 <= active < 38e9
 
 
+def test_model_flops_of_an_encoder_decoder_by_hand():
+    """Catches targets that pass through the encoder, keys and values of cross-attention that are computed for targets,
+    and tokens that are only inputs or only targets."""
+    cfg = preset("t5_tiny")
+    # Widths: D=24, H=4 heads of K=10, F=40, V=304; 2 encoder layers over S=28 inputs, 4 decoder layers over T=12.
+    square, forward, D, S, T = 24 * 4 * 10, 3 * 24 * 40, 24, 28, 12
+    encoder = 2 * (4 * square + forward + 2 * D) + D + 32 * 4  # with the final norm and the position biases
+    decoder = 4 * (6 * square + forward + 3 * D) + D + 32 * 4 + 24 * 304  # and the keys and values of S inputs:
+    inputs = S * (encoder + 4 * 2 * square)
+    pairs = 2 * S * S + 4 * (T * (T + 1) / 2 + T * S)
+    multiplied = inputs + T * decoder + pairs * 4 * (10 + 10)
+    assert planner.model_flops_per_token(cfg) == 6 * multiplied // (S + T)
+    assert cfg.data.tokens_per_step == 16 * (S + T)
+
+
 def test_model_flops_of_a_dense_model_by_hand():
     """Catches a backward pass counted once, key/value heads counted as query heads, and full attention."""
     cfg = preset(

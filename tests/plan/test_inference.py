@@ -287,7 +287,7 @@ def test_the_table_the_plot_and_the_json_agree(capsys, tmp_path, monkeypatch):
     assert list(first.lines[0].get_ydata()) == [row["first_token_s"] for row in found["batches"]]
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if not preset(name).model.encoder_layers])
 def test_every_preset_is_planned(capsys, name):
     """Catches a model without a row (no experts, no query latents, tied embeddings), and batches other than the
     requested ones."""
@@ -299,6 +299,14 @@ def test_every_preset_is_planned(capsys, name):
     whole = sum(row["flops"] for row in found["decode"])
     active = inference.costs.parameters(preset(name).model)[1]
     assert whole > active, "a token uses all active parameters except a table"
+
+
+@pytest.mark.parametrize("flags", [(), ("--search", "8")])
+def test_an_encoder_is_refused(capsys, flags):
+    """Catches numbers of a decoder without an encoder."""
+    status, out, err = run(capsys, "t5_small", "--inference", "--topology", "h200:8", "--mesh", "data=8", *flags)
+    assert (status, out) == (2, "")
+    assert err == "error: --inference plans decoders, and this model has an encoder; drop --inference\n"
 
 
 def test_without_a_topology_there_are_no_seconds(capsys):

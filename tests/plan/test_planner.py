@@ -62,6 +62,11 @@ CASES = {
     "GPT-J's block": ("bench", "fsdp=2,tensor=2", LAYER | DENSE | NONE | GPTJ),
     "GPT-J's block, ring over tensor": ("bench", "stage=2,tensor=2", LAYER | DENSE | RING | GPTJ | {
         "work.remat": "branches"}),
+    "an encoder, everything saved": ("t5_tiny", "fsdp=2,tensor=2", LAYER | NONE),
+    "an encoder, gpipe": ("t5_tiny", "stage=2,fsdp=2,tensor=2", {
+        "work.schedule": "gpipe", "work.remat": "full", "model.encoder_layers": 4}),
+    "an encoder, 1f1b": ("t5_tiny", "stage=2,tensor=2", LAYER | {
+        "work.schedule": "1f1b", "work.remat": "branches", "model.encoder_layers": 4}),
     "a dense prefix": ("bench", "fsdp=2,expert=2,context=2", LAYER | {"model.dense_prefix": 2}),
 }  # fmt: skip
 

@@ -14,9 +14,9 @@ from plan.traced_layer import LETTER_OF, PRIMES, Term, term
 FULL = {"work.remat": "full"}
 
 
-def formulas(name: str, is_moe: bool, **settings) -> dict[str, str]:
+def formulas(name: str, kind: str, **settings) -> dict[str, str]:
     """Group the formulas of matmuls by function of the model, and those of collectives by kind and axes."""
-    rows = traced_layer.layer_rows(preset(name, **FULL, **settings).at_work, is_moe)
+    rows = traced_layer.layer_rows(preset(name, **FULL, **settings).at_work, kind)
     by_label = {}
     for row in rows:
         label = f"{row.kind} over {'*'.join(row.axes)}" if row.axes else row.function
@@ -26,7 +26,7 @@ def formulas(name: str, is_moe: bool, **settings) -> dict[str, str]:
 
 def test_the_formulas_of_a_dense_layer():
     """Catches one letter in place of another. The formulas were derived by hand in chapters 03 and 04."""
-    assert formulas("llama3_8b", False) == {
+    assert formulas("llama3_8b", "dense") == {
         "all-gather over tensor": ["2 b t tensor D", "2 b t tensor D"],
         "reduce-scatter over tensor": ["2 b t tensor D", "2 b t tensor D"],
         "all-gather over context": ["4 b t tensor context g K", "4 b t tensor context"],  # keys and values; documents
@@ -41,7 +41,7 @@ def test_the_formulas_of_a_dense_layer():
 
 def test_the_formulas_of_experts_and_latents():
     """Catches rows of latents, routed experts and shared experts that are assigned to another part."""
-    found = formulas("deepseek_v3", True)
+    found = formulas("deepseek_v3", "moe")
     assert found["all-gather over tensor"][0] == "2 b t tensor (Q + C + R)"  # latents, narrower than the stream
     assert found["all-gather over expert"][0] == found["reduce-scatter over expert"][0] == "2 b t tensor expert D"
     assert found["route"] == ["2 b t expert e D"]
@@ -51,10 +51,25 @@ def test_the_formulas_of_experts_and_latents():
     assert found["latent_attention.keys_values"] == ["2 b t tensor context g K C", "2 b t tensor context g U C"]
 
 
+def test_the_formulas_of_an_encoder_decoder():
+    """Catches cross-attention over the decoder's positions, and position biases or the gathered output of the encoder
+    that are counted once per layer instead of once per stack."""
+    encoder, found = formulas("t5_small", "encoder"), formulas("t5_small", "decoder")
+    attention, cross = ["2 b t t tensor tensor g r K"] * 2, ["2 b t S tensor tensor g r K"] * 2  # scores and values
+    assert encoder["einsum_f32"] == attention and found["einsum_f32"] == attention + cross
+    assert found["cross_branch.queries"] == found["cross_branch.out"] == ["2 b t tensor D g r K"]
+    assert found["cross_keys_values.<genexpr>"] == ["4 b S tensor D g K"]
+    c = preset("t5_small", **FULL).at_work
+    shared = {kind: [row.formula for row in traced_layer.layer_rows(c, kind) if row.once_per_stack]
+              for kind in traced_layer.STACKS}  # fmt: skip
+    bias = "64 t t tensor tensor g r"  # of 32 buckets
+    assert shared == {"encoder": [bias], "decoder": ["2 b S tensor D", bias]}
+
+
 def test_a_ring_of_n_devices_sends_n_minus_1_times():
     """Catches a ring that is counted as 1 transfer, or as n instead of n - 1."""
     rings = {"work.tensor_exchange": "ring", "work.context_attention": "ring"}
-    found = formulas("llama3_8b", False, **rings)
+    found = formulas("llama3_8b", "dense", **rings)
     assert found["collective-permute over tensor"] == ["2 b t D (tensor - 1)"] * 4
     assert set(found["collective-permute over context"]) == {
         "4 b t tensor g K (context - 1)", "4 b t tensor (context - 1)"}  # fmt: skip
@@ -66,7 +81,7 @@ def test_the_formulas_of_a_layer_in_decode():
     slots although the projections are absorbed."""
     c = decoding_config(preset("deepseek_v3").at_work)
     found = {}
-    for row in traced_layer.cached_layer_rows(c, False):
+    for row in traced_layer.cached_layer_rows(c, "dense"):
         found.setdefault(f"{row.kind} over {'*'.join(row.axes)}" if row.axes else row.function, []).append(row.formula)
     assert found["attend_to_slots"] == ["2 b s S g (C + R)", "2 b s S g C"]
     assert found["latent_attention.absorb"] == ["2 b s g K C"] and "latent_attention.keys_values" not in found
@@ -78,7 +93,7 @@ def test_the_formulas_of_a_layer_in_decode():
 def test_operands_are_read_once_if_possible():
     """Catches activations read three times for queries, keys and values, and weights read in every step of a ring. The
     constants in `plan/expected.py` were fitted to one read."""
-    rows = traced_layer.layer_rows(preset("llama3_8b", **FULL, **{"work.tensor_exchange": "ring"}).at_work, False)
+    rows = traced_layer.layer_rows(preset("llama3_8b", **FULL, **{"work.tensor_exchange": "ring"}).at_work, "dense")
     read = {}
     for row in rows:
         if row.kind == "matmul":
@@ -103,7 +118,7 @@ def test_every_number_has_one_factorization():
 @pytest.mark.parametrize("remat, again", [("none", 0), ("dots", 0), ("branches", 1), ("full", 1)])
 def test_the_remat_policy_decides_what_is_recomputed(remat, again):
     """Catches a policy that is ignored. Every policy but none recomputes attention scores and collectives."""
-    rows = traced_layer.layer_rows(preset("llama3_8b", **{"work.remat": remat}).at_work, False)
+    rows = traced_layer.layer_rows(preset("llama3_8b", **{"work.remat": remat}).at_work, "dense")
     runs = {row.function: row.recomputed for row in rows if not row.axes}
     assert runs["hidden"] == runs["queries_keys_values"] == again and runs["down"] == 0
     assert runs["partial_attention"] == (remat != "none")
@@ -115,9 +130,9 @@ def test_an_unmatched_backward_operation_raises(monkeypatch):
     stray = Row("matmul", "model.py:1 in nowhere", scope="transpose(jvp())", flops=2.0)
     every = traced_layer.rows
     monkeypatch.setattr(traced_layer, "rows", lambda *args: [*every(*args), stray])
-    c = traced_layer.prime_sized_model(preset("llama3_8b").at_work, False)
+    c = traced_layer.prime_sized_model(preset("llama3_8b").at_work, "dense")
     with pytest.raises(ValueError, match="these backward operations match no operation of the layer's forward pass"):
-        traced_layer.from_trace(c, False)
+        traced_layer.from_trace(c, "dense")
 
 
 def test_rows_are_cached_on_disk_until_the_code_changes(monkeypatch, tmp_path):
@@ -126,15 +141,15 @@ def test_rows_are_cached_on_disk_until_the_code_changes(monkeypatch, tmp_path):
     load = traced_layer.cached_on_disk.__wrapped__
     traced = []
     monkeypatch.setattr(traced_layer, "from_trace", lambda c, *which: traced.append(c) or [Term(len(traced))])
-    c = traced_layer.prime_sized_model(preset("llama3_8b").at_work, False)
-    assert load(c, False) == load(c, False) == [Term(1)]
-    load(replace(c, work=replace(c.work, remat="dots")), False)
+    c = traced_layer.prime_sized_model(preset("llama3_8b").at_work, "dense")
+    assert load(c, "dense") == load(c, "dense") == [Term(1)]
+    load(replace(c, work=replace(c.work, remat="dots")), "dense")
     assert len(traced) == 2  # each policy has its own file
     monkeypatch.setattr(traced_layer, "code_hash", lambda: "model.py has changed")
-    assert load(c, False) == [Term(3)]
+    assert load(c, "dense") == [Term(3)]
     for file in (tmp_path / "axis-by-axis" / "layers").iterdir():
         file.write_bytes(b"half a pick")
-    assert load(c, False) == [Term(4)]
+    assert load(c, "dense") == [Term(4)]
 
 
 def test_a_plan_evaluates_letters_for_local_shards():
@@ -144,6 +159,6 @@ def test_a_plan_evaluates_letters_for_local_shards():
     sizes = costs.letters(cfg.at_work, z)
     assert (sizes["b"], sizes["t"], sizes["g"], sizes["r"], sizes["e"], sizes["m"]) == (8, 512, 2, 4, 4, 3584)
     [out] = [
-        x for x in costs.layer_costs(cfg.at_work, z, True) if getattr(x, "function", "") == "grouped_attention.out"
+        x for x in costs.layer_costs(cfg.at_work, z, "moe") if getattr(x, "function", "") == "grouped_attention.out"
     ]
     assert out.flops == 2 * 8 * 2048 * 8 * 128 * 4096

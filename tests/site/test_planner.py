@@ -75,7 +75,7 @@ def draw(rng: random.Random) -> dict:
     for _ in range(power):
         mesh[rng.choice(AXES)] *= 2
     return {
-        "preset": rng.choice(sorted({*planner_widget.PRESETS} - {"tiny"})), "chip": chip.key, "mesh": mesh,
+        "preset": rng.choice(sorted(planner_widget.SHOWN)), "chip": chip.key, "mesh": mesh,
         "batch_size": rng.choice([480, *(2**n for n in range(13))]), "seq_len": 2 ** rng.randint(7, 17),
         "schedule": rng.choice(["gpipe", "1f1b", "interleaved", "zb"]),
         "remat": rng.choice(["full", "branches", "dots", "none"]),
@@ -132,7 +132,7 @@ def test_the_browser_computes_the_planners_numbers():
         else:
             points.append(point)
             plans.append(one)
-    assert {point["preset"] for point in points} == {*planner_widget.PRESETS} - {"tiny"}
+    assert {point["preset"] for point in points} == {*planner_widget.SHOWN}
     assert {point["chip"] for point in points} == {*planner.hardware.CHIPS} - {"cpu"}
     for name in ("schedule", "remat", "gather", "tensor_exchange", "context_attention"):
         axis = {"tensor_exchange": "tensor", "context_attention": "context", "schedule": "stage"}.get(name)
