@@ -317,15 +317,16 @@ def outcome(sizes=(2, 2, 2), **lines):
     specs_of = {"in_specs": (specs, *[P(BOTH)] * 3), "out_specs": (P(), specs)}
     step = jax.shard_map(partial(one_f_one_b, **lines), mesh=grid, **specs_of)
     try:
-        loss, grads = jax.jit(step)(w, *batch)
+        program = jax.jit(step).lower(w, *batch).compile()
     except (TypeError, ValueError) as error:
-        lines = str(error).partition("This might")[0].splitlines()
-        lines = [line for line in lines if "carry" in line or "'gain" in line]
-        return textwrap.fill(" ".join([f"{type(error).__name__}:", *lines]), 88)
+        told = str(error).partition("This might")[0].splitlines()
+        told = [line for line in told if "carry" in line or "'gain" in line]
+        return textwrap.fill(" ".join([f"{type(error).__name__}:", *told]), 88)
+    loss, grads = program(w, *batch)
     gain, gain_alone = grads.pop("gain_LD"), wants["gain_LD"]
     matrices = {name: wants[name] for name in grads}
     assert lesson.same((loss, grads), (want, matrices), 1e-5), "unlike one device"
-    found = lesson.compiled(step, grid, w, *batch).collectives
+    found = lesson.ledger.read(program.as_text(), grid).collectives
     sums = (one.count for one in found if one.axes == BOTH and one.payload_bytes > 4)
     return f"{lesson.ratio(gain, gain_alone)}, sums: {sum(sums)}"
 
@@ -333,15 +334,15 @@ def outcome(sizes=(2, 2, 2), **lines):
 # %%
 nothing = lambda x: x
 ROWS = (cast, total), (nothing, nothing), (nothing, total), (cast, nothing)
-for before, after in ROWS:
-    is_there = [f"{line is not nothing!s:5}" for line in (before, after)]
-    print("cast", is_there[0], "sum", is_there[1], outcome(before=before, after=after))
+outcomes = [outcome(before=before, after=after) for before, after in ROWS]
+for row, said in zip(ROWS, outcomes, strict=True):
+    is_there = [f"{line is not nothing!s:5}" for line in row]
+    print("cast", is_there[0], "sum", is_there[1], said)
 
 # %% tags=["remove-cell"]
-assert outcome() == "equal, sums: 1" and outcome((4, 2, 1)).startswith("equal")
-assert outcome(before=nothing, after=nothing) == "equal, sums: 12"
-assert outcome(before=nothing) == "4 times too big, sums: 13"
-assert outcome(after=nothing).startswith("ValueError")
+assert outcomes[:2] == ["equal, sums: 1", "equal, sums: 12"]
+assert outcomes[2] == "4 times too big, sums: 13" and "ValueError" in outcomes[3]
+assert outcome((4, 2, 1)).startswith("equal")
 
 # %% [markdown]
 # In the three rows that run, the loss and the matrices' gradients are right:
