@@ -19,6 +19,7 @@ simulate_devices(8)
 
 import inspect
 import re
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -52,9 +53,9 @@ opening.before_after(alone, in_batch, title, **labels)
 
 # %% [markdown]
 # The figure shows one decode step in one layer of Llama 3 8B, for sequences of 2,048 tokens on eight H100s of
-# `tensor=8`. (Times are arithmetic at peak speed. Communication is left out: it is a few kB, so only its
-# latency matters.) Sixteen times as many tokens take 1.3 times as long, because the devices wait for memory
-# and hardly compute.
+# `tensor=8`, at peak speed. Sixteen times as many tokens take 1.3 times as long, because the devices wait for
+# memory and hardly compute. (The two all-reduces of the layer are not drawn. They are only a few kB, but their
+# latency is about 14 us each, as the table below shows.)
 #
 # ## Prefill and decode
 #
@@ -110,11 +111,17 @@ assert ridges == [295, 243, 164], "the page says these ridges"
 # ## The program by hand
 #
 # Without a cache, each new token would need a forward pass over the whole sequence. So each layer stores a key
-# and a value for every token. The program is one transformer block on `tensor=4,context=2`. Prompts have T
-# tokens, and a call processes t new tokens. The cache has S slots per sequence and G key-value heads; each
-# device has s slots and g heads. H/G query heads (dim I) share one key-value head. Position p is stored on
-# device p % n along `context`, so the shards stay equal while a sequence grows. Attention shards its weights
-# over `tensor` only, by heads. The feed-forward layer shards its hidden dim F over all eight devices. One
+# and a value for every token. The program is one transformer block on `tensor=4,context=2`:
+#
+# | letter | size of | sharded over |
+# |---|---|---|
+# | T, t | a prompt; the new tokens of a call | - |
+# | S, s | slots of the cache per sequence, of all devices and of one | `context` |
+# | G, g | key-value heads, of all devices and of one | `tensor` |
+# | I | query heads that share a key-value head | - |
+# | F | hidden dim of the feed-forward layer | both |
+#
+# Position p is stored on device p % n along `context`, so the shards stay equal while a sequence grows. One
 # function does prefill and decode: it first writes the new keys and values, then attends to the whole cache.
 #
 # A device must not write positions that other devices store. The usual `dynamic_update_slice` silently
@@ -211,12 +218,12 @@ for compiled, t in ((one_step, 1), (prefill, T)):
 # ## The KV cache
 #
 # How large is it? For each token, every layer stores a key and a value for each of its G key-value heads,
-# with K numbers of 2 bytes each: **2 x layers x G x K x 2 bytes**. Grouped-query attention, with G smaller
+# with K values of 2 bytes each: **2 x layers x G x K x 2 bytes**. Grouped-query attention, with G smaller
 # than the number H of query heads, reduces this by a factor of H/G. Latent attention (in DeepSeek-V3)
-# stores 512 + 64 numbers per layer, for all heads together.
+# stores 512 + 64 values per layer, for all heads together.
 
 # %%
-MODELS = {  # weights, layers, numbers stored per layer, and without sharing of heads
+MODELS = {  # weights, layers, values stored per layer, and without sharing of heads
     "Llama 3 8B": (P8, 32, 2 * 8 * 128, 2 * 32 * 128),
     "Llama 3 70B": (70_553_706_496, 80, 2 * 8 * 128, 2 * 64 * 128),
     "Llama 3 405B": (405_853_388_800, 126, 2 * 8 * 128, 2 * 128 * 128),
@@ -254,15 +261,17 @@ assert round(equal) == 15, "the page says 15"
 # enough, far fewer than B\*.
 # </details>
 #
-# **The sequences of a batch share the weights, but each has its own cache.** H/G query heads use each number
-# of the cache, with 2 FLOPs (a multiplication and an addition) per 2-byte number. That is H/G FLOPs per byte,
-# 4 for Llama 3 8B, so reading the cache is memory-bound at any batch size. A step of B sequences of S tokens
-# takes about
+# **The sequences of a batch share the weights, but each has its own cache.** H/G query heads use each value of
+# the cache, with 2 FLOPs (a multiplication and an addition) per 2 bytes. That is H/G FLOPs per byte, 4 for
+# Llama 3 8B, so reading the cache is memory-bound at any batch size. A step of B sequences of S tokens takes
+# about
 #
 # $$t = \max\left(\frac{2PB}{\text{FLOP/s}}, \frac{2P}{\text{bytes/s}}\right) +
 # \frac{B\,S \cdot \text{cache bytes per token}}{\text{bytes/s}}$$
 #
-# The first term is constant up to B\*; the second grows from the first sequence on.
+# The first term is constant up to B\*, and the second grows from the first sequence on. They add up, because a
+# layer reads its cache after the matmul that computes its queries, and before the next one. (A kernel that
+# prefetches the cache could overlap them.)
 #
 # How does throughput grow with the batch size, and how does it change the latency of each sequence?
 
@@ -282,20 +291,28 @@ def curve(S):
 figure, ax = plt.subplots(figsize=(5.6, 3.8))
 for S, shade in ((512, 1), (2048, 0.7), (8192, 0.5), (32768, 0.35)):
     fits, step_s, cache_s = curve(S)
-    ms, rate = 1e3 * step_s, fits / step_s
-    ax.loglog(ms, rate, color="black", alpha=shade)
-    ax.plot(ms[-1], rate[-1], "o", color="black", alpha=shade)
+    ms, rate, look = 1e3 * step_s, fits / step_s, dict(color="black", alpha=shade)
+    ax.loglog(ms, rate, **look)
+    ax.plot(ms[-1], rate[-1], "o", **look)
     ax.annotate(f"S = {S:,}", (ms[-1], rate[-1]), (6, -4), textcoords="offset points")
-    for x, y in zip(ms[fits == 295], rate[fits == 295], strict=True):
-        ax.plot(x, y, "|", color="black", ms=16)
-        ax.annotate("B* = 295", (x, y), (-20, 11), textcoords="offset points")
-    print(f"S = {S:6,}: {fits[-1]:3} sequences fit, {rate[-1]:6,.0f} tokens/s; "
-          f"if it only read caches: {1 / cache_s:6,.0f}")  # fmt: skip
+    for B in (1, 4, 16, 64, 295):
+        if fits[-1] > B:
+            x, y = np.interp(B, fits, ms), np.interp(B, fits, rate)
+            ax.plot(x, y, "|" if B == 295 else ".", ms=16 if B == 295 else 6, **look)
+            where = dict(textcoords="offset points", ha="right", size=9)
+            ax.annotate(f"B = {B}" if S == 512 else "", (x, y), (-8, 4), **where)
 ax.set(xlabel="latency, ms per token", ylabel="throughput, tokens/s of one H100")
-title = ax.set_title("A larger batch is nearly free until the caches dominate")
-limits = ax.set(xlim=(4, 45), ylim=(100, 60_000), xticks=[5, 10, 20, 40])
+ax.set(xlim=(3.2, 45), ylim=(100, 60_000), title="Weights are shared, caches are not")
+
+# %% tags=["hide-input"]
+ax.set_xticks([5, 10, 20, 40], ["5", "10", "20", "40"])
 ax.set_xticks([], minor=True)
-labels = ax.set_xticklabels(["5", "10", "20", "40"])
+ax.text(3.4, 120, "low latency", size=9)
+words = ax.text(44, 45_000, "many tokens per dollar", ha="right", va="top", size=9)
+for S in (512, 2048, 8192, 32768):
+    fits, step_s, cache_s = curve(S)
+    print(f"S = {S:6,}: {fits[-1]:3} sequences fit, {fits[-1] / step_s[-1]:6,.0f} "
+          f"tokens/s; if it only read caches: {1 / cache_s:6,.0f}")  # fmt: skip
 
 # %% tags=["remove-cell"]
 fits, step_s, cache_s = curve(512)
@@ -306,12 +323,11 @@ assert [round(x, 1) for x in each_us] == [20.0, 16.2], each_us
 assert curve(2048)[0][-1] < 295, "the page says that only S = 512 reaches B*"
 
 # %% [markdown]
-# (The dots mark the largest batch that fits into the 64 of 80 GB that JAX can use.) On the steep part of a
-# curve, reading the weights takes most of the time. On the flat part, each sequence adds the time for its own
-# cache, and throughput cannot exceed bytes/s divided by the cache bytes of a sequence. Only sequences of 512
-# tokens are short enough that B\* of them fit. Above B\*, each sequence adds 16.2 us of compute to the 20.0 us
-# for its cache, so throughput stays at 27,570 tokens/s, not 49,919. Right: many tokens per dollar. Left: low
-# latency.
+# (The large dots mark the largest batch that fits into the 64 of 80 GB that JAX can use. B\* is 295.) On the
+# steep part of a curve, reading the weights takes most of the time. On the flat part, each sequence adds the
+# time for its own cache, and throughput cannot exceed bytes/s divided by the cache bytes of a sequence. Only
+# sequences of 512 tokens are short enough that B\* of them fit. Above B\*, each sequence adds 16.2 us of
+# compute to the 20.0 us for its cache, so throughput stays at 27,570 tokens/s, not 49,919.
 #
 # That is decode only. A server also has to process the prompts.
 #
@@ -349,17 +365,18 @@ print(f"decode {decode_s:.1f} s")
 #
 # A mesh axis speeds up decode if it **reduces the bytes that a device reads per step**: weights and cache.
 #
-# - `tensor` shards both: the weights by columns and rows (04), the cache by heads. It needs two all-reduces
-#   per layer, but only of B rows.
-# - `context` shards the cache by positions. Each device attends to its own keys, and
-#   the partial softmaxes are combined (06).
+# - `tensor` shards both: the weights by columns and rows (04), the cache by heads. It needs two all-reduces per
+#   layer, but only of B rows.
+# - `context` shards the cache by positions. Each device attends to its own keys, and the partial softmaxes are
+#   combined (06).
 # - `data` puts different sequences on different devices. Each replica reads all weights.
-# - `fsdp` does the same, but must also *all-gather* the weights, for every token.
+# - `fsdp` also puts different sequences on different devices, but must *all-gather* the weights for every
+#   token.
 # - `stage` shards weights and cache by layers, but a token passes the stages one after the other, so its
 #   latency is the same as on one device. Throughput grows if other stages compute other sequences meanwhile.
 # - `expert` shards the weights of the experts, and sends the tokens to them (07). A step reads every expert
-#   that any token of the batch chose. With 8 of 256 experts per token, 100 tokens use all but (1 -
-#   8/256)^100 = 4% of the experts.
+#   that any token of the batch chose. With 8 of 256 experts per token, 100 tokens use 1 - (1 - 8/256)^100 = 96%
+#   of the experts.
 #
 # Llama 3 70B does not fit on one chip. Take 16 TPU v5e chips and 32 sequences of 8,192 tokens.
 #
@@ -383,52 +400,59 @@ lesson.predicted("per device", my_prediction, per_device, "GB", 0.02)
 #
 # Instead of splitting a head, you can shard positions too:
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Two drawings of a cache, positions by heads, on 8 devices: sharded over 4 heads, each shard is on two devices; sharded over 4 heads and 2 halves of the positions, each shard is on one device."}}
-eight = (jax.sharding.AxisType.Auto,) * 2
-figure, axes = plt.subplots(2, 1, figsize=(4.6, 3.8))
-grid = jax.make_mesh((4, 2), ("tensor", "context"), axis_types=eight)
-title = "tensor=8: two devices store each head"
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two drawings of a cache, positions by heads, on 16 devices: sharded over 8 heads, each shard is on two devices; sharded over 8 heads and 2 halves of the positions, each shard is on one device."}}
+figure, axes = plt.subplots(2, 1, figsize=(5.6, 3.8))
+grid = SimpleNamespace(devices=np.zeros((8, 2)), shape=dict(tensor=8, context=2))
+grid.axis_names = tuple(grid.shape)
+title = "tensor=16: two devices store each head"
 lesson.slices(axes[0], grid, P(None, "tensor"), "SG", title)
 both_axes = P("context", "tensor")
-title = "tensor=4,context=2: each stores half of the positions"
+title = "tensor=8,context=2: each stores half of the positions"
 lesson.slices(axes[1], grid, both_axes, "SG", title, colour_by="context")
-title = figure.suptitle("Cache of 4 key-value heads (numbers: devices)", size=11)
+title = figure.suptitle("Cache of 8 key-value heads (numbers: devices)", size=11)
 
 # %% [markdown]
-# Here are all axes for one step: what a device stores, and the shortest time for reading and sending. This
-# ignores latency, and also compute, because 32 rows are below every ridge.
+# Here are all axes for one step: what a device stores, the shortest times for reading and for sending the
+# bytes, and the latency of the collectives, at [about 1 us per
+# hop](https://jax-ml.github.io/scaling-book/sharding). In an H100 node, a ring all-reduce over 8 GPUs has 14
+# hops. (Compute is left out, because 32 rows are below every ridge.)
 
 # %% tags=["hide-input"]
 W70, L70, D70, H70, K70 = 2 * MODELS["Llama 3 70B"][0], 80, 8192, 64, 128
 
 
-def ways(n, B, cache):
-    """Axis -> bytes that a device stores, reads per step, and sends per step."""
+def ways(n, B, cache, hops):
+    """Axis -> bytes that a device stores, reads and sends per step, and hops."""
     added = 2 * L70 * wire_bytes("all-reduce", 2 * B * D70, n)
     more = max(n // G70, 1)  # devices along context
     merged = lambda m, H: L70 * wire_bytes("all-reduce", 4 * B * H * (K70 + 2), m)
     return {
-        "data": (W70 + cache / n, W70 + cache / n, 0),
-        "fsdp": ((W70 + cache) / n, W70 + cache / n, wire_bytes("all-gather", W70, n)),
-        "stage": ((W70 + cache) / n, W70 + cache / n, 0),
-        "context": (W70 + cache / n, W70 + cache / n, merged(n, H70)),
-        "tensor": (*2 * (W70 / n + cache / min(n, G70),), added),
-        "tensor, context": (*2 * ((W70 + cache) / n,), added + merged(more, H70 / G70)),
-    }
+        "data": (*2 * (W70 + cache / n,), 0, 0),
+        "fsdp": ((W70 + cache) / n, W70 + cache / n,
+                 wire_bytes("all-gather", W70, n), L70 * hops / 2),
+        "stage": ((W70 + cache) / n, W70 + cache / n, 0, n - 1),
+        "context": (*2 * (W70 + cache / n,), merged(n, H70), 2 * L70 * hops),
+        "tensor": (*2 * (W70 / n + cache / min(n, G70),), added, 2 * L70 * hops),
+        "tensor, context": (*2 * ((W70 + cache) / n,), added + merged(more, H70 / G70),
+                            2 * L70 * (hops + 2 * (more - 1))),
+    }  # fmt: skip
 
 
 # %% tags=["hide-input"]
+HOPS = {"v5e:4x4": 12, "v5p:2x2x2": 6, "h100:8": 14}  # of an all-reduce
 table = {}
 for where, n in (("v5e:4x4", 16), ("v5p:2x2x2", 8), ("h100:8", 8)):
     topology = Topology.parse(where)
     chip, link = topology.chip, layout(config.MeshConfig(tensor=n), topology)["tensor"]
     machine = f"{where}, {chip.memory_bytes / 1e9:.1f} GB each"
-    print(f"{machine:26} stores GB  reads ms  sends ms")
-    for axis, (stored, read, sent) in ways(n, 32, 1e9 * all_GB).items():
+    print(f"{machine:24} stores GB  reads ms  sends ms  latency ms")
+    for axis, sizes in ways(n, 32, 1e9 * all_GB, HOPS[where]).items():
+        stored, read, sent, hops = sizes
         times = 1e3 * read / chip.hbm_bytes_per_s, 1e3 * sent / link.bytes_per_s
         table[where, axis] = stored / 1e9, *times
         full = "" if stored < chip.memory_bytes else "  does not fit"
-        print(f"  {axis:24}{stored / 1e9:10.1f}{times[0]:10.1f}{times[1]:10.2f}{full}")
+        row = f"{stored / 1e9:10.1f}{times[0]:10.1f}{times[1]:10.2f}{1e-3 * hops:12.2f}"
+        print(f"  {axis:22}{row}{full}")
 
 # %% tags=["remove-cell"]
 assert 1.4e3 < table["v5e:4x4", "fsdp"][2] < 1.6e3, "the page says a second and a half"
@@ -440,11 +464,11 @@ assert round(more_GB, 1) == 1.3, more_GB
 assert stored[1] + more_GB < v5e.memory_bytes / 1e9, "the program would not fit"
 
 # %% [markdown]
-# The all-gather of `fsdp` sends 132 GB per device for each token. That takes 1.5 seconds on these v5e
-# chips, and 274 ms in an H100 node. In training, one gather is used for thousands of rows. `tensor=16`
-# alone does not fit, because each head's cache is stored twice. With the cache sharded over both axes, the
-# step fits, and is the fastest. On 8 devices, `tensor` alone is enough. (The `stage` row is the time of one
-# token through all stages.)
+# For each token, the all-gather of `fsdp` sends 15/16 of the weights per device, 132 GB, which takes 1.5
+# seconds on these v5e chips. In an H100 node it sends 7/8, 123 GB, in 274 ms. In training, one gather is used
+# for thousands of rows. `tensor=16` alone does not fit, because each head's cache is stored twice. With the
+# cache sharded over both axes, the step fits, and is the fastest. On 8 devices, `tensor` alone is enough. (The
+# `stage` row is the time of one token through all stages.)
 #
 # **Where do the weights live along `context`?** The last row of each table divides them over all n devices, and
 # each device multiplies its own shard, as the feed-forward layer in the program above does. No weight is
@@ -475,17 +499,16 @@ assert full == "" and W70 / 8 + cache > v5e.memory_bytes, "the page says which f
 
 # %% [markdown]
 # Only the first way reaches the time of the table. Weights that are sharded over `context` as `fsdp` shards
-# them fit too, but their gather takes about 390 ms per token. Replicated weights need no gather, but no
-# longer fit on 16 of these chips.
+# them fit too, but their gather takes about 390 ms per token, because the two devices along `context` are two
+# hops apart, and get a quarter of a torus axis, 22.5 GB/s. Replicated weights need no gather, but no longer fit
+# on 16 of these chips.
 #
-# The communication of `tensor` is latency-bound. There are 160 all-reduces per token, and however few rows
-# it has, each takes [about 1 us per hop](https://jax-ml.github.io/scaling-book/sharding) on a TPU. On a 4x4
-# slice without wraparound links, an all-reduce is a reduce-scatter and an all-gather of 3 hops along each
-# side: 12 us, or 1.9 ms per token. From about 35 sequences on, sending the bytes takes longer.
+# The communication of `tensor` is latency-bound, because it has 160 all-reduces per token. On a 4x4 slice
+# without wraparound links, an all-reduce is a reduce-scatter and an all-gather of 3 hops along each side, 12
+# us. From about 35 sequences on, sending the bytes takes longer.
 #
 # For this case, the scaling book's [chapter on
-# serving](https://jax-ml.github.io/scaling-book/applied-inference) finds room for 43 sequences and 19 ms with
-# full memory. It expects half of this throughput in practice.
+# serving](https://jax-ml.github.io/scaling-book/applied-inference) finds room for 43 sequences and 19 ms.
 
 # %% tags=["remove-cell"]
 room = 16 * 16e9 - W70
@@ -559,7 +582,7 @@ for slots_ in (8, 32):
 # %% [markdown]
 # A cache with space for the longest sequence in every slot wastes memory: only 20% to 38% of such
 # caches [held tokens](https://arxiv.org/abs/2309.06180). vLLM's *PagedAttention* allocates small blocks of
-# memory through a table, like an operating system.
+# memory through a table.
 #
 # A long prompt stalls all other requests: 8,192 tokens of Llama 3 8B take an H100 133 ms, as long as 28
 # decode steps. *Chunked prefill* splits the prompt into chunks that run together with decode steps, which
@@ -880,22 +903,17 @@ assert all(np.array_equal(one, greedy[0]) for one in greedy)
 print("temperature 0: the same sequences as one device, on three meshes")
 
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Fraction of words that are allowed to follow the previous one, by position in the sequence: always 1 on data=8, about 0.7 on data=4,tensor=2 and 0.6 on data=2,tensor=4."}}
+# %% tags=["hide-input"]
 def may(sequences_TB):
     """Whether each word is allowed to follow the previous one."""
     sequences = np.asarray(sequences_TB)
     return (sequences[1:, :, None] == may_follow[sequences[:-1]]).any(axis=-1)
 
 
-figure, ax = plt.subplots(figsize=(5.4, 3.2))
-for (data_, tensor_), style in {(8, 1): "-", (4, 2): "--", (2, 4): ":"}.items():
-    shares = may(sequences_on(data_, tensor_)).mean(axis=1)
-    label = f"data={data_},tensor={tensor_}"
-    ax.plot(range(1, STEPS), shares, style, color="black", label=label)
-    print(f"temperature 1, {label}: {shares.mean():.0%} of the words are allowed")
-ax.set(title="At temperature 1, some meshes write nonsense", ylim=(0, 1.05))
-ax.set(xlabel="position in the sequence", ylabel="fraction of allowed words")
-legend = ax.legend()
+# %%
+for data_, tensor_ in ((8, 1), (4, 2), (2, 4)):
+    allowed = may(sequences_on(data_, tensor_)).mean()
+    print(f"temperature 1, data={data_},tensor={tensor_}: {allowed:.0%} allowed words")
 
 
 # %% tags=["hide-input"]
@@ -1021,7 +1039,7 @@ assert "It stops" in check_sequences(lambda *_: 1 / 0)
 # |---|---|---|---|---|---|---|
 # | shards | `x_BD @ w_Df`, `k_BSgK` | `q_BHK @ k_BsHK` | `x_bD @ w_DF` | the same, `w_dF -> w_DF` | layers l of L | `x_ND -> x_XD @ w_eDM` |
 # | a device reads | 2P/n + cache/min(n, G) | 2P + cache/n | 2P + cache/n | 2P + cache/n | 2P/n + cache/n, n times in a row | experts/n |
-# | a device sends | 2 all-reduces of B rows per layer | 2 all-reduces per layer, of B H (K + 2) and B D numbers | nothing | (n - 1)/n of 2P | B rows per stage (`ppermute`) | all-to-all of the tokens, twice per layer |
+# | a device sends | 2 all-reduces of B rows per layer | 2 all-reduces per layer, of B H (K + 2) and B D values | nothing | (n - 1)/n of 2P | B rows per stage (`ppermute`) | all-to-all of the tokens, twice per layer |
 # | exposed | yes, latency-bound | yes, latency-bound | - | yes, bandwidth-bound | yes | yes, latency-bound |
 # | speeds up a single sequence | yes | long sequences | no | no, much slower | no | reads fewer experts |
 # | when, on v5e and v5p | along 1 or 2 torus axes | if n is above G | if the batch is at B* | never | across slices | see 07 |
