@@ -1,13 +1,14 @@
 # %% [markdown]
 # # 15 · Left to the compiler: jit, constraints and explicit sharding
 #
-# In the other chapters you write every collective yourself, inside `shard_map`. Under `jit` you don't
-# have to: you say how arrays are sharded, and XLA's partitioner inserts the collectives. This is
-# automatic SPMD partitioning, and it is how MaxText, T5X and most JAX programs are written.
+# In most other chapters you write every collective yourself, inside `shard_map`. Under `jit` you don't have to:
+# you say how arrays are sharded, and XLA's partitioner inserts the collectives. This is automatic SPMD
+# partitioning, and it is how MaxText, T5X and most JAX programs are written.
 #
-# Why would you want it? The program is the one for a single device, so any mesh works without a change.
-# Why would you not? You no longer see what is communicated, and a wrong annotation can cost several times
-# the memory and the bytes without changing the result.
+# Why would you want it? The program is the one for a single device, so any mesh works without a change. Why
+# would you not? You no longer see what is communicated, and a wrong annotation can cost several times the
+# memory and the bytes without changing the result. The page ends with this verdict: leave dense layers to the
+# compiler, and write pipelines, rings and the exchange of experts yourself.
 #
 # *Prerequisites:* chapters 01 (sharding, collectives), 03 (FSDP), 04 (tensor parallelism).
 # *Mesh:* `data=2,model=4`, simulated. *Runs in* 40 s on 2 cores. *Reading takes* 30 minutes, 75 with the
@@ -56,8 +57,8 @@ title = "The same program: the partitioner adds four all-reduces"
 opening.before_after(before, after, title, "tensor")
 
 # %% [markdown]
-# On the right, the weights of the layer are sharded over eight devices, as in tensor parallelism. Nobody
-# wrote an all-reduce. (The times are arithmetic: FLOPs at the H100's peak, and bytes over NVLink.)
+# The figure shows one layer of Llama 3 8B and 65,536 tokens on H100s, at peak speed. On the right, its weights
+# are sharded over eight devices, as in tensor parallelism. Nobody wrote an all-reduce.
 #
 # > **Predict.** The next program multiplies `x_BD`, whose rows are sharded over `data=2`, by two matrices
 # > that are sharded over `model=4` by columns and by rows, and takes a mean. It contains no collective.
@@ -83,10 +84,10 @@ lesson.predicted("collectives", my_prediction, len(found.collectives))
 lesson.listed(found)
 
 # %% [markdown]
-# Two. The matmul by rows leaves a partial sum of every entry on each device of `model`, so 16 x 64
-# entries are all-reduced. Then the mean needs one number over `data`. A person would notice that a mean
-# is a sum too, and send one number over both axes. The partitioner decides operation by operation, and
-# does not reorder the program.
+# Two. The matmul by rows leaves a partial sum of every element on each device of `model`, so 16 x 64 elements
+# are all-reduced. Then the mean needs one value over `data`. A person would notice that a mean is a sum too,
+# and send one value over both axes. But the partitioner decides operation by operation, and does not reorder
+# the program.
 #
 # ## One program, written in three ways
 #
@@ -190,33 +191,60 @@ for column, (params, activations) in enumerate(partition.PARTITIONINGS):
     above, below = panels[:, column]
     table = partition.rules(params, activations)
     w_spec, x_spec = (partition.spec(table, names) for names in names_of)
-    title = f"{params}D / {activations}D"
+    over = [{1: "model", 2: "data, model"}[params]]
+    over += [{1: "data", 2: "data, model"}[activations]]
+    title = f"{params}D / {activations}D\nw over {over[0]}"
     lesson.slices(above, mesh, w_spec, "DF", title, colour_by="tensor")
-    lesson.slices(below, mesh, (x_spec[0], x_spec[2]), "BD", colour_by="tensor")
+    title = f"x over {over[1]}"
+    lesson.slices(below, mesh, (x_spec[0], x_spec[2]), "BD", title, colour_by="tensor")
+    above.title.set_size(9)
+    below.title.set_size(9)
 panels[0, 0].set_ylabel("w\nD", rotation=0, labelpad=12)
 panels[1, 0].set_ylabel("x\nB", rotation=0, labelpad=12)
-title = "Parameters / activations: which devices hold a shard"
+title = "Which devices hold a shard (0 to 3: data=0, 4 to 7: data=1)"
 title = figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
 # These are the four partitionings of the T5X paper ([arXiv:2203.17189](https://arxiv.org/abs/2203.17189),
-# section 2.2). **1D parameters** are sharded over `model` only, as in tensor parallelism. **2D
-# parameters** are also sharded over `data`, and gathered for each layer, as in FSDP. **1D activations**
-# are replicated over `model` between the layers. **2D activations** are sharded over it too, which saves
-# as much memory as Megatron's sequence parallelism, which shards the positions instead of the width.
+# section
+# 2.2), named by the mesh axes over which *parameters / activations* are sharded. **1D parameters** are sharded
+# over `model` only, as in tensor parallelism, and **2D parameters** also over `data`, and gathered for each
+# layer, as in FSDP. Between layers, **1D activations** are replicated over `model`, and **2D activations** are
+# sharded over it too, by width. That saves as much memory as sharding positions, as Megatron's sequence
+# parallelism does.
 #
 # ## Four partitionings, three ways
 #
-# `bench/partition.py` writes the stack of chapter 04's layers, four of them, in all twelve combinations:
-# loss and gradients, with activation checkpointing. Here is 2D/2D by hand:
+# `bench/partition.py` writes the stack of chapter 04's layers, four of them, in all twelve combinations: loss
+# and gradients, with activation checkpointing. Here is a layer of 2D/2D by hand:
+
 
 # %%
-lesson.source(partition.hand_written_loss)
+def layer(x_bTd, w):
+    w_in = jax.lax.all_gather(w["in"], "data", axis=0, tiled=True)
+    w_out = jax.lax.all_gather(w["out"], "data", axis=1, tiled=True)
+    x_bTD = jax.lax.all_gather(x_bTd, "model", axis=2, tiled=True)
+    sum_bTD = jnp.tanh(x_bTD @ w_in) @ w_out  # a partial sum
+    y_bTd = jax.lax.psum_scatter(sum_bTD, "model", scatter_dimension=2, tiled=True)
+    return x_bTd + y_bTd
+
+
+# %% tags=["remove-cell"]
+layer_w = {"in": np.float32(up), "out": np.float32(down)}
+layer_x = np.float32(draw(size=(4, 3, 64)))
+split_x = P("data", None, "model")
+split_w = {"in": P("data", "model"), "out": P("model", "data")}
+specs = dict(mesh=mesh, in_specs=(split_x, split_w), out_specs=split_x)
+layer_y = jax.jit(jax.shard_map(layer, **specs))(layer_x, layer_w)
+assert np.allclose(layer_y, plain(layer_x, up, down), rtol=1e-4, atol=1e-5)
 
 # %% [markdown]
-# > **Predict.** For 2D parameters and 2D activations, the hand-written program gathers and
-# > reduce-scatters in every layer. How many times as many bytes does the program with constraints send,
-# > if the CPU compiler partitions it?
+# In a step, the backward pass and the recomputation add to that. Over `model=4`, activations of 12,288 bytes
+# are all-gathered three times and reduce-scattered twice. Over `data=2`, weights of 24,576 bytes are
+# all-gathered twice, and their gradients reduce-scattered once.
+#
+# > **Predict.** The partitioner of the CPU compiler cannot make a reduce-scatter. It all-reduces instead, and
+# > then each device takes its shard. How many times as many bytes does the program with explicit sharding send?
 
 # %%
 my_prediction = None  # times
@@ -232,19 +260,27 @@ def measured(params, activations, way):
 FOUR_WAYS = partition.PARTITIONINGS
 all_twelve = [(*dims, way) for dims in FOUR_WAYS for way in partition.WAYS]
 sent = {key: measured(*key)["wire_bytes"] for key in all_twelve}
-times = sent[2, 2, "constraints"] / sent[2, 2, "shard_map"]
-what = "constraints over shard_map"
+times = sent[2, 2, "explicit"] / sent[2, 2, "shard_map"]
+what = "explicit over shard_map"
 lesson.predicted(what, my_prediction, times, "times", within=0.03)
 
 # %% [markdown]
-# The partitioner's rules are local. It knows that a matmul over a sharded dim needs a sum, and it emits
-# an all-reduce; if the result is then sharded, each device takes its shard. You would have written one
-# reduce-scatter, which sends half as much. On CPU nothing merges the two. (The TPU compiler does; see
-# below.)
+# An all-reduce sends twice as much as a reduce-scatter. By hand, a device sends 5 · 3/4 · 12,288 + 3 · 1/2 ·
+# 24,576 = 82,944 bytes per layer. With all-reduces that becomes 7 · 3/4 · 12,288 + 4 · 1/2 · 24,576 = 113,664
+# bytes, 1.37 times as many. Constraints send another 6,144 bytes per layer, because the compiler gathers one of
+# the two weights a third time: 32 all-gathers in four layers instead of 28. (The TPU compiler does make
+# reduce-scatters, as you will see.)
+
+# %% tags=["remove-cell"]
+assert abs(sent[2, 2, "shard_map"] / 4 - 82_944) < 4
+assert abs(sent[2, 2, "explicit"] / 4 - 113_664) < 4
+assert sent[2, 2, "constraints"] - sent[2, 2, "explicit"] == 4 * 6_144
+many = {way: measured(2, 2, way)["collectives"]["all-gather"] for way in partition.WAYS}
+assert (many["explicit"], many["constraints"], many["shard_map"]) == (28, 32, 28)
 
 # %%
 line = "{:>6} {:>11} {:12} {:>9} {:>10}  {}".format
-print(line("params", "activations", "written with", "bytes", "stored", "collectives"))
+print(line("params", "activations", "written with", "bytes", "peak", "collectives"))
 for key in all_twelve:
     row, (params, activations, way) = measured(*key), key
     kinds = ", ".join(f"{count} {kind}" for kind, count in row["collectives"].items())
@@ -253,19 +289,6 @@ for key in all_twelve:
 worst = max(measured(*key)["worst_error"] for key in all_twelve)
 print(f"largest error of a loss or gradient against one device: {worst:.1e}")
 assert worst < 1e-5
-
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Bars of bytes sent for four partitionings. With 1D/1D all three ways are equal; in the other three, shard_map sends the fewest bytes, and explicit sharding and constraints up to 1.5 times as many."}}
-figure, axes = plt.subplots(figsize=(6, 3))
-GRAYS = {"shard_map": "#3a3a3a", "explicit": "#8b8b8b", "constraints": "#cfcfcf"}
-for number, (way, gray) in enumerate(GRAYS.items()):
-    places_of_bars = [place + 0.27 * (number - 1) for place in range(4)]
-    heights = [sent[*dims, way] / 1e3 for dims in partition.PARTITIONINGS]
-    look = {"color": gray, "edgecolor": "black", "lw": 0.6, "label": way}
-    axes.bar(places_of_bars, heights, 0.25, **look)
-names = [f"{p}D params,\n{a}D activations" for p, a in partition.PARTITIONINGS]
-axes.set(ylabel="kB sent by a device", title="The CPU compiler finds no reduce-scatter")
-axes.set_xticks(range(4), names)
-legend = axes.legend(fontsize=9, loc="upper left")
 
 # %% [markdown]
 # ## What the TPU compiler makes of them
@@ -291,21 +314,43 @@ legend = axes.legend(fontsize=9, loc="upper left")
 # | 2D | 2D | constraints | 13.15 GB | 3.36 GB | 2.59 GiB | 515 ms |
 # | 2D | 2D | shard_map | 9.07 GB | 7.25 GB | 1.98 GiB | 494 ms |
 #
+# How many of these bytes are exposed, that is, do not overlap with a matmul?
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Twelve bars of GB sent by a device on TPU v5e, split into exposed and overlapped. With 1D/1D everything is exposed, 7.25 GB. With 2D activations, constraints send the most and expose the least, 4 or 3.4 GB, and shard_map exposes 7.25 GB."}}
+SENT = {"shard_map": (7.25, 8.86, 7.66, 9.07), "explicit": (7.25, 9.93, 7.66, 10.34),
+        "constraints": (7.25, 11.01, 7.92, 13.15)}  # fmt: skip
+EXPOSED = {"shard_map": (7.25,) * 4, "explicit": (7.25, 6.17, 7.25, 6.38),
+           "constraints": (7.25, 4.03, 6.71, 3.36)}  # fmt: skip
+figure, axes = plt.subplots(figsize=(6.4, 3.4))
+for number, way in enumerate(SENT):
+    at = [place + 0.28 * (number - 1) for place in range(4)]
+    look = dict(width=0.25, edgecolor="black", lw=0.6)
+    axes.bar(at, SENT[way], color="white", **look)
+    axes.bar(at, EXPOSED[way], color="#6b6b6b", **look)
+    for x, high in zip(at, SENT[way], strict=True):
+        axes.text(x, high + 0.2, way, rotation=90, ha="center", va="bottom", size=8)
+axes.set(ylabel="GB sent by a device", ylim=(0, 18))
+axes.set_title("With 2D activations, the compiler overlaps more than our layer")
+axes.set_xticks(range(4), [f"{p}D params,\n{a}D activations" for p, a in FOUR_WAYS])
+fills = {"exposed": "#6b6b6b", "overlapped": "white"}
+boxes = [plt.Rectangle((0, 0), 1, 1, fc=fill, ec="black") for fill in fills.values()]
+legend = axes.legend(boxes, fills, loc="upper left", ncols=2, fontsize=9)
+
+# %% [markdown]
 # By simulated step time:
 #
-# - **1D/1D**: the same collectives three times. Explicit sharding takes 0.5% longer, as its matmuls are
-#   cut differently.
-# - **1D/2D**: constraints win by 3%. The compiler splits gathers into chunks (`collective-permute`) and
-#   sends them during the matmuls. It sends a quarter more bytes than the hand-written program, and
-#   exposes 44% fewer.
-# - **2D/1D**: explicit sharding and the hand-written program are within 1%. With constraints the step
-#   takes 5% longer.
-# - **2D/2D**: the hand-written program wins, by 3% over explicit sharding and 4% over constraints, which
-#   also store 31% more. They took three times as long to compile: 92 s against 31 s, on 2 cores.
+# - **1D/1D** (parameters over `model`, activations over `data`): the same collectives three times. Explicit
+#   sharding takes 0.5% longer, because its matmuls are cut differently.
+# - **1D/2D** (activations also over `model`): constraints win by 3%. The compiler splits gathers into chunks
+#   (`collective-permute`) and sends them during the matmuls, so it sends a quarter more bytes than the
+#   hand-written program, but exposes 44% fewer.
+# - **2D/1D** (parameters also over `data`): explicit sharding and the hand-written program are within 1%. With
+#   constraints the step takes 5.3% longer than by hand, and 6.4% longer than with explicit sharding.
+# - **2D/2D** (both): the hand-written program wins, by 3% over explicit sharding and 4% over constraints, which
+#   also need 31% more memory. They took three times as long to compile: 92 s against 31 s, on 2 cores.
 #
-# Exposed bytes are those that do not overlap with a matmul. The hand-written layer asks for a whole
-# gather and then for the matmul. Of its five transfers of activations per layer, only one overlaps.
-# Chapter 04's ring exchange, written by hand, is the answer to that.
+# The hand-written layer asks for a whole gather and then for the matmul, so of its five transfers of
+# activations per layer, only one overlaps. Chapter 04's ring exchange, written by hand, is the answer to that.
 #
 # The whole training step of the preset `dense_124m`, 480 sequences on `fsdp=16`: explicit sharding
 # (`bench/explicit.py`) against this trainer's `shard_map`, both with `remat=full`. The table is printed by
@@ -424,10 +469,11 @@ assert check_names(mesh_axes) == check_names(...) == lesson.NOTHING
 # %% [markdown]
 # ## Exercise 2: the bytes of each partitioning
 #
-# Return the bytes that a device sends in one step of the hand-written program: L layers, `tokens` tokens
-# per group of `data`, width D, hidden width F, float32, a mesh of `data=d` and `model=m`. With activation
-# checkpointing a layer runs forward twice. Collectives run on rings. Leave out the loss. (Count the
-# collectives in the source above. What does the recomputed forward pass need?)
+# Return the bytes that a device sends in one step of the hand-written program: L layers, `tokens` tokens per
+# group of `data`, width D, hidden width F, float32, a mesh of `data=d` and `model=m`. With activation
+# checkpointing a layer runs forward twice. Collectives run on rings. Leave out the loss. (For 2D/2D, the count
+# is above. 1D parameters are not gathered, and 1D activations are all-reduced. What does the recomputed layer
+# need?)
 
 
 # %% tags=["hide-input"]
@@ -459,7 +505,7 @@ BYTES_HINTS = [
     (bytes_of(4, 5, 0, 3),
      "1D parameters are replicated over `data`. What about their gradients?"),
     (bytes_of(4, 5, 2, 2), "2D parameters: the recomputed layer gathers weights too."),
-    (lambda *a: right_bytes(*a) / 4, "Bytes, not numbers: float32 has four."),
+    (lambda *a: right_bytes(*a) / 4, "Bytes, not elements: float32 has four."),
 ]  # fmt: skip
 
 
