@@ -516,7 +516,7 @@ for x, (_, letters) in enumerate(bars):
 for x, name in ((3.5, "out"), (5.5, "down")):
     style = dict(arrowstyle="->", lw=2, color=lesson.COLORS["tensor"])
     axes.annotate("", (x + 0.2, 0), (x - 0.2, 0), arrowprops=style)
-    axes.text(x, -6500, f"{name}:\nall-reduce", ha="center", va="top", size=8)
+    axes.text(x + 0.15, -2500, f"{name}:\nall-reduce", ha="center", va="top", size=7)
 
 # %% tags=["hide-input"]
 axes.set(title="tensor=8: red arrays need no communication", ylim=(-16_000, 20_000))
