@@ -7,6 +7,8 @@ instead. The optimizer is not here: `optimizer.py` compiles the whole training s
 stage skips ticks in a `cond`, and in every tick autodiff saves a copy of the weights that its branches use.)
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,7 +155,8 @@ def two_stacks(name: str, S: int, split: fit.BatchSplit) -> schedules.Schedule:
         raise UserError(f"work.schedule={name!r}: an encoder-decoder runs gpipe or 1f1b; use one of them")
     if name == "gpipe" and S > 1:
         return schedules.gpipe(S, split.microbatches, 2, passes=split.accumulation)
-    return schedules.interleaved(S, split.microbatches * split.accumulation, 2, lead=2)
+    interleaved = schedules.interleaved(S, split.microbatches * split.accumulation, 2, lead=2)
+    return dataclasses.replace(interleaved, name="1f1b")
 
 
 def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):

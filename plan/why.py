@@ -49,7 +49,8 @@ class Group:
 
 MEANS = {  # meaning of each letter of a formula, as sizes of one device
     "b": "sequences of a microbatch", "t": "positions in the residual stream", "D": "model width",
-    "g": "key/value heads", "r": "query heads per key/value head", "K": "width of a head",
+    "S": "positions in the residual stream of the encoder", "g": "key/value heads",
+    "r": "query heads per key/value head", "K": "width of a head",
     "R": "width of its rotary part", "U": "width of a value", "Q": "query latent", "C": "key/value latent",
     "f": "feed-forward hidden width", "k": "experts per token", "e": "experts", "m": "hidden width of an expert",
     "x": "shared experts", "X": "slots of an expert",
@@ -64,10 +65,11 @@ def legend(one: Plan) -> str:
     entries = (
         f"{letter}={sizes[letter]:,} {means}" for letter, means in MEANS.items() if re.search(rf"\b{letter}\b", text)
     )
+    in_encoder = f" In encoder layers, t={sizes['S']:,}." if one.cfg.model.encoder_layers else ""
     return (
         "A formula gives the FLOPs of a matmul, or the bytes of a collective, in one forward pass of one layer. Lines "
-        "outside layers have none. Letters are sizes on one device: " + ", ".join(entries) + ". The count includes all "
-        "executions in a step: every layer, pass, microbatch and chunk of a ring."
+        f"outside layers have none. Letters are sizes on one device: {', '.join(entries)}.{in_encoder} The count "
+        "includes all executions in a step: every layer, pass, microbatch and chunk of a ring."
     )
 
 

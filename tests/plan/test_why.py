@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PLANS = {
     "shared and routed experts": ("laptop", "", {"mesh": "fsdp=2,expert=2,tensor=2"}),
     "a parallel feed-forward": ("gptj_6b", "v5e:4x4", {"mesh": "fsdp=8,tensor=2", "data.batch_size": 64}),
+    "two stacks": ("t5_tiny", "", {"mesh": "fsdp=2,tensor=2"}),
     "kernels in slots": ("deep", "v5e:2x4", {"mesh": "stage=4,fsdp=2", "work.schedule": "1f1b"}),
 }
 
@@ -61,6 +62,14 @@ def test_the_command_prints_lines_next_to_the_plan(capsys):
     groups = found["why"]["FLOPs"]
     assert {group["name"] for group in groups} == {name for name, flops in found["flops"].items() if flops}
     assert sum(group["traced"] for group in groups) == pytest.approx(found["hardware_flops"], rel=1e-3)
+
+
+def test_the_legend_has_the_positions_of_both_stacks():
+    """Catches the decoder's positions as those of encoder layers."""
+    text = why.legend(planner.plan(preset("t5_tiny", mesh="fsdp=2,tensor=2")))
+    assert "t=6 positions in the residual stream, S=14 positions in the residual stream of the encoder" in text.replace(
+        " D=24 model width,", "")  # fmt: skip
+    assert "In encoder layers, t=14." in text
 
 
 @pytest.mark.parametrize("words, message", [
