@@ -22,6 +22,7 @@ from config import PRESETS, MeshConfig, preset
 from errors import UserError
 from plan import costs, hardware, program, rows, traced
 from plan.program import abstract_mesh
+from xla.ledger import IN_TURN
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -297,6 +298,12 @@ def test_a_loop_of_unknown_length_counts_once_with_a_note():
 def branched(x, which):
     with jax.named_scope("slot"):
         return jax.lax.cond(which, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+
+def test_branches_that_run_in_turn_count_equally():
+    """Catches a pipeline stage that is counted as if it ran the more expensive of its two stacks each time."""
+    one = read_one(branched, shape(4, 4), shape(dtype=jnp.bool), shares={"slot": IN_TURN})
+    assert one.flops == (2 + 1) / 2 * 2 * 4**3
 
 
 def test_a_conditional_counts_its_more_expensive_branch_with_a_note():
