@@ -24,7 +24,7 @@ from chapters import lesson, opening
 
 GREY = lesson.NEUTRAL
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Eight hosts. Above, milliseconds per step: with equal hosts all compute for 347; with host 5 a quarter slower, it computes for 463 and all others wait for 116. Below, the same for host 0 and host 5 as a timeline, with a sum at the end of the step."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Eight hosts. Above, milliseconds per step: with equal hosts all compute for 347; with host 5 a quarter slower, it computes for 463 and all others wait for 116; then the sum takes 61. Below, the same for host 0 and host 5 as a timeline, with a sum at the end of the step."}}
 tokens = opening.TOKENS // opening.DEVICES  # of one of a host's eight H100s
 step_ms = 32 * opening.compute_ms(6 * opening.PARAMETERS * tokens)
 shard_bytes = 32 * 2 * opening.PARAMETERS / 8  # of the gradients, on one H100
@@ -38,7 +38,8 @@ def step_with(slow_ms, title):
     rows = [[("computes", 0, works[n]), ("sum", max(works), sum_ms)] for n in (0, 5)]
     if waits[0]:
         rows[0].insert(1, ("waits", works[0], waits[0]))
-    return opening.Scene(title, {"computes": works, "waits": waits}, *rows)
+    bars = {"computes": works, "waits": waits, "sum": sum_ms}
+    return opening.Scene(title, bars, *rows)
 
 
 equal = step_with(step_ms, "Equal hosts")
@@ -110,7 +111,7 @@ jax.distributed.initialize(num_processes=4, process_id=rank, **limits)
 mesh = jax.make_mesh((4,), ("data",), (AxisType.Auto,))  # devices of all processes"""
 
 # %% [markdown]
-# Next, a training step: linear regression, in which the target of a row is the sum of its entries. A row is
+# Next, a training step: linear regression, in which the target of a row is the sum of its values. A row is
 # a function of the step and the row number, so each process creates only its own two rows.
 
 # %% tags=["by-hand"]
@@ -133,7 +134,7 @@ if rank == 0: print(float(loss), *np.asarray(w_D))"""
 
 
 # %% tags=["by-hand"]
-def launched(worker):  # returns the output of each of four processes
+def run_workers(worker):  # returns the output of each of four processes
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     env, hosts = {k: v for k, v in os.environ.items() if k[:3] != "JAX"}, []
@@ -148,12 +149,12 @@ def launched(worker):  # returns the output of each of four processes
 
 
 # %% tags=["by-hand"]
-said = launched(START + STEP + ONCE)[0].splitlines()
+output = run_workers(START + STEP + ONCE)[0].splitlines()
 x_BD = np.float32([np.random.default_rng((0, row)).normal(size=4) for row in range(8)])
 y_B = x_BD.sum(1)  # w is zero, so the error is -y
-alone = [y_B @ y_B / 8, *(0.1 * y_B @ x_BD / 8)]
-assert np.allclose([float(x) for x in said[-1].split()], alone, 1e-5), "not as one does"
-print(f"4 processes and one process: loss {alone[0]:.4f}, and the same weights")
+reference = [y_B @ y_B / 8, *(0.1 * y_B @ x_BD / 8)]
+assert np.allclose([float(x) for x in output[-1].split()], reference, 1e-5), "differs"
+print(f"4 processes and one process: loss {reference[0]:.4f}, and the same weights")
 
 # %% [markdown]
 # Three details of this program are easy to get wrong. *All* processes call the step, although only one
@@ -168,10 +169,16 @@ print(f"4 processes and one process: loss {alone[0]:.4f}, and the same weights")
 # process ends, and may start it again.
 #
 # This page simulates the hosts: a folder of this machine stands in for each. The launcher is this project's
-# `launcher.sh`, and everything except the network works as on 32 hosts: commits, supervisors, processes,
-# signals. The simulation does not cover logins, a slow or broken network, a wrong clock, or the loss of a
-# whole machine. (These cells need Linux with git; elsewhere they print a message and do nothing.) **Skip the
-# folded cells**: they only build the simulation.
+# `launcher.sh`, and everything except the network works as on 32 hosts. (These cells need Linux with git;
+# elsewhere they print a message and do nothing.) **Skip the folded cells**, because they only build the
+# simulation. Then you do four things to host2:
+#
+# | experiment | what is done to host2 | what to look for |
+# |---|---|---|
+# | killed | SIGKILL to its process | when the others end, and who restarts them |
+# | hangs | its disk does not answer | which log shows the cause |
+# | frozen | SIGSTOP to its process | what ends the wait, and what does not end |
+# | other settings | another learning rate, then another file | whether anything shows it |
 
 # %% tags=["hide-input"]
 SSH = """#!/bin/bash
@@ -302,8 +309,8 @@ def launcher(words, *command, **settings):
         with socket.create_server(("127.0.0.1", 0)) as free:
             settings["COORDINATOR_PORT"] = str(free.getsockname()[1])
     done = hosts.run("./launcher.sh", "--hosts", "../hosts.txt", *words, **settings)
-    said = done.stdout.partition("host   ")[0] + done.stderr
-    print(said.replace(f"{hosts.at}/", "/"), end="")
+    output = done.stdout.partition("host   ")[0] + done.stderr
+    print(output.replace(f"{hosts.at}/", "/"), end="")
     return done
 
 
@@ -412,10 +419,10 @@ if hosts:
 # the `psum` for the dead process. So judging by exit statuses, one process is dead and three are healthy.
 # </details>
 #
-# When the coordinator has received no heartbeat from a process for 5 s, it tells all processes, and C++
-# code aborts each of them (status 134 = 128 + the signal). **On this abort, Python runs no `except` and no
-# `finally`.** Process 0, which saves, was still waiting in the `psum`. So you cannot save at that point,
-# and have only the last checkpoint.
+# When the coordinator has received no heartbeat from a process for 5 s, it tells all processes, and C++ code
+# aborts each of them. (A process that a signal ends has the status 128 + its number: 134 for SIGABRT, 6, and
+# 137 for SIGKILL, 9.) **On this abort, Python runs no `except` and no `finally`.** Process 0, which saves, was
+# still waiting in the `psum`. So you cannot save at that point, and have only the last checkpoint.
 #
 # So when one process dies, all die. This is intended, because a collective cannot work with some of its
 # processes missing. Something outside the processes has to restart them. Here each supervisor restarts its
@@ -541,6 +548,8 @@ if hosts:
     frozen_at = time.time()
     hosts.wait_for_end(of=(0, 1, 3))
     rows = status()
+    ends = [hosts.latest(n, "exit").stat().st_mtime for n in (0, 1, 3)]
+    print("seconds until the others ended:", *[f"{x - frozen_at:.1f}" for x in ends])
     stopped = launcher("stop --now")
 
 # %% tags=["remove-cell"]
@@ -570,17 +579,18 @@ def draw_end(axes, name, zero, file, until):
     axes.set(title=name, yticks=range(4), xlim=(-2, until))
 
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Two timelines of four processes. In both, the dots for steps end at second 0 on all four rows; gray bars of waiting continue for about five seconds on rows 0, 1 and 3, and end in crosses. In the left timeline, process 2 is killed: some of the other rows have a diamond at second 0, and dots begin again on all rows many seconds later. In the right timeline, process 2 is frozen: no row has a diamond at second 0, the dark bar of row 2 is longer than the others, and no dots follow."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two timelines of four processes. In both, the dots for steps end at second 0 on all four rows; gray bars of waiting continue for several seconds on rows 0, 1 and 3, and end in crosses. In the left timeline, process 2 is killed: some of the other rows have a diamond at second 0. In the right timeline, process 2 is frozen: no row has a diamond at second 0, and the dark bar of row 2 is longer than the others."}}
 if hosts:
-    resumed_at = min(t for _, t in hosts.marks(0, "step") if t > killed_at + 6)
+    killed = [hosts.latest(n, "restarts").stat().st_mtime for n in range(4)]
     last_end = max(hosts.latest(n, "exit").stat().st_mtime for n in range(4))
-    untils = resumed_at - killed_at + 3, last_end - frozen_at + 1
+    untils = max(killed) - killed_at + 0.6, last_end - frozen_at + 0.6
     widths = dict(width_ratios=[2 + until for until in untils])
     figure, panels = plt.subplots(1, 2, figsize=(6.6, 2.6), sharey=True, **widths)
     draw_end(panels[0], "Process 2 is killed", killed_at, "restarts", untils[0])
     draw_end(panels[1], "Process 2 is frozen", frozen_at, "exit", untils[1])
-    panels[0].set_ylabel("process")
-    marks = "seconds; dot: a step, diamond: an exception, cross: the end"
+    panels[0].set(ylabel="process", xlabel="s since the kill")
+    panels[1].set_xlabel("s since the freeze")
+    marks = "dot: a step, diamond: an exception, cross: the end"
     figure.supxlabel(marks, size=9)
     title = "The others wait until a heartbeat is missing"
     figure.suptitle(title, x=0.02, ha="left")
@@ -589,7 +599,8 @@ if hosts:
 # A killed process closes its connections, so another process gets an exception at once (the diamond on the
 # left). A frozen process closes nothing: on the right, the others wait without an exception, and only the
 # missing heartbeat ends the wait. A process sends a heartbeat every 2.5 s, half the timeout, and the 5 s count
-# from its last one. So the others end 2.5 to 5 s after it froze. They had no restart left.
+# from its last one. So the others end 2.5 to 5 s after the freeze, plus the time in which the coordinator
+# notices it. The cell printed what was measured. They had no restart left.
 #
 # Nothing ends the frozen process. It keeps its memory, and on a TPU its chips, so the next start on this host
 # would fail. Something *on that host* must kill it. Here `stop --now` made its supervisor kill it.
@@ -627,6 +638,9 @@ if odd:
 if hosts:
     (hosts.at / "host2/.bashrc").write_text("export LR=0.2\n")
     launcher("-- python train.py second 30")
+
+# %%
+if hosts:
     hosts.commit(START + STEP + TELL + CHECK + LOOP, "Compare first")
     launcher("-- python train.py second 30", HOST_FOLDER="checked")
     hosts.wait_for_end()
@@ -885,9 +899,8 @@ assert check_blame(to_blame) == lesson.NOTHING == check_blame(...)
 # ## What it costs
 #
 # Each failure costs the time until it is detected, a restart (r = 600 s for starting, loading and
-# compiling), and the steps since the last checkpoint. Chapter 12 computes how often to save. Llama 3 had
-# 419 interruptions in 54 days on 2,048 hosts ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section
-# 3.3.4), so a host fails once in 264 days.
+# compiling), and the steps since the last checkpoint. Chapter 12 computes how often to save, and from the
+# interruptions of Llama 3 that a host fails once in 264 days.
 
 # %% mystnb={"image": {"alt": "Minutes lost per day against the number of hosts, on logarithmic axes: three rising straight lines. The line for 1,800 seconds is four times above the line for 10 seconds, and the line for 100 seconds is close to the lowest."}}
 host_days = 54 * 2048 / 419
@@ -900,7 +913,7 @@ for notice_s, style in ((10, "-"), (100, "--"), (1800, ":")):
     axes.loglog(many, lost, style, color="black", label=label)
     print(f"detected after {notice_s:5} s: lost per day {lost[1]:.1f} min on 32 hosts, "
           f"{lost[-1]:.0f} min on 1,024")  # fmt: skip
-axes.set(title="30 minutes until detection cost three restarts", xlabel="hosts")
+axes.set(title="Detecting a failure late costs more than the restart", xlabel="hosts")
 axes.set(ylabel="minutes lost per day")
 axes.set_xticks(many, [f"{n:,}" for n in many])
 axes.minorticks_off()
@@ -924,9 +937,21 @@ for count in (32, 1024):
 # host, and its first evaluation on four. At some later evaluation, it hangs: all processes are alive,
 # heartbeats arrive, and there is no message. Fix the program.
 #
-# The hosts are threads here. Like real collectives, three functions wait for all four hosts: `psum(x)` returns
-# the sum on every host, `gather(x)` returns the list of all four values on every host, and `reduce(x, to)`
-# returns the sum on host `to`, and x itself on the others.
+# The hosts are threads here. Like real collectives, the three methods of a `Host` wait for all four hosts.
+
+
+# %%
+class Collectives:
+    """What each host can call; the class `Host` below implements it with threads."""
+
+    def psum(self, x):
+        """Return the sum of x over all hosts."""
+
+    def gather(self, x):
+        """Return the list of all four values."""
+
+    def reduce(self, x, to):
+        """Return the sum on host `to`, and x itself on the others, as NCCL does."""
 
 
 # %%
@@ -1004,7 +1029,7 @@ class Group:
 
 
 # %% tags=["hide-input"]
-class Host:
+class Host(Collectives):
     def __init__(self, group, rank):
         self.rank, self.group, self.log = rank, group, group.said.append
 
@@ -1015,7 +1040,6 @@ class Host:
         return self.group.exchange("gather", self.rank, x)
 
     def reduce(self, x, to):
-        """The sum, but only on one host, as in PyTorch and NCCL."""
         total = sum(self.group.exchange("reduce", self.rank, x))
         return total if self.rank == to else x
 
@@ -1192,7 +1216,7 @@ assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
 # | a launcher on each host that restarts | `torchrun --nnodes 32 --max-restarts 3`: an agent per host, a new rendezvous after each failure |
 # | heartbeat, abort | the agents of `torchrun` watch their processes, and the rendezvous watches the agents |
 # | watchdog on progress | the NCCL watchdog thread, with the `timeout` of the process group (per collective, 10 minutes); `TORCH_NCCL_ASYNC_ERROR_HANDLING` sets whether it ends the process |
-# | marks before each step | the flight recorder, `TORCH_NCCL_TRACE_BUFFER_SIZE` |
+# | marks before each step | the flight recorder, `TORCH_FR_BUFFER_SIZE` (before: `TORCH_NCCL_TRACE_BUFFER_SIZE`) |
 #
 # What do you need? On one host, none of this. On two to a few dozen hosts, you need the fingerprint, the
 # heartbeat, and a launcher that restarts processes. On hundreds of hosts, you also need spare hosts, and a

@@ -17,7 +17,7 @@ PARAMETERS = 2 * D * N * H + 2 * D * K * H + 3 * D * F  # of one layer, without 
 CHIP = hardware.CHIPS["h100"]
 PARTS = {"weights": "#4a4a4a", "gradients": "#8b8b8b", "optimizer state": "#b3b3b3", "activations": "#dddddd",
          "KV cache": "#b3b3b3", "snapshot in host memory": "#dddddd", "text read": "#8b8b8b",
-         "computes": "#8b8b8b", "waits": "#dddddd"}  # fmt: skip
+         "computes": "#8b8b8b", "waits": "#dddddd", "sum": "#4a4a4a"}  # fmt: skip
 ON_HOST = ("snapshot in host memory",)  # parts that are not in a device's memory: hatched bars next to those of devices
 
 
