@@ -89,7 +89,7 @@ print(f"never a target after 2 epochs: {np.mean(two == 0):.1%}", end="")
 print(f", after 3: {np.mean(three == 0):.1%}")
 
 # %% [markdown]
-# Random positions are fine only if you read a small part.
+# Random positions are fine only if you read a small part of the text, so that few windows overlap.
 #
 # ## A run that is interrupted three times
 #
@@ -162,7 +162,7 @@ axes.set_title("The broken run reports the lower training loss")
 axes.legend(loc="upper right")
 for name, (losses, other, seen) in runs.items():
     last = np.mean(losses[-10:])
-    print(f"{name}: last loss {last:.2f}, on held-out text {other:.2f}", end="")
+    print(f"{name}: loss of the last 10 steps {last:.2f}, held-out {other:.2f}", end="")
     print(f"; {seen:,} different windows of {STEPS * B:,}")
 (whole, whole_other, _), (stopped, stopped_other, _) = runs.values()
 assert np.mean(stopped[-10:]) < np.mean(whole[-10:]) and stopped_other > whole_other
@@ -173,8 +173,7 @@ assert np.mean(stopped[-10:]) < np.mean(whole[-10:]) and stopped_other > whole_o
 #
 # In a translation toolkit, a run that was interrupted after its first epoch
 # resumed with the batches of that epoch, in the same order ([joeynmt
-# 125](https://github.com/joeynmt/joeynmt/issues/125)). In another, it read the first files again ([entrenar
-# 295](https://github.com/paiml/entrenar/issues/295)).
+# 125](https://github.com/joeynmt/joeynmt/issues/125)).
 #
 # ## One sample order for all epochs
 #
@@ -208,11 +207,12 @@ axes.set_xlabel("row; each shade is a host: four before the stop, two after")
 # ## A function of the step
 #
 # `order(i)` is the i-th window of the endless order. You can compute it without a list of all windows. A
-# shuffle never maps two indices to the same window. To get one, use a *Feistel network*: split the bits
-# of i into two halves, XOR one half with a hash of the other, swap the halves, and repeat. The same XOR
-# undoes a round, so each round is invertible and two indices never collide. If the result is not below
-# the number of windows, feed it back in until it is. This stays a permutation, because you can invert
-# it: undo the rounds until the result is again below the number of windows.
+# shuffle never maps two indices to the same window. To get one, use a *Feistel network*: split the bits of i
+# into two halves, XOR one half with a hash of the other, swap the halves, and repeat. The same XOR undoes a
+# round, so each round is invertible and two indices never collide. If the result is not below the number of
+# windows, feed it back in until it is. This stays a permutation, because you can invert it: undo the rounds
+# until the result is again below the number of windows. For example, 5 windows need halves of 2 bits, so the
+# network permutes 16 slots. If it maps 3 to 11, 11 to 7 and 7 to 1, then `order(3)` is window 1.
 #
 # To check a loader, give it a stream in which **every token is its own serial number**. Then each batch
 # shows what was read, and `np.bincount` counts each target (token to predict). Here is the loader with this
@@ -268,6 +268,8 @@ print(f"index 7 in an order of 10**12 windows: {shuffled(7, 10**12, key=0):,}")
 # and one key per epoch.
 #
 # ## Tokenization: text to ids
+#
+# A tokenizer decides how long the stream of the loader is.
 #
 # With one token per byte, sequences are long. *Byte-pair encoding* (BPE) shortens them: count all pairs of
 # adjacent tokens, give the most common pair a new id, and repeat. A regular expression first splits the
@@ -326,7 +328,7 @@ print("first ids:", *list(ranks)[256:268])
 print("longest:  ", *sorted(ranks, key=len)[-3:])
 
 # %% [markdown]
-# A run of spaces is also a word, so the longest tokens are indentation. A token is a string of bytes, and its
+# A token is a string of bytes, and its
 # id, or *rank*, tells in which order the merges created it. To encode text, repeatedly merge the two
 # adjacent tokens whose concatenation has the lowest rank, until no concatenation has a rank. The first k
 # merges do not depend on later ones, so one training run gives you all smaller tokenizers.
@@ -367,6 +369,8 @@ print("held-out text: this encoder and tiktoken (OpenAI's encoder) give the same
 # %% [markdown]
 # ## Loss per token, bits per byte
 #
+# Another tokenizer also changes the loss, although the text is the same.
+#
 # With fewer tokens for the same text, a run is shorter. But a longer token is harder to predict. The
 # simplest model, the *unigram* model, knows only how often each id occurs. Count the ids in the training
 # text, and measure the loss on held-out text, for tokenizers of eight sizes.
@@ -406,19 +410,6 @@ for V, *row in zip(sizes_V, bytes_a_token, nats, bits, strict=True):
     print("{:5}  {:11.2f}  {:10.2f}  {:9.2f}".format(V, *row))
 assert (np.diff(nats) > 0).all() and (np.diff(bits) < 0).all()
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Three panels over the vocabulary size. Bytes per token grow more and more slowly, nats per token rise, bits per byte fall."}}
-figure, panels = plt.subplots(1, 3, figsize=(7, 2.9))
-panels[0].plot(sizes_V, own, "o-", color="black", ms=3, label="training text")
-titles = "Longer tokens", "Loss per token rises", "Bits per byte fall"
-units = "bytes per token", "nats per token", "bits per byte"
-curves = bytes_a_token, nats, bits
-for axes, title, unit, curve in zip(panels, titles, units, curves, strict=True):
-    axes.plot(sizes_V, curve, "o--", color="black", ms=3, label="held-out text")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([256, 512, 1024, 2048], ["256", "512", "1,024", "2,048"], size=8)
-    axes.set(xlabel="vocabulary size", ylabel=unit, title=title, ylim=(0, None))
-panels[0].legend(loc="lower right", fontsize=9)
-
 # %% [markdown]
 # By loss per token, the byte tokenizer is the best. By bits per byte, it is the worst. Only bits per byte
 # measure how well the model predicts the text. The probability of the text is the product of its tokens'
@@ -446,14 +437,13 @@ for row, V in enumerate(sizes_V):
 # %% [markdown]
 # A larger vocabulary pays off as long as bytes per token grow by a larger factor than FLOPs per token. For
 # the narrowest model, this ends near 1,000 ids. For the widest, whose layers cost much more than its
-# logits, even the largest vocabulary in the table pays off. (Only training shows whether the model then
-# learns as well per byte.)
+# logits, even the largest vocabulary in the table pays off.
 #
-# ## Shards and a manifest
+# ## Files and a manifest
 #
 # `python -m data.prepare` writes token ids to disk; here it is called as a function. Before each document
 # (here, a file) it puts an extra id, the *end of text*: id 1,024 if the tokenizer has ids 0 to 1,023. All
-# documents of a split form one stream, stored in several files called *shards*. Whether a document is held
+# documents of a split form one stream, stored in several files. Whether a document is held
 # out depends only on a hash of its name, so new documents do not move old ones to another split.
 
 
@@ -480,23 +470,21 @@ print(f", unigram {m['unigram_nats']:.2f}, bigram {m['bigram_nats']:.2f}")
 # A `memmap` is a file that you use like an array. Opening it reads a header, and slicing it reads only the
 # pages of the slice. So a corpus can be larger than memory, and all processes on a machine share the pages.
 #
-# `begins` lists where documents begin in a shard. The manifest contains the size and sha256 of each file.
-# Loading rejects a shard of the wrong size, and `dataset.verify` reads all shards and finds a single wrong
-# byte.
+# `begins` lists where documents begin in a file. The manifest contains the size and sha256 of each file.
+# Loading rejects a file of the wrong size, and `dataset.verify` reads all files and finds a single wrong byte.
 #
 # The manifest also contains three baseline losses. A new model starts near *uniform* (all ids are equally
 # likely). Below *unigram*, it has learned which ids are common. Below *bigram*, it uses more than the
-# previous token. (The bigram loss is measured on the text whose bigrams were counted, so it is too low.)
+# previous token.
 #
 # Next, the stream is split into windows. Window i has tokens `i*T .. i*T + T - 1` as inputs, and the token
 # after each input as its target. The last target of a window is the first input of the next window, so
-# every token but the first is a target once. Windows ignore the boundaries of documents and shards.
+# every token but the first is a target once. Windows ignore the boundaries of documents and files.
 #
 # ## What is in a batch
 #
 # To see documents end inside windows, use short documents: the first lines of some docstrings, as bytes.
-# `prepare.from_ids` takes ids instead of text, and holds out the last documents. A `preset` is a named
-# configuration; the dictionary overrides some settings.
+# `prepare.from_ids` takes ids instead of text, and holds out the last documents.
 
 # %%
 functions = abs, all, any, bin, chr, id, len, max, min, ord, sum
@@ -654,7 +642,7 @@ print(f"windows read twice: {np.mean(reads == 2):.0%}, never: {never:.0%}")
 # property *elastic determinism* ([docs](https://docs.mosaicml.com/projects/streaming)).
 #
 # With the endless order, the rows of a batch do not depend on the hosts. A host looks up which rows its
-# devices store (`sharding.own_rows`, exercise 3), and creates only those rows. `sharding.put` copies them
+# devices store (`sharding.own_rows`, exercise 3), and reads only those rows. `sharding.put` copies them
 # to its devices.
 
 # %% [markdown]
@@ -705,9 +693,9 @@ for begin in (0, 999, 2_000):
 # The count is exactly 700, wherever you start. If each row chose its corpus at random, the count would
 # typically be off by (1,000 * 0.7 * 0.3)^½ = 14.
 #
-# **Shards.** You choose the shard size for disks and copying, so it must not affect the batches. If a
-# loader splits each shard into windows separately, it drops the remainder of every shard, and its order
-# depends on the shard size. Compare the two copies of the text above, with large and small shards:
+# **Files.** You choose the file size for disks and copying, so it must not affect the batches. If a loader
+# splits each file into windows separately, it drops the remainder of every file, and its order depends on the
+# file size. Compare the two copies of the text above, with large and small files:
 
 # %%
 SIZES = {"data.seq_len": 128, "model.vocab_size": 1025}
@@ -719,8 +707,8 @@ for one in both:
     shards = dataset.load(one.data.path).splits["train"].shards
     whole = sum((len(s) - 1) // 128 * 128 for s in shards)
     lost = 1 - whole / (sum(map(len, shards)) - 1)
-    print(f"{len(shards):3} shards: the same 30 batches", end="")
-    print(f"; windows per shard would lose {lost:.1%} of the tokens")
+    print(f"{len(shards):3} files: the same 30 batches", end="")
+    print(f"; windows per file would lose {lost:.1%} of the tokens")
 
 # %% [markdown]
 # ## What it costs, and when not to use it
