@@ -568,20 +568,16 @@ for ax, (name, owner_S) in zip(axes.flat, LAYOUTS.items(), strict=True):
     work_ir = pairs_nn[i, (i - r) % MANY] / pairs_nn.mean()  # [device, step]
     shown = ax.imshow(work_ir, cmap="Greens", vmin=0, vmax=4)
     for step, busiest in enumerate(work_ir.argmax(axis=0)):
-        box = plt.Rectangle((step - 0.5, busiest - 0.5), 1, 1, fill=False, lw=1.2)
-        ax.add_patch(box)
+        ax.add_patch(plt.Rectangle((step - 0.5, busiest - 0.5), 1, 1, fill=False))
         dark, most = work_ir[busiest, step] > 3, f"{work_ir[busiest, step]:.1f}"
         look = dict(ha="center", va="center", size=7, color="w" if dark else "k")
         ax.text(step, busiest, most, **look)
     ax.set_title(f"{name}: {costs(owner_S)[1]:.2f}", size=9)
     ax.set(xticks=range(MANY), yticks=range(MANY))
-for ax in axes.flat:
     ax.set(xlabel="step of the ring" if ax in axes[1] else "")
     ax.set(ylabel="device" if ax in axes[:, 0] else "")
-label = "work of a device in a step (1: the average)"
-figure.colorbar(shown, ax=axes, label=label, shrink=0.6, extend="max")
-title = "A step waits for its busiest device (boxed); titles: mean of the boxes"
-title = figure.suptitle(title, size=11)
+figure.colorbar(shown, ax=axes, label="work / average", shrink=0.6, extend="max")
+title = figure.suptitle("A step waits for its busiest device (boxed; titles: mean)")
 
 # %% [markdown]
 # With zig-zag over the sequence, attention takes 1.36 times as long as with balanced work if keys are
@@ -1149,8 +1145,8 @@ def tune(devices, w, seeds, rate=0.005):
 
 
 draw_one = np.random.default_rng(0)
-draw_w = lambda name: np.float32(0.6 * draw_one.normal(size=(V, WIDTH)))
-random_w = {name: draw_w(name) for name in ("words", "q", "k", "v", "out")}
+draw_w = lambda: np.float32(0.6 * draw_one.normal(size=(V, WIDTH)))
+random_w = {name: draw_w() for name in ("words", "q", "k", "v", "out")}
 (pretrained, _), _ = tune(1, random_w, range(1500))
 
 

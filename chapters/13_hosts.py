@@ -909,15 +909,14 @@ figure, axes = plt.subplots(figsize=(6, 3))
 many = np.array([8, 32, 128, 512, 1024])
 for notice_s, style in ((10, "-"), (100, "--"), (1800, ":")):
     lost = many / host_days * (notice_s + 600) / 60
-    label = f"detected after {notice_s:,} s"
-    axes.loglog(many, lost, style, color="black", label=label)
+    axes.loglog(many, lost, style, color="black", label=f"after {notice_s:,} s")
     print(f"detected after {notice_s:5} s: lost per day {lost[1]:.1f} min on 32 hosts, "
           f"{lost[-1]:.0f} min on 1,024")  # fmt: skip
 axes.set(title="Detecting a failure late costs more than the restart", xlabel="hosts")
 axes.set(ylabel="minutes lost per day")
 axes.set_xticks(many, [f"{n:,}" for n in many])
 axes.minorticks_off()
-axes.legend()
+axes.legend(title="detected")
 for count in (32, 1024):
     print(f"{count:5} hosts: {count / host_days:.2f} failures per day")
 

@@ -368,9 +368,7 @@ class RunConfig:
     eval_tasks: str = ""  # tasks to evaluate too, comma-separated, on at most eval_batches * batch_size examples each
     checkpoint_every: Size = 100  # steps between checkpoints; the last step is saved too
     keep_checkpoints: Size = 2  # number of latest checkpoints to keep, besides the one with the lowest validation loss
-    # prompt of the sample at the end, which has up to 200 tokens; empty: no sample. With <extra_id_0>, <extra_id_1>, ..
-    # in it, a model that was trained on data.objective=span fills in these spans
-    sample_prompt: str = "def "
+    sample_prompt: str = "def "  # prompt of the sample at the end, which has up to 200 tokens; empty: no sample
     # steps between gradient statistics: norms for each parameter and layer, and the gradient noise scale
     # (arXiv:1812.06162). Such a step takes about three times as long; 0: off
     gradient_stats_every: Count = 0

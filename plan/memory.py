@@ -72,7 +72,7 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool
         outputs = whole * ((2 if present(dense) else 1) + crosses)
         return (branches * stream + outputs - less + N * latent + N * h * score + made
                 + crossed + dense * (1 + model.gated(c))) * z.width  # fmt: skip
-    matrices = 2 + model.gated(c)
+    matrices, activation = 2 + model.gated(c), 6 - model.gated(c)
     attended = ((N * h + keys * g) * (score + value) + crossed) * z.width + N * h * f32
     if way == "all_to_all":  # attention outputs before and after the all-to-all
         attended += N * h * value * z.width
@@ -81,11 +81,9 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool
     if remat == "fused":  # a TPU recomputes values that need no matmul instead of saving them
         return attended + (branches * stream + (2 * branches - 1) * whole + N * latent + matrices * (dense + rows * m)
                            + 3 * rows * c.d_model) * z.width  # fmt: skip
-    activation = 5 if model.gated(c) else 6
     return (
         branches * 2 * stream * f32 + (branches * stream + (2 * branches - 1) * whole + 3 * N * latent) * z.width
-        + attended
-        + (dense + rows * m) * activation * z.width
+        + attended + (dense + rows * m) * activation * z.width
         + (3 * rows * c.d_model + tiles * matrices * c.d_model * m) * z.width
     )  # fmt: skip
 

@@ -46,8 +46,8 @@ MAY_IMPORT = {
     "generate.quantised": "config xla sharding parameters overlap model architectures",
     "generate.cache": "config xla sharding kernels overlap model encoder_decoder architectures pipeline "
     "generate.quantised",
-    "plan": "errors devices pictures config xla sharding kernels overlap model architectures pipeline optimizer "
-    "generate.cache",
+    "plan": "errors devices pictures config xla sharding kernels overlap model encoder_decoder architectures pipeline "
+    "optimizer generate.cache",
     "train": "errors devices pictures config sharding model pipeline optimizer dataset data.bucket data.order",
     "weights": "errors devices config xla sharding kernels overlap model architectures data train",
     "generate": "errors devices config xla sharding parameters kernels overlap model architectures pipeline data train "
@@ -67,8 +67,8 @@ ROOMS = {
     "pipeline": "schedules check draw fit ticks step __main__",
     "data": "bucket packing order objectives features examples files hub sources hf_json sp_model tokenizers shards "
     "units engine progress prepare check train_tokenizer tasks",
-    "plan": "formulas hardware hiding compiled rows program traced_layer costs memory expected replayed auto planner "
-    "inference show user_file traced why __main__",
+    "plan": "formulas hardware hiding compiled rows program weights traced_layer costs memory expected replayed auto "
+    "planner inference show user_file traced why __main__",
     "train": "storage steps checkpoint guard tracking report pace board agreement watchdog processes "
     "directory interruptions start progress selfcheck preflight",
     "weights": "folders families card convert slim init_from __main__",
