@@ -627,7 +627,7 @@ for n_c in (4, 8, 16, 32):
 # | the same, on one torus axis: 3 times | two links instead of six | v5p: 2,550 | [scaling book](https://jax-ml.github.io/scaling-book/training) |
 # | the same, sparse: times P/active | all P parameters are gathered, a token uses the active ones | Mixtral 8x7B on v5p: 3,077 | 07 |
 # | `tensor`: n_t < 1 + (8/11)(W/(2 D)) bandwidth/peak | 11 collectives in a recomputed layer take as long as its matmuls | 70B on v5p: 16 | 04 |
-# | `tensor` as a ring: columns per device > peak/bandwidth | each chunk overlaps with its own matmul, on one torus axis | v5p: 2,550, H100: 2,198 | 04 |
+# | `tensor` as a ring in both directions: columns per device > peak/bandwidth | each chunk overlaps with its own matmul, on one torus axis | v5p: 2,550, H100: 2,198 | 04 |
 # | `stage`: idle (n_s - 1)/(Z + n_s - 1) | equal stages; with v chunks per stage, Z v instead of Z | 19% for Z = 4 n_s, n_s = 16 | 05 |
 # | `context`: n_c < W/(2 G K) bandwidth/peak | without the FLOPs of attention | 70B on v5p, two torus axes: 328 | 06 |
 # | `expert`: N < 2.25 E M/top_k | compares bytes; an eighth of it across GPU nodes | Mixtral 8x7B: 129,024; across nodes 16,128 | 07 |
