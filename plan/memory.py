@@ -125,9 +125,10 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     one_piece, w = sched.in_one_piece, weights(cfg)
     state = sum(x.local_size * x.d.dtype.itemsize for x in w)
     there = [(many, kind) for kind, many in layer_counts(c, z).items() if present(many)]
-    saved = sum(many * saved_bytes(c, z, kind, c.work.remat, one_piece) for many, kind in there)
-    if c.work.remat == "none":
-        saved += SCORES_SAVED * sum(many * score_bytes(c, z, kind) for many, kind in there)
+    scores = where(c.work.remat == "none", SCORES_SAVED, 0)
+    each = [many * (saved_bytes(c, z, kind, c.work.remat, one_piece) + scores * score_bytes(c, z, kind))
+            for many, kind in there]  # fmt: skip
+    saved = sum(each)
     on_tpu = platform == "tpu"
     work = maximum(
         *(
@@ -141,14 +142,14 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     positions = z.t + z.S // z.mesh[TENSOR] if c.encoder_layers else z.t
     buffers, stream = sched.slots, z.b * positions * c.d_model * z.width
     if c.encoder_layers and not one_piece:  # a pass saves its input; its backward pass saves what its layers save
-        saved += buffers.kept * stream
+        saved = max(each) + buffers.kept * stream
     else:
         saved = (buffers.kept + where(one_piece, 0, 1)) * saved / sched.chunks
     step = c.work.gather == "step"
     table = maximum(*(x.gathered_size * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV")))
     # With gather=step, gradients are summed over microbatches in float32. A CPU has a second copy while it sends them.
-    each = where(on_tpu, 4, 8)
-    gradients = sum(where(step, x.gathered_size * where(one_piece, x.width, each), x.local_size * 4) for x in w)
+    widths = where(on_tpu, 4, 8)
+    gradients = sum(where(step, x.gathered_size * where(one_piece, x.width, widths), x.local_size * 4) for x in w)
     tokens = logits_tokens(z)
     logits = tokens * vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
     freed = where(one_piece, where(on_tpu, gradients, 0), 0)
