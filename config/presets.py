@@ -79,21 +79,21 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=32_128, d_model=512, n_layers=8, encoder_layers=8, n_heads=6, attention="gqa", n_kv_heads=6,
             d_head=64, d_ff=1024, activation="geglu"),
-        "data.path": "tokens/stdlib-t5", "data.seq_len": 114, "data.input_len": 512, "data.objective": "span",
+        "data.path": "tokens/stdlib-t5", "data.seq_len": 128, "data.input_len": 512, "data.objective": "span",
         "data.batch_size": 128, "run.name": "t5_small",
     }),
     "t5_base": ("T5 1.1, 247,577,856 parameters", {
         "model": ModelConfig(
             vocab_size=32_128, d_model=768, n_layers=12, encoder_layers=12, n_heads=12, attention="gqa", n_kv_heads=12,
             d_head=64, d_ff=2048, activation="geglu"),
-        "data.path": "tokens/stdlib-t5", "data.seq_len": 114, "data.input_len": 512, "data.objective": "span",
+        "data.path": "tokens/stdlib-t5", "data.seq_len": 128, "data.input_len": 512, "data.objective": "span",
         "data.batch_size": 128, "run.name": "t5_base",
     }),
     "t5_xxl": ("T5 1.1, 11,135,332,352 parameters", {
         "model": ModelConfig(
             vocab_size=32_128, d_model=4096, n_layers=24, encoder_layers=24, n_heads=64, attention="gqa", n_kv_heads=64,
             d_head=64, d_ff=10_240, activation="geglu"),
-        "data.path": "tokens/stdlib-t5", "data.seq_len": 114, "data.input_len": 512, "data.objective": "span",
+        "data.path": "tokens/stdlib-t5", "data.seq_len": 128, "data.input_len": 512, "data.objective": "span",
         "data.batch_size": 128, "run.name": "t5_xxl",
     }),
     "llama3_8b": ("planner only: the published architecture, 8,030,261,248 parameters", {
