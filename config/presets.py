@@ -67,13 +67,13 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "run.name": "t5_tiny", "run.steps": 10, "run.log_every": 1, "run.eval_every": 5, "run.eval_batches": 2,
         "run.checkpoint_every": 5,
     }),
-    "t5_laptop": ("T5 with about 2M parameters: learns span corruption in 4 minutes on 2 cores", {
+    "t5_laptop": ("T5 with about 1M parameters: learns span corruption in 4 minutes on 2 cores", {
         "model": ModelConfig(
-            vocab_size=320, d_model=128, n_layers=3, encoder_layers=3, n_heads=4, attention="gqa", n_kv_heads=4,
+            vocab_size=320, d_model=128, n_layers=2, encoder_layers=2, n_heads=4, attention="gqa", n_kv_heads=4,
             d_head=32, d_ff=384, activation="geglu", precision="float32"),
-        "data.seq_len": 64, "data.input_len": 192, "data.objective": "span", "optim.lr": 5e-3,
-        "run.name": "t5_laptop", "run.steps": 600,
-        "run.sample_prompt": "    for i in range(<extra_id_0>(self.args)):\n        return<extra_id_1>",
+        "data.seq_len": 80, "data.input_len": 128, "data.objective": "span:0.3:16", "data.batch_size": 16,
+        "optim.lr": 5e-3, "run.name": "t5_laptop", "run.steps": 700,
+        "run.sample_prompt": "    def close(self):\n        <extra_id_0>\n        return None\n",
     }),
     "t5_small": ("T5 1.1, 76,961,152 parameters", {
         "model": ModelConfig(

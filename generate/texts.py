@@ -62,6 +62,11 @@ def with_sentinels(encoding: tiktoken.Encoding, cfg: Config):
     return WithSentinels(encoding, cfg.model.vocab_size) if spans else encoding
 
 
+def unused_ids(encoding) -> list[int]:
+    """Return the ids that a model never generates. Sentinels are used."""
+    return tokenizers.unused_ids(encoding.encoding if isinstance(encoding, WithSentinels) else encoding)
+
+
 def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int, input_len: int = 0) -> list[int]:
     """Encode a prompt after the end-of-text token. For an encoder, end of text ends the inputs, and then starts the
     decoder (`features.encoder_decoder`).
@@ -158,7 +163,7 @@ class Sampler:
                 self.cfg, self.unstacked_params, self.mesh, vocabulary=self.encoding.n_vocab,
                 end=self.encoding.eot_token,
                 slots=slots, context=context, piece=piece, cache=self.cache,
-                unused_ids=tokenizers.unused_ids(self.encoding))  # fmt: skip
+                unused_ids=unused_ids(self.encoding))  # fmt: skip
         return self.engines[key]
 
     def engine_for(self, writings: list[TextJob], slots: int) -> Engine:

@@ -99,6 +99,8 @@ def test_sentinels_are_text():
     assert ids == [97, 303, 98, 291]
     assert b"".join(map(encoding.decode_single_token_bytes, ids)) == b"a<extra_id_0>b<extra_id_12>"
     assert encoding.encode_ordinary("<extra_id_90>") == list(b"<extra_id_90>")  # the table has no such id
+    drawable_V = np.asarray(Sampler(T5, weights(T5), tokenizers.load("bytes")).engine(1, 41, 41).drawable_V)
+    assert len(drawable_V) == 304 and drawable_V[257:].all()  # the model can generate them
 
 
 def test_masked_spans_are_filled_in():
