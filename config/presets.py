@@ -71,7 +71,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=320, d_model=128, n_layers=2, encoder_layers=2, n_heads=4, attention="gqa", n_kv_heads=4,
             d_head=32, d_ff=384, activation="geglu", precision="float32"),
-        "data.seq_len": 80, "data.input_len": 128, "data.objective": "span:0.3:16", "data.batch_size": 16,
+        "data.seq_len": 64, "data.input_len": 128, "data.objective": "span:0.3:16", "data.batch_size": 16,
         "optim.lr": 5e-3, "run.name": "t5_laptop", "run.steps": 700,
         "run.sample_prompt": "    def close(self):\n        <extra_id_0>\n        return None\n",
     }),

@@ -71,10 +71,12 @@ def load(args: Arguments):
     from serve import worker
 
     sampler = generate.load(args.run, args.mesh, tokenizer=args.tokenizer, step=args.step)
-    seq_len = sampler.cfg.data.seq_len
-    if args.context > seq_len:
-        raise UserError(f"context={args.context}: must be at most data.seq_len={seq_len}, as in training")
-    engine = sampler.engine(args.slots, args.context or seq_len, args.piece)
+    most, d = sampler.positions, sampler.cfg.data
+    if args.context > most or (args.context and d.input_len):
+        raise UserError(f"context={args.context}: the encoder and the decoder have their positions of training; leave "
+                        "it out" if d.input_len else
+                        f"context={args.context}: must be at most data.seq_len={most}, as in training")  # fmt: skip
+    engine = sampler.engine(args.slots, args.context or most, args.piece)
     begin = time.perf_counter()
     worker.compile(sampler, engine)
     print(f"compiled   in {time.perf_counter() - begin:.1f} s: mesh {args.mesh}, {len(engine.slots)} slots of "
@@ -104,7 +106,8 @@ def main(argv: list[str] | None = None) -> int:
         folders = [str(Path(args.tokenizer).parent)] if Path(args.tokenizer).is_file() else []
         is_sentencepiece = not hasattr(sampler.encoding, "encode")  # templates need special tokens in texts
         chat_template = None if is_sentencepiece else template.find_template(args.run, *folders)
-        served = lifetime.ServedModel(Path(args.run).resolve().name, sampler.encoding, engine.context, chat_template)
+        served = lifetime.ServedModel(Path(args.run).resolve().name, sampler.encoding, engine.context, chat_template,
+                                      sampler.cfg.data.input_len)  # fmt: skip
         return asyncio.run(lifetime.run(listener, served, engine, args.queue, api_key, args.timeout_s))
 
 

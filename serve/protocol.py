@@ -97,6 +97,7 @@ class ServedModel:
     encoding: tiktoken.Encoding
     context: int
     template: Template | None = None  # None: use the transcript of `chat_text`
+    input_len: int = 0  # with an encoder: its positions
 
     def parse_request(self, body: bytes, chat: bool) -> ParsedRequest:
         """Parse and check the body of a completion or chat request. Raises: RequestError."""
@@ -122,6 +123,8 @@ class ServedModel:
                 "n", f"n={n} for {len(prompts)} prompts: a request can have 1 to {MAX_TEXTS} texts in total"
             )
         echo, logprobs = _typed_value(values, "echo", bool, False), _wants_logprobs(values)
+        if echo and self.input_len:
+            raise bad_request("echo", "echo does not work with an encoder-decoder, which does not predict its prompt")
         if echo and stream:
             raise bad_request("echo", "echo does not work with stream=true; set one of them to false")
         nothing = not chat and _typed_value(values, "max_tokens", int, 1) == 0  # only score the prompt
@@ -176,13 +179,15 @@ class ServedModel:
         return found
 
     def ids(self, prompt) -> list[int]:
-        """Return the end-of-text token and the tokens of a text; token ids are returned unchanged."""
+        """Return the end-of-text token and the tokens of a text; token ids are returned unchanged. With an encoder, end
+        of text ends both, and then starts the decoder."""
         if isinstance(prompt, str):
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise bad_request("prompt", f"prompt: not UTF-8 ({error.reason} at character {error.start})") from error
-            found = [self.encoding.eot_token, *self.encoding.encode_ordinary(prompt)]
+            before = [] if self.input_len else [self.encoding.eot_token]
+            found = [*before, *self.encoding.encode_ordinary(prompt)]
         else:
             found = prompt
             whole = isinstance(found, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in found)
@@ -192,6 +197,12 @@ class ServedModel:
                 )
             if wrong := [id for id in found if not 0 <= id < self.encoding.n_vocab or not self.is_token(id)]:
                 raise bad_request("prompt", f"prompt: token {wrong[0]} is not one of 0..{self.encoding.n_vocab - 1}")
+        if self.input_len:
+            if (excess := len(found) + 1 - self.input_len) > 0:
+                raise bad_request("prompt", f"a prompt of {len(found)} tokens and the end-of-text token after it do "
+                                  f"not fit into the encoder's {self.input_len} positions; shorten it by at least "
+                                  f"{excess}", "context_length_exceeded")  # fmt: skip
+            return [*found, *[self.encoding.eot_token] * 2]
         if (excess := len(found) + 1 - self.context) > 0:
             more = ", including the end-of-text token before it," if isinstance(prompt, str) else ""
             raise bad_request("prompt", f"a prompt of {len(found)} tokens{more} leaves no room in a context of "
