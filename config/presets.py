@@ -73,7 +73,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             d_head=32, d_ff=384, activation="geglu", precision="float32"),
         "data.seq_len": 64, "data.input_len": 128, "data.objective": "span:0.3:16", "data.batch_size": 16,
         "optim.lr": 5e-3, "run.name": "t5_laptop", "run.steps": 700,
-        "run.sample_prompt": "    def close(self):\n        <extra_id_0>\n        return None\n",
+        "run.sample_prompt": "    def close(self):\n<extra_id_0>return None\n",
     }),
     "t5_small": ("T5 1.1, 76,961,152 parameters", {
         "model": ModelConfig(
