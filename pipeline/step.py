@@ -49,7 +49,7 @@ from sharding import (
 from xla import ordered
 
 INPUTS = ("tokens_BT", "positions_BT", "segments_BT")
-BATCH_NAMES = (*INPUTS, "targets_BT", "weights_BT")
+BATCH_NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")
 
 
 def batch_names(c: ModelConfig, names: tuple[str, ...] = BATCH_NAMES) -> tuple[str, ...]:

@@ -76,7 +76,8 @@ def legend(one: Plan) -> str:
 def line_formulas(one: Plan) -> dict[tuple[str, bool], str]:
     """Map (source line of a layer, True for a collective) to the formula of one forward pass."""
     by_line: dict[tuple[str, bool], list[str]] = {}
-    for kind in costs.layer_counts(one.cfg.at_work, costs.Sizes.from_config(one.cfg)):
+    counts = costs.layer_counts(one.cfg.at_work, costs.Sizes.from_config(one.cfg))
+    for kind in (kind for kind, count in counts.items() if count):
         for row in traced_layer.layer_rows(one.cfg.at_work, kind):
             terms = by_line.setdefault((row.source, bool(row.axes)), [])
             terms += [row.formula] * (row.formula not in terms)

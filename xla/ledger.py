@@ -183,7 +183,7 @@ class Call:
     conditional: str = ""  # scope of the conditional that may skip the call
 
 
-def calls_of(program: Program, computation: dict, one: Instruction, cost: dict[str, Work], in_turn: set[str]):
+def calls_of(program: Program, computation: dict, one: Instruction, cost: dict[str, Work], in_turn=frozenset()):
     """Yield the computations that an instruction runs: the body of a loop; a conditional's most expensive branch, or
     all of its branches if it is in a scope of `in_turn`."""
     if one.opcode == "while":

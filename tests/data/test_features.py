@@ -99,7 +99,8 @@ def test_an_example_appears_only_in_its_own_segment(examples, kind):
 
 def test_the_settings_choose_the_converter(examples):
     """Catches a model that gets the arrays of another."""
-    encoder = {"model.encoder_layers": 2, "model.attention": "gqa", "model.n_experts": 0, "data.input_len": 21}
+    encoder = {"model.encoder_layers": 2, "model.attention": "gqa", "model.n_experts": 0, "model.dense_prefix": 0,
+               "data.input_len": 21}  # fmt: skip
     names = [set(features.convert([examples[:1]], EOT, preset("tiny", **settings)))
              for settings in ({}, {"model.prefix_lm": True}, encoder)]  # fmt: skip
     assert names[1] - names[0] == {"prefix_BT"} and "encoder_tokens_BS" in names[2] and "prefix_BT" not in names[2]

@@ -13,7 +13,8 @@ from tests.data import test_hosts
 from train import preflight
 
 EOT, VOCAB_SIZE, B, T, S = 900, 940, 6, 33, 41
-ENCODER = {"model.encoder_layers": 2, "model.attention": "gqa", "model.n_experts": 0, "data.input_len": S}
+ENCODER = {"model.encoder_layers": 2, "model.attention": "gqa", "model.n_experts": 0, "model.dense_prefix": 0,
+           "data.input_len": S}  # fmt: skip
 MODELS = {"decoder": {}, "prefix LM": {"model.prefix_lm": True}, "encoder-decoder": ENCODER}
 UL2 = "span=0.5,span:0.5:8=0.25,prefix=0.25"
 DOCUMENTS = np.split(np.arange(880), np.cumsum([3, 1, 90, 2, 40, 200, 7, 5, 31, 120, 22, 60, 9]))  # ids are unique

@@ -97,10 +97,10 @@ def kill_after(answerer, batches):
     """Make the answerer raise Killed after this many batches."""
     left = iter(range(batches))
 
-    def of_batch(rows, run=answerer.scorer.score_batch):
+    def of_batch(*rows, run=answerer.scorer.score_batch):
         if next(left, None) is None:
             raise Killed
-        return run(rows)
+        return run(*rows)
 
     answerer.scorer.score_batch = of_batch
 

@@ -47,7 +47,7 @@ STEPS = {
     "dense_124m, both rings": ("dense_124m", "fsdp=4,context=2,tensor=2", "cpu", MANY | STEP | RINGS | FULL),
     "moe1b, gpipe": ("moe1b", "stage=2,fsdp=8,tensor=2", "tpu", {"work.schedule": "gpipe"}),
     "t5_tiny, gpipe": ("t5_tiny", "stage=2,fsdp=2,tensor=2", "cpu", {"work.schedule": "gpipe"}),
-    "t5_laptop, accumulation": ("t5_laptop", "fsdp=2,tensor=2", "cpu", {"work.remat": "dots", "work.device_batch": 2}),
+    "t5_laptop, accumulation": ("t5_laptop", "fsdp=2,tensor=2", "tpu", {"work.remat": "dots", "work.device_batch": 2}),
     "t5_small": ("t5_small", "fsdp=8,tensor=2", "tpu", STEP | FULL),
     "t5_base, 1f1b": ("t5_base", "stage=4,fsdp=4,tensor=2", "tpu", {"work.schedule": "1f1b", "work.remat": "branches"}),
     "t5_xxl, ring": ("t5_xxl", "data=2,fsdp=8,tensor=2", "tpu", {"work.tensor_exchange": "ring"} | FULL),
