@@ -269,7 +269,8 @@ def blame(got, want) -> list[str]:
     grads, want_grads = sharding.flatten_named(grads), sharding.flatten_named(want_grads)
     found = [f"no gradient of {name}" for name in grads if not np.any(grads[name]) and np.any(want_grads[name])]
     found += [] if abs(loss - want_loss) <= 1e-5 * abs(want_loss) else ["loss"]
-    found += [name for name in parity.COUNTS if parity.differing_share(metrics[name], want_metrics[name])]
+    counts = [name for name in parity.COUNTS if name in want_metrics]
+    found += [name for name in counts if parity.differing_share(metrics[name], want_metrics[name])]
     shares = {name: parity.relative_error(grads[name], want_grads[name]) for name in want_grads}
     worst = sorted((name for name in shares if shares[name] > 1e-4), key=lambda name: -shares[name])
     return found + [f"gradient of {name}" for name in worst]
