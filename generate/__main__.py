@@ -101,7 +101,9 @@ def print_texts(sampler: Sampler, requests: list[Request], as_json: bool) -> Non
     """Print every text. A single text is printed while it is generated."""
     for n, request in enumerate(requests):
         if (room := sampler.make_job(request).max_new_tokens) < request.tokens:
-            why = f"its prompt leaves no room for {request.tokens} in data.seq_len={sampler.cfg.data.seq_len}"
+            d = sampler.cfg.data
+            why = f"its prompt leaves no room for {request.tokens} in data.seq_len={d.seq_len}"
+            why = f"the decoder has data.seq_len={d.seq_len} positions" if d.input_len else why
             print(f"note: text {n} gets at most {room} new tokens: {why}", file=sys.stderr)
     if as_json:
         for request, one in zip(requests, sampler.run_requests(requests), strict=True):
