@@ -106,7 +106,7 @@ rehearse: .venv/installed ## test the launch scripts over ssh, on simulated host
 	.venv/bin/python -m pytest -m "launch and not repeat" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-site: .venv/extra-browser ## run the chapters, build the guide, and test it in a headless browser (7 minutes)
-	.venv/bin/python -m docs.build --longest_s 120
+	.venv/bin/python -m docs.build --longest_s 90
 	.venv/bin/python -m pytest -m site -n 0 $(ARGS)
 
 lint: .venv/installed ## check style with ruff and shellcheck

@@ -66,7 +66,7 @@ def plain(text):
 
 NAME = "use letters, digits, '.', '_' and '-'"
 WRONG = {
-    "lapto": "unknown preset 'lapto'; did you mean 'laptop'? known: laptop, t5_laptop,",
+    "lapto": "unknown preset 'lapto'; did you mean 'laptop'? known: laptop, t5_laptop, gptj_6b, llama3_8b, llama3_70b",
     "tiny --run.step 5": "Unrecognized options: --run.step, 5 Perhaps you meant: --run.steps INT",
     "tiny extra": "Unrecognized options: extra",
     "tiny --run.steps many": "Error parsing --run.steps: invalid literal for int() with base 10: 'many'",
