@@ -27,6 +27,7 @@ from evaluate.answers import append_row, begin_rows, resume_rows
 from evaluate.scoring import Scorer
 from generate.engine import Engine, Job
 from generate.sampling import Settings
+from generate.texts import positions
 
 GREEDY = Settings(temperature=0)
 LOSSES = ("loss", "bits_per_byte")  # metrics that `--perplexity` computes
@@ -87,10 +88,8 @@ class Evaluator:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        d = self.cfg.data
-        context = d.input_len + 1 + d.seq_len if d.input_len else d.seq_len
         return Engine(self.cfg, None, self.mesh, vocabulary=self.encoding.n_vocab, end=self.encoding.eot_token,
-                      slots=self.rows, context=context, piece=min(64, self.max_tokens),
+                      slots=self.rows, context=positions(self.cfg.data), piece=min(64, self.max_tokens),
                       unused_ids=tokenizers.unused_ids(self.encoding))  # fmt: skip
 
     @functools.cached_property

@@ -11,7 +11,7 @@ import tiktoken
 from jax.sharding import Mesh
 
 import sharding
-from config import Config, MeshConfig
+from config import Config, DataConfig, MeshConfig
 from config.fields import parse_objectives
 from data import tokenizers
 from errors import UserError
@@ -60,6 +60,11 @@ def with_sentinels(encoding: tiktoken.Encoding, cfg: Config):
     """Return the tokenizer of a model, with sentinels if it was trained with span corruption."""
     spans = any(name.startswith("span") for name in parse_objectives(cfg.data.objective))
     return WithSentinels(encoding, cfg.model.vocab_size) if spans else encoding
+
+
+def positions(d: DataConfig) -> int:
+    """Return the most tokens of a prompt and its text; an encoder's prompt ends with the decoder's first token."""
+    return d.input_len + 1 + d.seq_len if d.input_len else d.seq_len
 
 
 def unused_ids(encoding) -> list[int]:
@@ -142,12 +147,6 @@ class Sampler:
         self.mesh = sharding.make_mesh("", jax.local_devices()[:1]) if mesh is None else mesh
         self.engines: dict[tuple, Engine] = {}
 
-    @property
-    def positions(self) -> int:
-        """Most tokens of a prompt and its text; an encoder's prompt ends with the decoder's first token."""
-        d = self.cfg.data
-        return d.input_len + 1 + d.seq_len if d.input_len else d.seq_len
-
     @functools.cached_property
     def unstacked_params(self):
         """The parameters with separate layers, shared by all engines."""
@@ -168,7 +167,7 @@ class Sampler:
 
     def engine_for(self, writings: list[TextJob], slots: int) -> Engine:
         """Return an engine with room for the longest of these texts."""
-        T, longest = self.positions, max(len(one.prompt) for one in writings)
+        T, longest = positions(self.cfg.data), max(len(one.prompt) for one in writings)
         context = round_up_to_power_of_two(max(len(one.prompt) + one.max_new_tokens for one in writings), T)
         return self.engine(slots, context, round_up_to_power_of_two(longest, min(64, T)))
 

@@ -68,10 +68,12 @@ def read_key(args: Arguments) -> str:
 
 def load(args: Arguments):
     """Load the model and compile its engine. Raises: UserError as `generate.load`, or if --context is too long."""
+    from generate.texts import positions
     from serve import worker
 
     sampler = generate.load(args.run, args.mesh, tokenizer=args.tokenizer, step=args.step)
-    most, d = sampler.positions, sampler.cfg.data
+    d = sampler.cfg.data
+    most = positions(d)
     if args.context > most or (args.context and d.input_len):
         raise UserError(f"context={args.context}: the encoder and the decoder have their positions of training; leave "
                         "it out" if d.input_len else
