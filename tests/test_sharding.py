@@ -169,7 +169,7 @@ def test_settings_change_by_dotted_name():
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: preset("lapton"), "unknown preset 'lapton'; did you mean 'laptop'? known: laptop, t5_laptop, tiny, t5_tiny"),
+    (lambda: preset("lapton"), "unknown preset 'lapton'; did you mean 'laptop'? known: laptop, t5_laptop, tiny, t5_t"),
     (lambda: preset("tiny", **{"model.n_head": 3}), "'model.n_head'; did you mean 'model.n_heads'?"),
     (lambda: preset("tiny", **{"modle.n_heads": 3}), "'modle.n_heads'; did you mean 'model.n_heads'?"),
     (lambda: preset("tiny", **{"run.steps.x": 3}), "unknown setting 'run.steps.x'; did you mean 'run.steps'?"),
