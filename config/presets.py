@@ -67,7 +67,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "run.name": "t5_tiny", "run.steps": 10, "run.log_every": 1, "run.eval_every": 5, "run.eval_batches": 2,
         "run.checkpoint_every": 5,
     }),
-    "t5_laptop": ("T5 with about 1M parameters: learns span corruption in 4 minutes on 2 cores", {
+    "t5_laptop": ("T5 with about 1M parameters: learns span corruption in minutes on 2 cores", {
         "model": ModelConfig(
             vocab_size=320, d_model=128, n_layers=2, encoder_layers=2, n_heads=4, attention="gqa", n_kv_heads=4,
             d_head=32, d_ff=384, activation="geglu", precision="float32"),

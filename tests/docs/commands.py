@@ -50,7 +50,7 @@ NOT_RUN = {
     "python -m train.checkpoint ls gs://BUCKET/runs/laptop": IN_A_BUCKET,
     'python -m generate gs://BUCKET/runs/laptop --prompt "def "': IN_A_BUCKET,
     "python main.py t5_base --init-from runs/flan": "needs the published weights",
-    "python main.py t5_laptop": "takes 4 minutes; the page runs it for 60 steps",
+    "python main.py t5_laptop": "takes minutes; the page runs it for 60 steps",
     "make test": "these are the tests",
     "make test-more": "these are the tests",
     "make test-all": "these are the tests",
