@@ -6,10 +6,12 @@ import pytest
 
 from data import tokenizers
 from generate.texts import WithSentinels
-from serve.protocol import RequestError, ServedModel
 from tests import extras
 
 pytestmark = extras.require("serve")
+
+from serve.protocol import RequestError, ServedModel
+
 ENCODING = WithSentinels(tokenizers.load("bytes"), 304)
 SERVED = ServedModel("t5", ENCODING, context=20, input_len=8)
 
