@@ -3,14 +3,14 @@
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from config import AUTO, PRESETS, Affects, Config, Count, affecting, preset
+from config import AUTO, PRESETS, Affects, Config, Count, affecting, preset, replace
 from config.flags import command_line
 from devices import use_devices
 from errors import UserError, exit_status
 from pictures import check_picture
-from plan import hardware, inference, planner, show, why
+from plan import budget, hardware, inference, planner, show, why
 from plan.costs import parameters
 from plan.inference import DType
 
@@ -36,6 +36,12 @@ class Arguments(Config):
     search: int = 0  # number of devices: plan every mesh of this many devices, and rank those that fit
     max_batch: bool = False  # find the largest batch that fits, by compiling
     why: bool = False  # explain the plan: compare the FLOPs and bytes of each line of the model with the traced step
+    tokens: float = 0.0  # tokens to train on, such as 15e12: print days, chip hours and dollars
+    price: str = ""  # --tokens: dollars per chip hour, such as 2.1, or v5p=4.2,h100=2.1
+    # --tokens: fraction of the time in which the run makes progress, such as 0.95, or what it follows from:
+    # mtbf=50000,disk=1,restart=600 (hours between failures of one chip, GB/s of one host's disk, seconds)
+    goodput: str = ""
+    batch_tokens: Count = 0  # tokens per step, instead of --data.batch_size; 0: not given
     memory: float = 0.0  # memory of a device in GiB; 0: the memory of its chip
     json: str = ""  # write the numbers to this file as JSON; -: print only the JSON
     # draw memory, communication and schedule (or the layouts of a search, or inference by batch size) to this png, svg
@@ -54,7 +60,20 @@ class Arguments(Config):
 def parse(argv: list[str]) -> tuple[Config, Arguments]:
     """Parse `[PRESET | --config FILE] [--flags]`. The preset or file sets the defaults of the flags."""
     lines = (f"  {name:13} {what}" for name, (what, _) in PRESETS.items())
-    return command_line(argv, "python -m plan", "\n".join((HELP, *lines)), arguments=Arguments)
+    cfg, args = command_line(argv, "python -m plan", "\n".join((HELP, *lines)), arguments=Arguments)
+    return batch_of_tokens(cfg, args.batch_tokens), args
+
+
+def batch_of_tokens(cfg: Config, tokens: int) -> Config:
+    """Set the batch size to a number of tokens; 0 keeps it. Raises: UserError with the nearest sizes if not whole."""
+    if not tokens:
+        return cfg
+    T = cfg.data.seq_len + cfg.data.input_len
+    if tokens % T:
+        near = f"{tokens - tokens % T:,} or " * (tokens > T) + f"{tokens + T - tokens % T:,}"
+        raise UserError(f"--batch_tokens {tokens:,}: sequences have {T:,} tokens, so a batch has a multiple of that; "
+                        f"use {near}")  # fmt: skip
+    return replace(cfg, **{"data.batch_size": tokens // T})
 
 
 def presets() -> None:
@@ -77,6 +96,12 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
         has = f"--topology {topology} has {topology.devices}" if topology else "there is no --topology"
         raise UserError(f"--search {args.search} plans meshes of {args.search} devices, but {has}; pass a "
                         f"--topology with {args.search} devices")  # fmt: skip
+    for name in ("price", "goodput"):
+        if getattr(args, name) and not args.tokens:
+            raise UserError(f"--{name} has an effect only with --tokens; add --tokens 15e12 or drop --{name}")
+    for name in ("tokens",):
+        if getattr(args, name) and (args.max_batch or args.search):
+            raise UserError(f"--{name} describes one plan; drop --search or --max_batch")
     if not args.plot:
         return
     check_picture(args.plot)
@@ -93,7 +118,15 @@ INFERENCE_FLAGS = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", 
 def check_effect(argv: list[str], answers: bool) -> None:
     """Raises: UserError for a training flag with --inference, or an inference flag without it."""
     flags = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
-    training = {"max_batch", "why", "compile", *affecting(Affects.TRAINING, Affects.ORDER)}
+    training = {
+        "max_batch",
+        "why",
+        "compile",
+        "explain",
+        "tokens",
+        "batch_tokens",
+        *affecting(Affects.TRAINING, Affects.ORDER),
+    }
     for name in flags:
         if answers and (name in training or name.startswith("work.")):
             raise UserError(f"--{name} has no effect with --inference; drop one of the two")
@@ -177,6 +210,9 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     show.tables(one, found, better, console)
     if step:
         show.compiled_tables(found, step, console)
+    cost = budget.budget(one, args.tokens, args.price, args.goodput) if args.tokens else None
+    for line in budget.lines(cost, one) if cost else []:
+        console.print(line, soft_wrap=True)
     rows = why.compare(one) if args.why else None
     if rows:
         why.print_why(one, rows, console)
@@ -189,7 +225,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         log(f"error: {found['error']}")
     fits = one.fits if found is None else found["fits"] and not found.get("unexpected")
     return one.to_json() | ({"compiled": found} if found else {}) | better_json(better) | (
-        {"why": why.to_json(rows)} if rows else {}
+        ({"why": why.to_json(rows)} if rows else {}) | ({"budget": asdict(cost)} if cost else {})
     ), 1 if fits is False else 0
 
 
