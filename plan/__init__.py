@@ -7,7 +7,7 @@ compute, and `expected.py` the time of a compiled step. `hardware.py` lists chip
 chooses the settings that are `auto`.
 `compiled.py` compiles for devices that are not attached, and `replayed.py` simulates the compiled program.
 `inference.py` plans inference. `show.py` prints and draws. `why.py` compares the plan with the traced step.
-`budget.py` computes days and dollars.
+`explain.py` says what a step loses time to. `budget.py` computes days and dollars.
 
 `traced.py` plans any JAX program, with any mesh axes: `rows.py` walks its trace and lists the operations, `program.py`
 adds up their costs, and `user_file.py` imports the user's file. `formulas.py` turns the planner's arithmetic into

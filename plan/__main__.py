@@ -10,7 +10,7 @@ from config.flags import command_line
 from devices import use_devices
 from errors import UserError, exit_status
 from pictures import check_picture
-from plan import budget, hardware, inference, planner, show, why
+from plan import budget, explain, hardware, inference, planner, show, why
 from plan.costs import parameters
 from plan.inference import DType
 
@@ -36,6 +36,7 @@ class Arguments(Config):
     search: int = 0  # number of devices: plan every mesh of this many devices, and rank those that fit
     max_batch: bool = False  # find the largest batch that fits, by compiling
     why: bool = False  # explain the plan: compare the FLOPs and bytes of each line of the model with the traced step
+    explain: bool = False  # name the three largest losses of the plan, and what would recover each
     tokens: float = 0.0  # tokens to train on, such as 15e12: print days, chip hours and dollars
     price: str = ""  # --tokens: dollars per chip hour, such as 2.1, or v5p=4.2,h100=2.1
     # --tokens: fraction of the time in which the run makes progress, such as 0.95, or what it follows from:
@@ -99,7 +100,7 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
     for name in ("price", "goodput"):
         if getattr(args, name) and not args.tokens:
             raise UserError(f"--{name} has an effect only with --tokens; add --tokens 15e12 or drop --{name}")
-    for name in ("tokens",):
+    for name in ("tokens", "explain"):
         if getattr(args, name) and (args.max_batch or args.search):
             raise UserError(f"--{name} describes one plan; drop --search or --max_batch")
     if not args.plot:
@@ -211,7 +212,8 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     if step:
         show.compiled_tables(found, step, console)
     cost = budget.budget(one, args.tokens, args.price, args.goodput) if args.tokens else None
-    for line in budget.lines(cost, one) if cost else []:
+    lost = explain.explain(one) if args.explain else None
+    for line in (budget.lines(cost, one) if cost else []) + (explain.lines(lost, one) if lost else []):
         console.print(line, soft_wrap=True)
     rows = why.compare(one) if args.why else None
     if rows:
@@ -225,7 +227,9 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         log(f"error: {found['error']}")
     fits = one.fits if found is None else found["fits"] and not found.get("unexpected")
     return one.to_json() | ({"compiled": found} if found else {}) | better_json(better) | (
-        ({"why": why.to_json(rows)} if rows else {}) | ({"budget": asdict(cost)} if cost else {})
+        ({"why": why.to_json(rows)} if rows else {})
+        | ({"budget": asdict(cost)} if cost else {})
+        | ({"losses": [asdict(loss) for loss in lost]} if lost else {})
     ), 1 if fits is False else 0
 
 

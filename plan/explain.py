@@ -1,0 +1,168 @@
+"""Explain a plan: the largest losses of a step, which change would recover each, and what the change costs.
+
+A step at the chips' peak would take the time of the model's FLOPs alone. All other time is lost to a cause. For each
+cause, `explain` plans single changes: another value of one execution setting, one factor of two moved from a mesh axis
+to another, or twice the batch. It suggests the change that makes a step faster and reduces this cause the most.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from config import AUTO, AXES, MeshConfig, replace
+from errors import UserError
+from overlap.remat import REMAT
+from plan import expected, planner
+from plan.planner import MIN_SAVING, Plan, amount
+
+RECOMPUTED, NARROW = "recomputation and padding", "matmuls below the peak"
+SMALL = 0.01  # losses below this fraction of the step are not listed
+CHAPTERS = {  # where the guide explains a cause; communication is in the chapter of its axis
+    RECOMPUTED: "03", NARROW: "00", "other ops": "00", "optimizer": "02", "bubble": "05", "data": "02", "stage": "05",
+    "fsdp": "03", "tensor": "04", "context": "06", "expert": "07",
+}  # fmt: skip
+SENTENCES = {
+    RECOMPUTED: "the device computes {ratio:.2f} times the model's FLOPs, because the backward pass recomputes "
+                "activations (work.remat={remat}) and kernels and experts pad their inputs",
+    NARROW: "matmuls take longer than their FLOPs at the peak, because they also read and write memory",
+    "other ops": "operations that are not matmuls read and write activations in main memory",
+    "optimizer": "the optimizer reads and writes its state in main memory",
+    "bubble": "pipeline stages wait for each other ({schedule}, {microbatches} microbatches)",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """A single change of a plan."""
+
+    flags: str
+    saves_s: float  # per step, for the same number of tokens
+    memory_bytes: float  # additional memory per device
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Time of a step that does not compute the model's FLOPs at the peak."""
+
+    cause: str
+    seconds: float
+    sentence: str
+    chapter: str
+    change: Change | None
+
+
+def losses(one: Plan) -> dict[str, float]:
+    """Return the seconds that a step loses to each cause. Together with the FLOPs at the peak, they are the step."""
+    peak = one.topology.chip.peak_flops_per_s
+    causes = dict(one.expected or one.seconds())
+    matmuls = causes.pop("products" if one.expected else "compute")
+    slowdown = expected.matmul_slowdown(one.topology.chip) if one.expected else 1.0
+    repeated = slowdown * (one.hardware_flops - one.model_flops) / peak
+    found = {RECOMPUTED: repeated, NARROW: matmuls - one.model_flops / peak - repeated}
+    return found | causes
+
+
+def sentence(one: Plan, cause: str) -> str:
+    if cause not in SENTENCES:
+        exposed = sum(x.exposed_bytes for x in one.traffic if "*".join(x.axes) == cause)
+        return (f"the device waits for communication over {cause.replace('*', ' and ')}: {amount(exposed, 'bytes')} "
+                "do not overlap with compute")  # fmt: skip
+    return SENTENCES[cause].format(
+        ratio=one.hardware_flops / one.model_flops, remat=one.cfg.work.remat, schedule=one.sched.name,
+        microbatches=one.sched.microbatches,
+    )  # fmt: skip
+
+
+def changes(one: Plan):
+    """Yield (flags, note) of single changes: execution settings, the mesh, the batch, and the balance loss."""
+    work, mesh = one.cfg.work, one.cfg.mesh.sizes
+    for name, values in {"remat": tuple(REMAT), "gather": ("layer", "step"), "tensor_exchange": ("gather", "ring"),
+                         "context_attention": ("gather", "ring"), "schedule": ("gpipe", "1f1b", "interleaved", "zb"),
+                         "device_batch": (one.device_batch // 2, one.device_batch * 2)}.items():  # fmt: skip
+        for value in values:
+            if value and value != getattr(work, name):
+                yield {f"work.{name}": value}, ""
+    if mesh["stage"] > 1:
+        yield {"work.microbatches": 2 * one.sched.microbatches}, ""
+    for source in AXES:
+        for target in AXES:
+            if source != target and mesh[source] % 2 == 0:
+                moved = mesh | {source: mesh[source] // 2, target: mesh[target] * 2}
+                yield {"mesh": str(MeshConfig(**moved))}, ""
+    yield {"data.batch_size": 2 * one.cfg.data.batch_size}, "a batch of twice the size may need other hyperparameters"
+    model = one.cfg.model
+    if one.balance_pass:
+        yield {"model.balance_over": "microbatch"}, "the mesh then changes the balance loss"
+    if model.n_experts and not model.capacity_factor:
+        yield {"model.capacity_factor": 1.25}, "experts drop the tokens that exceed their slots"
+
+
+def alternatives(one: Plan) -> list[tuple[dict, str, Plan]]:
+    """Plan every single change that the model and the mesh allow and that fits."""
+    found = []
+    for flags, note in changes(one):
+        work = {"work.microbatches": AUTO} if "mesh" in flags else {}
+        try:
+            cfg = replace(one.cfg, **work, **flags)
+            other = planner.plan(dataclasses.replace(cfg, work=cfg.work.resolved), one.topology, one.limit_bytes)
+        except UserError:
+            continue
+        if other.fits is not False:
+            found.append((flags, note, other))
+    return found
+
+
+def explain(one: Plan, most: int = 3) -> list[Loss]:
+    """Return the largest losses of a plan, largest first.
+
+    Raises: UserError if the time of a step is unknown.
+    """
+    if one.likely_s is None:
+        raise UserError("--explain needs the time of a step: pass a --topology of TPUs or GPUs")
+    others = alternatives(one)
+    found = losses(one)
+    per_token = lambda x, seconds: seconds * one.tokens_per_step / x.tokens_per_step
+
+    def best(cause: str) -> Change | None:
+        def helps(other: Plan) -> bool:
+            less = found[cause] - per_token(other, losses(other).get(cause, 0.0))
+            saved = one.likely_s - per_token(other, other.likely_s)
+            return less > 0.5 * MIN_SAVING * one.likely_s and saved > MIN_SAVING * one.likely_s
+
+        helpful = [row for row in others if helps(row[2])]
+        if not helpful:
+            return None
+        flags, note, other = min(helpful, key=lambda row: per_token(row[2], row[2].likely_s))
+        text = " ".join(f"--{name} {value}" for name, value in flags.items())
+        saves = one.likely_s - per_token(other, other.likely_s)
+        return Change(text, saves, other.peak_bytes - one.peak_bytes, note)
+
+    largest = sorted(found, key=found.get, reverse=True)[:most]
+    return [Loss(cause, found[cause], sentence(one, cause), chapter(cause), best(cause))
+            for cause in largest if found[cause] >= SMALL * one.likely_s]  # fmt: skip
+
+
+def chapter(cause: str) -> str:
+    return CHAPTERS.get(cause, "08")  # several axes at once
+
+
+def lines(found: list[Loss], one: Plan) -> list[str]:
+    """Return the lines that `--explain` prints."""
+    ideal = one.model_flops / one.topology.chip.peak_flops_per_s
+    text = [f"explain    the model's FLOPs at the chips' peak take {amount(ideal, 's')} of "
+            f"{amount(one.likely_s, 's')}; the largest losses are:"]  # fmt: skip
+    for number, loss in enumerate(found, 1):
+        share = loss.seconds / one.likely_s
+        text.append(f"  {number}. {loss.cause}, {amount(loss.seconds, 's')} ({share:.0%}): {loss.sentence} (chapter "
+                    f"{loss.chapter})")  # fmt: skip
+        text.append(f"     {change_line(loss.change, one)}")
+    return text
+
+
+def change_line(change: Change | None, one: Plan) -> str:
+    if change is None:
+        return f"no single change that was tried saves {MIN_SAVING:.0%} of the step"
+    more = "more" if change.memory_bytes >= 0 else "less"
+    costs = f"it needs {amount(abs(change.memory_bytes), 'bytes')} {more} memory per device"
+    note = f"; {change.note}" if change.note else ""
+    return f"{change.flags} saves {change.saves_s / one.likely_s:.0%} of the time per token; {costs}{note}"
