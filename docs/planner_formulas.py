@@ -126,6 +126,8 @@ def _(sched: LetterForward, F: float):
 
 @dataclass(frozen=True)
 class LetterPlan(planner.Plan):
+    platform = Choice("platform", ("tpu", "cpu"))
+
     def link(self, axes: tuple[str, ...]):
         speeds = ("bytes_per_s", "neighbour_bytes_per_s", "all_to_all_bytes_per_s")
         return SimpleNamespace(**{name: letter(f"{'*'.join(axes)} {i}") for i, name in enumerate(speeds)})
@@ -135,7 +137,7 @@ def plan_in_letters(which: str) -> dict:
     """Return the plan of a preset or of an entry of OPEN as formulas, like `plan.planner.plan_settled` with letters."""
     base, changes, names = OPEN.get(which, (which, {}, ()))
     cfg, sched = LetterConfig(preset(base, **changes), names), LetterSchedule()
-    platform, chip = Choice("platform", ("tpu", "cpu")), Choice("chip", (*hiding.HIDES, ""))
+    platform, chip = LetterPlan.platform, Choice("chip", (*hiding.HIDES, ""))
     speeds = {name: letter(name) for name in ("peak_flops_per_s", "hbm_bytes_per_s")}
     topology = SimpleNamespace(chip=SimpleNamespace(key=chip, torus_dims=letter("torus_dims"), **speeds))
     total, active = costs.parameters(cfg.model)
@@ -143,8 +145,7 @@ def plan_in_letters(which: str) -> dict:
     with formulas.in_letters():
         one = LetterPlan(
             cfg, topology, total, active, tokens, tokens * costs.model_flops_per_token(cfg) / cfg.mesh.devices,
-            costs.work(cfg, sched, platform), memory.memory(cfg, sched, platform),
-            costs.traffic(cfg, sched, platform, chip), sched, None, costs.bubble(cfg, sched),
+            memory.memory(cfg, sched, platform), sched, None, costs.bubble(cfg, sched),
         )  # fmt: skip
         names = ("params_total", "params_active", "tokens_per_step", "model_flops", "hardware_flops", "wire_bytes",
                  "exposed_bytes", "peak_bytes", "temp_bytes", "bubble", "memory_bytes", "wire_by_axes", "flops",

@@ -57,6 +57,12 @@ class Schedule:
         """Operations of each stage in each tick, [ticks][stages]; an empty entry means idle."""
         return assign_ticks(self)
 
+    @functools.cached_property
+    def op_counts(self) -> np.ndarray:
+        """Number of operations of each kind in KINDS, [ticks, stages, kinds]."""
+        count = lambda cell: [sum(op.kind == kind for op in cell) for kind in KINDS]
+        return np.array([[count(cell) for cell in row] for row in self.table])
+
     @property
     def turn(self) -> int | None:
         """The tick of the first backward pass if all forward passes end before it, else None."""
@@ -284,7 +290,8 @@ def in_lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> S
 @functools.singledispatch
 def lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> float:
     """Return the makespan in lock-step."""
-    return in_lock_step(sched, F, B, W).makespan
+    cost = op_times(sched, F, B, W)
+    return float((sched.op_counts @ [cost[kind] for kind in KINDS]).max(1).sum())
 
 
 # Buffers --------------------------------------------------------------------------------------------------------------
@@ -407,6 +414,7 @@ def forward_only(sched: Schedule) -> Schedule:
     return dataclasses.replace(sched, orders=tuple(map(keep, sched.orders)), turns=False)
 
 
+@functools.cache
 def routes(S: int, v: int) -> list[list[tuple[int, int, int, int]]]:
     """Plan how groups of layers, stored in order, v per stage, reach the stages that interleaving assigns them to.
 

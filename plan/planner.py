@@ -37,13 +37,25 @@ class Plan:
     params_active: int
     tokens_per_step: int  # on all devices together
     model_flops: float
-    work: list[costs.Work]  # matmuls, including recomputation
     memory_bytes: dict[str, float]
-    traffic: list[costs.Traffic]
     sched: schedules.Schedule
     limit_bytes: int | None  # memory of a device
     bubble: float  # fraction of the layers' time in which a stage waits for other stages
     why: str = ""  # the settings that `auto` chose, and the cost of the alternatives
+
+    @property
+    def platform(self) -> str:
+        return "tpu" if is_tpu(self.topology and self.topology.chip) else "cpu"
+
+    @functools.cached_property  # a search needs only the memory of plans that do not fit
+    def work(self) -> list[costs.Work]:
+        """All matmuls, including recomputation."""
+        return costs.work(self.cfg, self.sched, self.platform)
+
+    @functools.cached_property
+    def traffic(self) -> list[costs.Traffic]:
+        """All collectives."""
+        return costs.traffic(self.cfg, self.sched, self.platform, self.topology.chip.key if self.topology else "")
 
     @property
     def flops(self) -> dict[str, float]:
@@ -202,10 +214,12 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
     """
     topology = hardware.Topology.parse(topology) if isinstance(topology, str) else topology
     if topology:
-        hardware.layout(cfg.mesh, topology)
+        hardware.require_devices(cfg.mesh, topology)
         limit_bytes = limit_bytes or topology.chip.memory_bytes
     fit.split_batch(cfg)  # checked before the model's sizes, because a batch size is easier to change
     fit.check(cfg.model, cfg.mesh, cfg.work)
+    if topology:
+        hardware.layout(cfg.mesh, topology)
     one, why = auto.choose(cfg, lambda settled: plan_settled(settled, topology, limit_bytes))
     return dataclasses.replace(one, why=why)
 
@@ -213,13 +227,11 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
 def plan_settled(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None) -> Plan:
     """Plan a step whose settings are all chosen (none is `auto`)."""
     sched, platform = pipeline.schedule(cfg), "tpu" if is_tpu(topology and topology.chip) else "cpu"
-    chip = topology.chip.key if topology else ""
     total, active = parameters(cfg.model)
     tokens = cfg.data.tokens_per_step
     return Plan(
         cfg, topology, total, active, tokens, tokens * model_flops_per_token(cfg) / cfg.mesh.devices,
-        costs.work(cfg, sched, platform), memory.memory(cfg, sched, platform),
-        costs.traffic(cfg, sched, platform, chip), sched, limit_bytes, costs.bubble(cfg, sched),
+        memory.memory(cfg, sched, platform), sched, limit_bytes, costs.bubble(cfg, sched),
     )  # fmt: skip
 
 

@@ -21,21 +21,21 @@ class Weights:
     mesh: dict[str, int]
     c: ModelAtWork
 
-    @property
+    @functools.cached_property
     def axes(self) -> list[tuple[str, ...]]:
         """The mesh axes that split each dim."""
         return [(entry,) if isinstance(entry, str) else entry or () for entry in self.d.spec]
 
-    @property
+    @functools.cached_property
     def local_size(self) -> int:
         """Entries of the local shard."""
         return self.d.size // math.prod(self.mesh[axis] for axes in self.axes for axis in axes)
 
-    @property
+    @functools.cached_property
     def gathered_over(self) -> tuple[str, ...]:
         return next((axes for axes in self.axes if FSDP in axes), ())
 
-    @property
+    @functools.cached_property
     def num_shards(self) -> int:
         """Number of shards that an all-gather combines."""
         return math.prod(self.mesh[axis] for axis in self.gathered_over)
@@ -46,12 +46,12 @@ class Weights:
         sizes = [size for size, axes in zip(self.d.shape, self.axes, strict=True) if FSDP in axes]
         return sizes[0] // self.num_shards if sizes else 0
 
-    @property
+    @functools.cached_property
     def gathered_size(self) -> int:
         """Entries of the gathered parameter."""
         return self.local_size * self.num_shards
 
-    @property
+    @functools.cached_property
     def replicas(self) -> tuple[str, ...]:
         """Axes along which the parameter is replicated."""
         return tuple(axis for axis in AXES if not any(axis in axes for axes in self.axes))
