@@ -26,6 +26,7 @@ import jax
 import dataset
 import devices
 import generate
+import optimizer
 import sharding
 from config import PRESETS, Config
 from config.flags import command_line
@@ -104,7 +105,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
                 state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
             if first < int(state.step) == cfg.run.steps:
                 # Use the batches of all earlier evaluations, so that the losses of checkpoints are comparable.
-                loss = evaluation.loss(state.params, cfg.run.eval_batches)["loss"]
+                loss = evaluation.loss(optimizer.gathered_params(cfg, mesh, state), cfg.run.eval_batches)["loss"]
                 checkpoint.save(manager, cfg.run.steps, state, runs.result_settings(runs.describe(cfg)), loss)
         finish(cfg, mesh, state, evaluation, metrics, directory, together)
 
@@ -147,7 +148,7 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
                 watchdog.show(run.steps, row)
                 losses, mark = [], time.perf_counter()
             if evaluation_due:
-                result = evaluation(state.params, taken, run.eval_batches)
+                result = evaluation(optimizer.gathered_params(cfg, mesh, state), taken, run.eval_batches)
                 metrics.write("eval", taken, **result)
                 log(f"step {taken:>5}/{run.steps}  validation {format_result(result)}")
             if checkpoint_due:
@@ -161,15 +162,16 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
 def finish(cfg: Config, mesh, state, evaluation, metrics: runs.Metrics, directory, together: Processes) -> None:
     """Evaluate on the whole validation split, print a sample and plot the report."""
     step, manifest = int(state.step), dataset.open_corpus(cfg).manifest
+    params = optimizer.gathered_params(cfg, mesh, state)
     log("evaluating on the whole validation split ...")
-    result = evaluation(state.params, step, batches=0)
+    result = evaluation(params, step, batches=0)
     metrics.write("eval", step, **result)
     log(f"validation {format_result(result)}; entropy of the text: unigram {manifest['unigram_nats']:.3f}, "
         f"bigram {manifest['bigram_nats']:.3f} nats/token")  # fmt: skip
 
     encoding, prompt, text = tokenizers.from_manifest(manifest), cfg.run.sample_prompt, None
     if encoding and prompt:
-        text = generate.sample(cfg, state.params, encoding, mesh, prompt, SAMPLE_TOKENS)
+        text = generate.sample(cfg, params, encoding, mesh, prompt, SAMPLE_TOKENS)
     if devices.is_main_process():
         if text is not None:
             with (directory / "samples.txt").open("a", encoding="utf-8") as file:

@@ -5,6 +5,7 @@ norm of the whole gradient.
 """
 
 import fnmatch
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import parameters
 import pipeline
 import sharding
-from architectures import declare
+from architectures import declare, declare_stored
 from config import Config, OptimConfig, replace
 from config.fields import parse_schedule
 from errors import UserError, suggest
@@ -67,8 +68,17 @@ def decay_mask(declarations):
 
 
 def clip(largest_norm: float) -> optax.GradientTransformation:
-    """Scale all gradients down if their global norm is above `largest_norm`; 0 disables clipping."""
-    return optax.clip_by_global_norm(largest_norm) if largest_norm else optax.identity()
+    """Scale all gradients down if their global norm is above `largest_norm`; 0 disables clipping.
+
+    The argument `norm` of `update` is the norm if the caller knows it.
+    """
+
+    def update(grads, state, params=None, *, norm=None, **_):
+        norm = optax.tree.norm(grads) if norm is None else norm
+        scaled = lambda g: jnp.where(norm < largest_norm, g, g / norm.astype(g.dtype) * largest_norm)
+        return jax.tree.map(scaled, grads), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update) if largest_norm else optax.identity()
 
 
 def adamw(o: OptimConfig, steps: int, decay=None) -> optax.GradientTransformation:
@@ -218,7 +228,7 @@ def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
 
 def init(cfg: Config, mesh: Mesh, params=None) -> TrainState:
     """Build the state at step 0, with new or given parameters. Moments are sharded like their parameters."""
-    params = parameters.init(declare(cfg.model), mesh, cfg.run.seed) if params is None else params
+    params = parameters.init(declare_stored(cfg), mesh, cfg.run.seed) if params is None else params
     # Three separate arrays, because the training step donates each.
     return TrainState(
         params,
@@ -242,7 +252,7 @@ def state_shapes(cfg: Config) -> TrainState:
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the sharding of every array in the state: moments like their parameters, the rest replicated."""
-    declared, everywhere = declare(cfg.model), NamedSharding(mesh, P())
+    declared, everywhere = declare_stored(cfg), NamedSharding(mesh, P())
     is_params = lambda tree: isinstance(tree, type(declared))
 
     def like(d, moments):  # those of one parameter; a dim of size 1 is a mean over the parameter's
@@ -256,6 +266,17 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     )
     params = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declared)
     return TrainState(params, moments, everywhere, everywhere, everywhere)
+
+
+def gathered_params(cfg: Config, mesh: Mesh, state: TrainState):
+    """Return the parameters sharded as declared, which evaluation and sampling need; see `architectures.as_stored`."""
+    return gather_params_fn(cfg, mesh)(state.params) if cfg.optim.shard_over_data else state.params
+
+
+@functools.cache
+def gather_params_fn(cfg: Config, mesh: Mesh):
+    places = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), declare(cfg.model))
+    return ordered.jit(lambda params: params, mesh, out_shardings=places)
 
 
 def loss_and_grads_fn(cfg: Config, mesh: Mesh):
@@ -276,14 +297,18 @@ def compute_updates_fn(cfg: Config, mesh: Mesh):
     """Return fn(state, batch) -> (metrics, grads, updates, moments): a step that does not apply the updates."""
     chain, rate = make_optimizer(cfg), learning_rate(cfg.optim, cfg.run.steps)
     loss_and_grads = loss_and_grads_fn(cfg, mesh)
+    # Each replica sums the squares of its part of a gradient, so the norm has the same bits with `shard_over_data`.
+    by_replica = declare_stored(replace(cfg, **{"optim.shard_over_data": True}))
+    parts = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), by_replica)
 
     def compute_updates(state: TrainState, batch):
         loss, metrics, grads = loss_and_grads(state.params, batch, state.step)
-        changes, moments = chain.update(grads, state.optimizer, state.params)
+        norm = optax.tree.norm(jax.lax.with_sharding_constraint(grads, parts) if cfg.mesh.data > 1 else grads)
+        changes, moments = chain.update(grads, state.optimizer, state.params, norm=norm)
         if "tokens_per_expert" in metrics:
             changes = update_selection_bias(cfg, changes, metrics["tokens_per_expert"])
         # The schedule counts updates, so a skipped step does not advance it.
-        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": rate(state.step - state.skipped_steps)}
+        metrics |= {"loss": loss, "grad_norm": norm, "lr": rate(state.step - state.skipped_steps)}
         return metrics, grads, changes, moments
 
     return compute_updates

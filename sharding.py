@@ -186,6 +186,24 @@ def drop_axis(spec: P, axis: str) -> P:
     return P(*(keep(axes) if axis in as_tuple(axes) else axes for axes in spec))
 
 
+def replicas(d: Declaration) -> tuple[str, ...]:
+    """Return the mesh axes along which a parameter is replicated."""
+    return tuple(axis for axis in AXES if not any(axis in as_tuple(axes) for axes in d.spec))
+
+
+def shard_over_replicas(d: Declaration, sizes: dict[str, int]) -> Declaration:
+    """Shard a parameter over its replicas too: the first dim that splits evenly over them. If none does, the
+    declaration is returned unchanged.
+
+    sizes  mesh axis -> number of devices
+    """
+    axes = replicas(d)
+    for dim, (size, split) in enumerate(zip(d.shape, d.spec, strict=True)):
+        if size % math.prod(sizes[axis] for axis in (*as_tuple(split), *axes)) == 0:
+            return dataclasses.replace(d, spec=P(*d.spec[:dim], (*as_tuple(split), *axes), *d.spec[dim + 1 :]))
+    return d
+
+
 def specs(declarations):
     return jax.tree.map(lambda d: d.spec, declarations)
 

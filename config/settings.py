@@ -128,7 +128,7 @@ class WorkConfig:
     # how attention combines the shards of a sequence along context. gather: all-gather keys; ring: ring attention;
     # all_to_all: shard heads instead (auto never chooses it)
     context_attention: Annotated[Literal["auto", "gather", "ring", "all_to_all"], Baseline("gather", "gather")] = AUTO
-    # compute the loss in chunks, so that a device never stores more logits than this number of tokens has
+    # compute the loss in chunks: a device never stores more logits than this number of tokens has
     loss_chunk: Annotated[SizeOrAuto, Baseline(512)] = AUTO
     # pipeline schedule; see `python -m pipeline`
     schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO
@@ -346,6 +346,8 @@ class OptimConfig:
     weight_decay: NotNegative = 0.1  # multiplied by the learning rate; not applied to norms, biases and embeddings
     clip_norm: NotNegative = 1.0  # clip the gradient to this global norm; 0: no clipping
     frozen: str = ""  # names of parameters not to train, with wildcards, such as encoder.*,embedding_VD
+    # store 1/data of the parameters and moments on each replica (ZeRO stage 1, arXiv:1910.02054)
+    shard_over_data: Annotated[bool, Affects.SPEED] = False
 
     def __post_init__(self):
         check(self, "optim.")
@@ -378,7 +380,7 @@ class RunConfig:
     # yes: train if the planner predicts that the run fits in memory; no: train anyway; only: check the settings,
     # tokens, mesh and run directory without training and without using a device
     check: Annotated[Literal["yes", "no", "only"], Affects.START] = "yes"
-    # number of CPU devices to simulate, for a mesh larger than the machine; 0: use the devices of this machine
+    # number of CPU devices to simulate, for a mesh larger than the machine; 0: use the machine's devices
     devices: Annotated[Count, tyro.conf.arg(aliases=["--devices"])] = 0
     # XLA options, as NAME=VALUE,.., in addition to those in xla/options.py; NAME= removes an option
     compiler_options: str = ""

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import model
 import sharding
-from architectures import architecture, declare, passes
+from architectures import architecture, declare, declare_stored, gather_replicas, passes
 from config import AXES, Config, ModelConfig
 from encoder_decoder import ENCODER_BATCH
 from errors import UserError
@@ -159,7 +159,7 @@ def two_stacks(name: str, S: int, split: fit.BatchSplit) -> schedules.Schedule:
     return dataclasses.replace(interleaved, name="1f1b")
 
 
-def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
+def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES, stored=False):
     """Return a function of whole arrays that runs function(params, batch, step) on local shards.
 
     This is the one `shard_map` around the model: manual over all axes, `check_vma` on.
@@ -167,6 +167,7 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
     reads  names of the arrays that the function needs from the batch, a dict as `dataset.batch` returns it, besides
            those that `batch_names` adds; others are ignored. Another array is added: index_BT, int32, the index of each
            token in the global batch, for dropout keys, and encoder_index_BS
+    stored  the parameters are sharded as training stores them: `architectures.declare_stored`
     Raises: UserError that lists the arrays missing from the batch.
     """
     reads = batch_names(cfg.model, reads)
@@ -174,7 +175,8 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES):
     if cfg.model.encoder_layers:
         index_of |= {"encoder_index_BS": "encoder_tokens_BS"}
     batch_specs = dict.fromkeys((*reads, *index_of), BATCH_SPEC)
-    in_specs = (sharding.specs(declare(cfg.model)), batch_specs, P())
+    declared = declare_stored(cfg) if stored else declare(cfg.model)
+    in_specs = (sharding.specs(declared), batch_specs, P())
 
     def local(params, batch, step):
         # From contiguous shards of positions to the zig-zag chunks of `own_chunks`
@@ -208,15 +210,16 @@ def loss_and_grads(cfg: Config, mesh: Mesh):
     specs = (P(), model.metric_specs(cfg.model))
 
     def in_one_piece(params, batch, step):
-        return model.loss(cfg.at_work, forward_sums(ready_for_autodiff(params, cfg.at_work), cfg, batch, key(step)))
+        w = ready_for_autodiff(gather_replicas(params, cfg), cfg.at_work)
+        return model.loss(cfg.at_work, forward_sums(w, cfg, batch, key(step)))
 
     def in_microbatches(params, batch, step):
         return loss_and_grads_by_schedule(params, cfg, batch, key(step), sched)
 
     if not sched.in_one_piece:
-        specs = (*specs, sharding.specs(declare(cfg.model)))
-        return ordered.jit(on_mesh(cfg, mesh, in_microbatches, specs), mesh)
-    loss = on_mesh(cfg, mesh, in_one_piece, specs)
+        specs = (*specs, sharding.specs(declare_stored(cfg)))
+        return ordered.jit(on_mesh(cfg, mesh, in_microbatches, specs, stored=True), mesh)
+    loss = on_mesh(cfg, mesh, in_one_piece, specs, stored=True)
 
     def differentiated(params, batch, step):
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params, batch, step)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 import model
-from architectures import architecture
+from architectures import architecture, gather_replicas
 from config import AXES, Config, ModelConfig
 from overlap.weights import held_by_step
 from pipeline import schedules
@@ -431,7 +431,7 @@ def loss_and_grads_by_schedule(params, cfg: Config, batch, key, sched: schedules
     gradient = jax.grad(lambda sums: model.loss(c, sums)[0])
 
     def hold(params, c):
-        w = held_by_step(vary(params, AXES), c)
+        w = held_by_step(vary(gather_replicas(params, cfg), AXES), c)
         return w.replace(blocks=chunked(w.blocks))
 
     def d_router(sums):

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "overlap": "config sharding kernels",
     "model": "errors config sharding kernels overlap",
     "encoder_decoder": "config sharding kernels overlap model",
-    "architectures": "config model encoder_decoder",
+    "architectures": "config sharding model encoder_decoder",
     "pipeline": "errors pictures config xla sharding overlap model encoder_decoder architectures",
     "optimizer": "errors config xla sharding parameters model architectures pipeline",
     "data.bucket": "errors devices",

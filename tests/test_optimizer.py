@@ -1,5 +1,6 @@
 """Tests of the optimizer: updates against NumPy, schedules, the training step, and the sharding of its state."""
 
+import math
 import re
 
 import jax
@@ -13,10 +14,11 @@ import model
 import optimizer
 import pipeline
 import sharding
-from config import preset
+from config import preset, replace
 from data import prepare
 from errors import UserError
 from plan import planner
+from tests import helpers
 from train import checkpoint
 
 # Only three MoE layers, which compile in seconds; these tests do not depend on the depth.
@@ -359,6 +361,52 @@ def test_the_old_state_is_donated(steps):
     """Catches a step that holds the state twice: with Adam that wastes three times the size of the parameters."""
     assert all(x.is_deleted() for x in jax.tree.leaves(steps["first"]))
     assert steps["step"].memory_analysis().alias_size_in_bytes >= steps["state_bytes"]
+
+
+# Sharded over data ----------------------------------------------------------------------------------------------------
+
+TWO_DENSE = {"model.n_layers": 2, "model.dense_prefix": 0, "model.n_experts": 0, "model.moe_every": 1,
+             "data.seq_len": 24, "optim.warmup_steps": 1, "optim.clip_norm": 0.1}  # fmt: skip
+SPREAD = {
+    "data=2,fsdp=2,tensor=2": {"model.attention": "gqa"},  # in one piece
+    "data=2,stage=2": {"model.n_experts": 8, "work.schedule": "1f1b", "work.microbatches": 2, "work.gather": "step"},
+    "data=4,context=2": {"work.gather": "step"},  # in one piece; four replicas, so the order of a sum matters
+}
+
+
+@pytest.mark.parametrize("mesh", helpers.with_repeats(SPREAD, ("data=2,fsdp=2,tensor=2",)))
+def test_sharding_over_data_changes_no_bit(mesh, tmp_path):
+    """Catches a gradient that is summed twice or not at all, an update of the wrong shard, clipping by the norm of a
+    shard, moments that stay replicated, and a checkpoint that only one of the two settings can read."""
+    cfg = preset("tiny", **TWO_DENSE | SPREAD[mesh] | {"mesh": mesh})
+    both = [replace(cfg, **{"optim.shard_over_data": on}) for on in (False, True)]
+    devices, batches = sharding.make_mesh(mesh), [helpers.random_batch(cfg, seed) for seed in range(3)]
+    steps, states = [optimizer.train_step(one, devices) for one in both], [optimizer.init(one, devices) for one in both]
+    for number, batch in enumerate(batches):
+        if number == 2:  # the run with the setting goes on without it, and the other way round
+            for name, state in zip("ab", states, strict=True):
+                with checkpoint.open_directory(tmp_path / name) as saver:
+                    checkpoint.save(saver, 2, state, {})
+            targets = [checkpoint.make_target(optimizer.state_shapes(one), optimizer.state_shardings(one, devices))
+                       for one in both]  # fmt: skip
+            states = [checkpoint.restore(tmp_path / name, one, 2) for name, one in zip("ba", targets, strict=True)]
+        placed = sharding.put(batch, devices)
+        states, metrics = zip(*(step(state, placed) for step, state in zip(steps, states, strict=True)), strict=True)
+        assert metrics[0]["grad_norm"] > cfg.optim.clip_norm, "the test needs clipping"
+        want, got = ({"metrics": m} | sharding.flatten_named(s) for s, m in zip(states, metrics, strict=True))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+    gathered = optimizer.gathered_params(both[1], devices, states[1])
+    jax.tree.map(np.testing.assert_array_equal, gathered, states[0].params)
+    assert jax.tree.map(lambda x: x.sharding, gathered) == optimizer.state_shardings(cfg, devices).params
+    declared = sharding.flatten_named(model.declare(cfg.model))
+    for name, x in sharding.flatten_named(states[1].params).items():
+        copies = 1 if declared[name].std else devices.size // math.prod(devices.shape[a] for a in used(declared[name]))
+        assert x.addressable_shards[0].data.size * devices.size == x.size * copies, name
+
+
+def used(d):
+    """Return the mesh axes that shard a parameter without `optim.shard_over_data`."""
+    return [axis for axes in d.spec for axis in sharding.as_tuple(axes)]
 
 
 def test_moments_are_sharded_like_their_parameters(tokens):

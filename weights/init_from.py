@@ -5,7 +5,7 @@ import itertools
 
 from jax.sharding import Mesh
 
-from architectures import declare
+from architectures import declare_stored
 from config import Affects, Config, ModelConfig, affecting, differences
 from devices import log
 from weights import convert
@@ -45,7 +45,7 @@ def load_init_params(cfg: Config, mesh: Mesh):
     """
     if not cfg.run.init_from:
         return None
-    source, declarations = cfg.run.init_from, declare(cfg.model)
+    source, declarations = cfg.run.init_from, declare_stored(cfg)
     step = convert.resolve_step(source, report=log)
     params, which = (
         convert.load_params(source, declarations, mesh, step),
