@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import model
 import sharding
+from architectures import as_stored
 from config import AXES, Config, ModelAtWork
 from kernels import attention as attending, grouped
 from overlap import weights as slicing
@@ -538,7 +539,9 @@ def weight_collectives(w: Weights, cfg: Config, sched: schedules.Schedule, platf
         )  # only gradients inside a layer may become all-reduces
         yield WeightCollective("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
     if w.d.trainable:
-        yield WeightCollective("replicas", "all-reduce", w.replicas, w.local_size * w.d.dtype.itemsize, 1)
+        stored = as_stored(w.d, cfg) is not w.d  # sharded over its replicas
+        for kind in ("reduce-scatter", "all-gather") if stored else ("all-reduce",):
+            yield WeightCollective("replicas", kind, w.replicas, w.local_size * w.d.dtype.itemsize, 1)
     if sched.chunks > 1 and "blocks" in w.name:  # interleaved: send layers to the stages that compute them, and back
         held = (w.gathered_size if cfg.at_work.work.gather == "step" else w.local_size) / sched.chunks
         yield WeightCollective("weights", "collective-permute", (STAGE,), held * w.width, sched.rounds)

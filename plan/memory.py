@@ -1,9 +1,11 @@
 """Predict the peak memory of a device in a training step. Letters are sizes on one device, as in `costs.py`."""
 
 import math
+from dataclasses import replace
 
 import model
 import optimizer
+from architectures import as_stored
 from config import Config, ModelAtWork
 from encoder_decoder import BUCKETS
 from kernels import grouped
@@ -123,7 +125,10 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     """Predict one device's peak memory in bytes, by part. The state is exact; temporary arrays are an estimate."""
     c, z = cfg.at_work, Sizes.from_config(cfg, platform)
     one_piece, w = sched.in_one_piece, weights(cfg)
-    state = sum(x.local_size * x.d.dtype.itemsize for x in w)
+    stored = [replace(x, d=as_stored(x.d, cfg)) for x in w]
+    state = sum(x.local_size * x.d.dtype.itemsize for x in stored)
+    # What optim.shard_over_data shards is gathered for a step. With gather=step, it is then gathered over fsdp too.
+    gathered = sum(x.local_size * x.d.dtype.itemsize for x, held in zip(w, stored, strict=True) if x.d is not held.d)
     there = [(many, kind) for kind, many in layer_counts(c, z).items() if present(many)]
     scores = where(c.work.remat == "none", SCORES_SAVED, 0)
     each = [many * (saved_bytes(c, z, kind, c.work.remat, one_piece) + scores * score_bytes(c, z, kind))
@@ -155,10 +160,10 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     freed = where(one_piece, where(on_tpu, gradients, 0), 0)
     return {
         "parameters": state,
-        "optimizer": moments_bytes(cfg, w),
+        "optimizer": moments_bytes(cfg, stored),
         "batch": 4 * z.b * sched.microbatches * (5 * z.s + 3 * z.S + z.s * c.prefix_lm),
         "gradients": gradients,
-        "weights": where(step, sum(x.gathered_size * x.width for x in w), 2 * of_layer),
+        "weights": where(step, sum(x.gathered_size * x.width for x in w), 2 * of_layer + gathered),
         "saved": saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # The temporary arrays of one layer, or of the logits. In one piece, no layer has a gradient yet when the logits

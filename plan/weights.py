@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import sharding
 from architectures import declare
-from config import AXES, Config, ModelAtWork
+from config import Config, ModelAtWork
 from sharding import FSDP, STAGE
 
 LAYERS = "prefix.", "blocks.", "encoder.layers.", "decoder.layers."  # how the names of parameters of layers begin
@@ -54,7 +54,7 @@ class Weights:
     @functools.cached_property
     def replicas(self) -> tuple[str, ...]:
         """Axes along which the parameter is replicated."""
-        return tuple(axis for axis in AXES if not any(axis in axes for axes in self.axes))
+        return sharding.replicas(self.d)
 
     @property
     def width(self) -> int:
