@@ -571,7 +571,8 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 # both would send as much: half of the weights in bfloat16, forward and backward, and half of the gradients in
 # float32, (2 + 2 + 4) x 8.03e9/2 bytes over 8 devices. (Chapters 00 and 03 count 2 + 2 + 2, because they send
 # gradients in bfloat16.) **With two replicas, HSDP sends no fewer bytes, but once per step, and no layer
-# waits for them.** The cost is memory: the shards are twice as large.
+# waits for them.** The cost is memory: the shards are twice as large. (With `--optim.shard_over_data`, each
+# replica stores and updates only its half of the parameters and moments, for the same bytes.)
 #
 # ## Valid but slow
 #
