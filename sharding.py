@@ -37,28 +37,39 @@ BATCH_SPEC = P(BATCH, CONTEXT)  # the PartitionSpec of tokens_BT and of all arra
 def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
     """Arrange devices along the six axes of `config.AXES`.
 
-    Within a TPU slice, mesh neighbors are neighboring chips. With several slices, only the `data` axis crosses the
-    slower network (DCN) between them.
-    Raises: UserError if the mesh needs more devices than are available, or if `data` is not a multiple of the number
-    of slices.
+    Within a TPU slice, mesh neighbors are neighboring chips. With several slices, only the axis `mesh.across` crosses
+    the slower network (DCN) between them: `data`, if not set.
+    Raises: UserError if the mesh needs more devices than are available, or if the size of `mesh.across` is not a
+    multiple of the number of slices.
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     devices = jax.devices() if devices is None else devices
     check_enough(mesh, len(devices), devices[0].platform)
     size = min(map(len, slices := slices_of(devices)))
     count = -(-mesh.devices // size)
-    if count > len(slices) or mesh.data % count:
-        near = dataclasses.replace(mesh, data=-(-mesh.data // count) * count)
-        raise UserError(
-            f"mesh {mesh} needs {count} slices of {size} devices, and only the `data` axis can span slices: "
-            f"data={mesh.data} must be a multiple of {count}, as in {near}; "
-            "or use a mesh that fits one slice"
-        )
-    a_slice = dataclasses.replace(mesh, data=mesh.data // count)
+    if count > len(slices):
+        raise UserError(f"mesh {mesh} needs {count} slices of {size} devices, and there are {len(slices)}")
+    check_across(mesh, count, size)
+    a_slice = mesh.in_slice(count)
     # allow_split_physical_axes: a mesh axis may use part of a torus axis, such as fsdp=8 on 4x4x2.
     arrange = functools.partial(mesh_utils.create_device_mesh, tuple(a_slice.sizes.values()))
     blocks = [arrange(some[: a_slice.devices], allow_split_physical_axes=True) for some in slices[:count]]
-    return Mesh(np.concatenate(blocks), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    blocks = np.concatenate(blocks, axis=AXES.index(mesh.across))
+    return Mesh(blocks, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check_across(mesh: MeshConfig, slices: int, size: int) -> None:
+    """Raises: UserError if the axis that spans slices of `size` devices is not a multiple of their number."""
+    parts = mesh.sizes[mesh.across]
+    if parts % slices:
+        near = dataclasses.replace(mesh, **{mesh.across: -(-parts // slices) * slices})
+        others = [axis for axis in (DATA, STAGE, FSDP) if axis != mesh.across and mesh.sizes[axis] % slices == 0]
+        remedies = [f"{mesh},across={axis}" for axis in others] if mesh.across == DATA else []
+        raise UserError(
+            f"mesh {mesh} needs {slices} slices of {size} devices, and only the `{mesh.across}` axis spans slices: "
+            f"{mesh.across}={parts} must be a multiple of {slices}, as in "
+            f"{' or '.join([str(near), *remedies])}; or use a mesh that fits one slice"
+        )
 
 
 def check_enough(mesh: MeshConfig, count: int, platform: str) -> None:

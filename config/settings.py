@@ -50,6 +50,7 @@ class MeshConfig:
     expert: Size = 1
     context: Size = 1
     tensor: Size = 1
+    across: Literal["data", "stage", "fsdp"] = "data"  # the axis that spans TPU slices, if there are several
 
     def __post_init__(self):
         check(self, "mesh.")
@@ -58,12 +59,16 @@ class MeshConfig:
     def parse(cls, text: str) -> "MeshConfig":
         """Parse `fsdp=2,tensor=4`. It may use the short forms dp, pp, ep, cp and tp. Missing axes have size 1.
 
+        `across=fsdp` selects the axis that spans several slices.
         Raises: UserError that quotes the part that cannot be parsed.
         """
         sizes = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, equals, size = part.partition("=")
             axis = SHORT_AXES.get(name, name)
+            if axis == "across":
+                sizes[axis] = SHORT_AXES.get(size, size)
+                continue
             if axis not in AXES:
                 raise UserError(f"mesh {text!r}: unknown axis {name!r}; {suggest(name, AXES)}")
             if not (equals and size.isdecimal() and int(size) > 0):
@@ -81,6 +86,10 @@ class MeshConfig:
     def devices(self) -> int:
         return math.prod(self.sizes.values())
 
+    def in_slice(self, slices: int) -> "MeshConfig":
+        """Return the mesh of one of several slices: all axes as they are, but only a part of `across`."""
+        return dataclasses.replace(self, **{self.across: self.sizes[self.across] // slices})
+
     @property
     def batch_shards(self) -> int:
         """Number of device groups that hold different sequences."""
@@ -92,7 +101,8 @@ class MeshConfig:
         return self.context * self.tensor
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "data=1"
+        sizes = ",".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "data=1"
+        return sizes + f",across={self.across}" * (self.across != "data")
 
 
 MeshFlag = Annotated[
@@ -497,7 +507,7 @@ def replace(cfg: Config, **dotted: Any) -> Config:
         if dataclasses.is_dataclass(value):
             value = dataclasses.asdict(value)
         elif name == "mesh" and isinstance(value, str):
-            value = MeshConfig.parse(value).sizes
+            value = dataclasses.asdict(MeshConfig.parse(value))
         here[last] = value
     return _build(Config, values, "")
 

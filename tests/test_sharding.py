@@ -42,12 +42,14 @@ from sharding import AXES, DATA, FSDP, TENSOR
      "data=2,stage=3,expert=5,context=7,tensor=11"),
     ("tensor=4,fsdp=2", dict(fsdp=2, tensor=4), "fsdp=2,tensor=4"),
     ("", {}, "data=1"),
+    ("pp=2,across=pp", dict(stage=2, across="stage"), "stage=2,across=stage"),
 ])  # fmt: skip
 def test_mesh_parse_and_print_round_trip(text, sizes, text_again):
     """Catches a short form that means the wrong axis, and a printed mesh that parses to another mesh."""
     mesh = MeshConfig.parse(text)
     assert mesh == MeshConfig(**sizes)
     assert str(mesh) == text_again and MeshConfig.parse(str(mesh)) == mesh
+    sizes = {axis: size for axis, size in sizes.items() if axis != "across"}
     assert mesh.devices == np.prod([*sizes.values(), 1])
     assert mesh.batch_shards == np.prod(
         [size for axis, size in sizes.items() if axis in ("data", "fsdp", "expert")] + [1]
@@ -66,6 +68,12 @@ def test_invalid_mesh_text_is_refused(text, message):
     """Catches a typo that becomes a one-device run, and a message that does not name the wrong part."""
     with pytest.raises(UserError, match=re.escape(f"mesh {text!r}: {message}")):
         MeshConfig.parse(text)
+
+
+def test_tensor_across_slices_is_refused():
+    """Catches an axis that exchanges activations in every layer between slices."""
+    with pytest.raises(UserError, match=r"^mesh.across='tensor': should be one of 'data', 'stage', 'fsdp'$"):
+        MeshConfig.parse("tensor=4,across=tensor")
 
 
 def test_mesh_axes_are_in_the_order_of_link_speed():
@@ -113,12 +121,24 @@ def test_only_data_crosses_slices(on_no_torus):
     assert [chip.slice_index for chip in some.flat] == [0] * 5 + [1] * 5
 
 
-def test_another_axis_than_data_across_slices_is_refused(on_no_torus):
+@pytest.mark.parametrize("mesh, axis", [("stage=3,fsdp=4,across=fsdp", 2), ("stage=6,fsdp=2,across=pp", 1)])
+def test_another_axis_crosses_slices_on_request(on_no_torus, mesh, axis):
+    """Catches slices along the wrong axis: each must hold adjacent parts of this axis, and all of the others."""
+    devices = np.moveaxis(sharding.make_mesh(mesh, chips_of_slices(6, 6)), axis, 0)
+    slices = np.vectorize(lambda chip: chip.slice_index)(devices).reshape(len(devices), -1)
+    assert (slices == np.repeat([0, 1], len(devices) // 2)[:, None]).all()
+
+
+@pytest.mark.parametrize("mesh, remedy", [
+    ("data=3,tensor=4", "only the `data` axis spans slices: data=3 must be a multiple of 2, as in data=4,tensor=4;"),
+    ("fsdp=4,tensor=3", "data=1 must be a multiple of 2, as in data=2,fsdp=4,tensor=3 or fsdp=4,tensor=3,across=fsdp;"),
+    ("fsdp=3,tensor=4,across=fsdp", "fsdp=3 must be a multiple of 2, as in fsdp=4,tensor=4,across=fsdp;"),
+])  # fmt: skip
+def test_an_axis_that_slices_do_not_divide_is_refused(on_no_torus, mesh, remedy):
     """Catches a mesh that runs but takes ten times as long."""
-    needs = "mesh data=3,tensor=4 needs 2 slices of 6 devices, and only the `data` axis can span slices"
-    remedy = ": data=3 must be a multiple of 2, as in data=4,tensor=4; or use a mesh that fits one slice"
-    with pytest.raises(UserError, match=re.escape(needs + remedy)):
-        sharding.make_mesh("data=3,tensor=4", chips_of_slices(6, 6, 6))
+    with pytest.raises(UserError, match=re.escape(f"mesh {mesh} needs 2 slices of 6 devices, and ") + ".*"
+                       + re.escape(f"{remedy} or use a mesh that fits one slice")):  # fmt: skip
+        sharding.make_mesh(mesh, chips_of_slices(6, 6, 6))
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
