@@ -49,27 +49,12 @@ def make_mesh(mesh: MeshConfig | str, devices=None) -> Mesh:
     count = -(-mesh.devices // size)
     if count > len(slices):
         raise UserError(f"mesh {mesh} needs {count} slices of {size} devices, and there are {len(slices)}")
-    check_across(mesh, count, size)
     a_slice = mesh.in_slice(count)
     # allow_split_physical_axes: a mesh axis may use part of a torus axis, such as fsdp=8 on 4x4x2.
     arrange = functools.partial(mesh_utils.create_device_mesh, tuple(a_slice.sizes.values()))
     blocks = [arrange(some[: a_slice.devices], allow_split_physical_axes=True) for some in slices[:count]]
     blocks = np.concatenate(blocks, axis=AXES.index(mesh.across))
     return Mesh(blocks, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def check_across(mesh: MeshConfig, slices: int, size: int) -> None:
-    """Raises: UserError if the axis that spans slices of `size` devices is not a multiple of their number."""
-    parts = mesh.sizes[mesh.across]
-    if parts % slices:
-        near = dataclasses.replace(mesh, **{mesh.across: -(-parts // slices) * slices})
-        others = [axis for axis in (DATA, STAGE, FSDP) if axis != mesh.across and mesh.sizes[axis] % slices == 0]
-        remedies = [f"{mesh},across={axis}" for axis in others] if mesh.across == DATA else []
-        raise UserError(
-            f"mesh {mesh} needs {slices} slices of {size} devices, and only the `{mesh.across}` axis spans slices: "
-            f"{mesh.across}={parts} must be a multiple of {slices}, as in "
-            f"{' or '.join([str(near), *remedies])}; or use a mesh that fits one slice"
-        )
 
 
 def check_enough(mesh: MeshConfig, count: int, platform: str) -> None:

@@ -86,9 +86,25 @@ class MeshConfig:
     def devices(self) -> int:
         return math.prod(self.sizes.values())
 
+    @property
+    def between_slices(self) -> str:
+        """The name of the part of the axis `across` that crosses the network between slices."""
+        return f"{self.across} between slices"
+
     def in_slice(self, slices: int) -> "MeshConfig":
-        """Return the mesh of one of several slices: all axes as they are, but only a part of `across`."""
-        return dataclasses.replace(self, **{self.across: self.sizes[self.across] // slices})
+        """Return the mesh of one of several slices: it has only a part of the axis `across`.
+
+        Raises: UserError if the size of this axis is not a multiple of `slices`.
+        """
+        size = self.sizes[self.across]
+        if size % slices:
+            others = [axis for axis in ("data", "stage", "fsdp") if self.sizes[axis] % slices == 0]
+            remedies = [f"{self.across}={-(-size // slices) * slices}", *(f"across={axis}" for axis in others)]
+            raise UserError(
+                f"mesh {self}: only the axis {self.across!r} spans the {slices} slices, and {self.across}={size} is "
+                f"not a multiple of {slices}; use {' or '.join(remedies)}"
+            )
+        return dataclasses.replace(self, **{self.across: size // slices})
 
     @property
     def batch_shards(self) -> int:

@@ -139,7 +139,7 @@ def plan_in_letters(which: str) -> dict:
     cfg, sched = LetterConfig(preset(base, **changes), names), LetterSchedule()
     platform, chip = LetterPlan.platform, Choice("chip", (*hiding.HIDES, ""))
     speeds = {name: letter(name) for name in ("peak_flops_per_s", "hbm_bytes_per_s")}
-    topology = SimpleNamespace(chip=SimpleNamespace(key=chip, torus_dims=letter("torus_dims"), **speeds))
+    topology = SimpleNamespace(chip=SimpleNamespace(key=chip, torus_dims=letter("torus_dims"), **speeds), slices=1)
     total, active = costs.parameters(cfg.model)
     tokens = cfg.data.tokens_per_step
     with formulas.in_letters():

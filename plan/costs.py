@@ -17,15 +17,16 @@ from dataclasses import dataclass, replace
 import model
 import sharding
 from architectures import as_stored
-from config import AXES, Config, ModelAtWork
+from config import Config, ModelAtWork
 from kernels import attention as attending, grouped
 from overlap import weights as slicing
 from overlap.context import chunk_starts
 from overlap.weights import tokens_go_to_table
 from pipeline import fit, schedules
-from plan import formulas, hiding, traced_layer
+from plan import formulas, hiding, networks, traced_layer
 from plan.formulas import present
 from plan.hiding import WHOLE
+from plan.networks import Traffic
 from plan.weights import LAYERS, Weights, declared, weights
 from sharding import CONTEXT, EXPERT, SLICED, STAGE, TENSOR
 
@@ -131,9 +132,7 @@ class Exchange:
 
     def wire_bytes(self, n: int) -> float:
         """Return the bytes that each of n devices sends in one execution."""
-        return {"all-reduce": 2 * (n - 1) / n, "collective-permute": formulas.minimum(n - 1, 1)}.get(
-            self.kind, (n - 1) / n
-        ) * self.size
+        return networks.wire_bytes(self.kind, self.size, n)
 
 
 @formulas.by_cases
@@ -393,35 +392,13 @@ def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[
     return [count(*one) for one in rows if isinstance(one[0], Matmul)]
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """The bytes that one device sends in a step for one purpose."""
-
-    part: str
-    kind: str
-    axes: tuple[str, ...]  # mesh axes of more than one device
-    count: float
-    wire_bytes: float
-    exposed_bytes: float  # bytes that do not overlap with matmuls
-    in_a_slot: bool  # sent for each microbatch, inside a pipeline slot
-
-
-def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip: str = "") -> list[Traffic]:
+def traffic(
+    cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip: str = "", slices: int = 1
+) -> list[Traffic]:
     """List everything that one device sends in a step, except for a few numbers (counts, norms, metrics)."""
     c, z, run = cfg.at_work, Sizes.from_config(cfg, platform), passes(cfg, sched)
-    once, found = Passes(*(sched.microbatches,) * 4), {}
-
-    def add(part, kind, axes, size, count, when="once", of=""):
-        def compiled():
-            split = tuple(axis for axis in AXES if axis in axes and z.mesh[axis] > 1)
-            return split and (part, hiding.compiled_kind(kind, split, z.mesh, platform), split)
-
-        for here, key in formulas.cases(compiled) if present(count) and present(size) else ():
-            if key:
-                wire = count * Exchange(*key, size).wire_bytes(z.group(*key[2]))
-                waits = wire * hiding.exposed(c, z.mesh, chip, *key[1:], when, of)
-                sums = zip(found.get(key, (0, 0, 0)), (count, wire, waits), strict=True)
-                found[key] = tuple(old + formulas.where(here, new, 0) for old, new in sums)
+    once, sums = Passes(*(sched.microbatches,) * 4), networks.Sums(cfg, platform, chip, slices)
+    add = sums.add
 
     def activations(rows, many: int, run: Passes, inside=True):
         for row in rows:
@@ -451,7 +428,7 @@ def traffic(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip:
     for w in weights(cfg):
         for row in weight_collectives(w, cfg, sched, platform):
             add(row.part, row.kind, row.axes, row.size, row.count, row.when, row.of)
-    return [Traffic(*key, *value, is_in_slot(c, key[0], key[2])) for key, value in found.items()]
+    return [Traffic(*key, *value, is_in_slot(c, key[0], key[2])) for key, value in sums.found.items()]
 
 
 @formulas.by_cases
@@ -472,7 +449,7 @@ def lookups(cfg: Config, sched: schedules.Schedule) -> int:
 @formulas.by_cases
 def is_in_slot(c: ModelAtWork, part: str, axes: tuple[str, ...]) -> bool:
     rare = part in ("batch", "replicas") or (part in ("weights", "gradients") and c.work.gather == "step")
-    return not rare and STAGE not in axes
+    return not rare and not any(axis.startswith(STAGE) for axis in axes)
 
 
 @dataclass(frozen=True)

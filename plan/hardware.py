@@ -106,17 +106,22 @@ class Topology:
 
     chip: Chip
     shape: tuple[int, ...]  # sizes of the torus, x first; for GPUs and CPUs their number
-    chips: int
+    chips: int  # of all slices
     hosts: int
+    slices: int = 1  # TPU slices of this shape, joined by the data center network
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
-        """Parse `v4:2x4x4`, `v5e:4x4`, `h100:16` or `cpu:8`. The sizes of a slice may be in any order, see `cloud`.
+        """Parse `v4:2x4x4`, `v5e:4x4`, `4*v5p:4x4x8` (4 slices), `h100:16` or `16*h100` (16 nodes), or `cpu:8`.
 
+        The sizes of a slice may be in any order, see `cloud`.
         Raises: UserError that suggests a valid topology.
         """
         refuse = lambda why: UserError(f"topology {text!r}: {why}")
-        key, _, rest = text.strip().lower().partition(":")
+        number, times, rest = text.strip().lower().replace("gb200-nvl72", "gb200").rpartition("*")
+        if times:
+            return cls._parse_several(number.strip(), rest.strip(), refuse)
+        key, _, rest = rest.partition(":")
         if re.fullmatch(r"(v3|v4|v5p)-\d+", key):
             raise refuse("slice names count cores on v3, v4 and v5p; give the shape in chips: v3-8 is v3:2x2, v4-64 is "
                          "v4:2x4x4")  # fmt: skip
@@ -153,8 +158,31 @@ class Topology:
         # https://cloud.google.com/tpu/docs/v5e and v6e, "VM types"
         return cls(chip, shape, chips, hosts=1 if sizes == (2, 4) and chip.most == 256 else chips // chip.per_host)
 
+    @classmethod
+    def _parse_several(cls, number: str, rest: str, refuse) -> "Topology":
+        """Parse `rest`, and return `number` of it: TPU slices, or GPU nodes."""
+        key = rest.partition(":")[0]
+        if not rest or not re.fullmatch(r"[1-9]\d{0,4}", number):
+            raise refuse("N*SLICE is N slices of TPUs, and N*GPU is N nodes of GPUs; write 4*v5p:4x4x8 or 16*h100")
+        if key not in CHIPS:
+            return cls.parse(rest)  # raises
+        chip, n = CHIPS[key], int(number)
+        if chip.domain:
+            if rest not in (key, f"{key}:{chip.domain}"):
+                raise refuse(f"a node of {chip.name} has {chip.domain} GPUs; use {n}*{key}, which is "
+                             f"{key}:{n * chip.domain}")  # fmt: skip
+            return cls.parse(f"{key}:{n * chip.domain}")
+        one = cls.parse(rest)
+        if n > 1 and not chip.dcn_bytes_per_s:
+            raise refuse(f"the speed of the network between slices is unknown for {chip.name}; use {one}")
+        return replace(one, chips=n * one.chips, hosts=n * one.hosts, slices=n)
+
     def __str__(self) -> str:
-        return f"{self.chip.key}:{'x'.join(map(str, self.shape))}"
+        return f"{self.slices}*" * (self.slices > 1) + f"{self.chip.key}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def one_slice(self) -> "Topology":
+        return replace(self, chips=self.chips // self.slices, hosts=self.hosts // self.slices, slices=1)
 
     @property
     def devices(self) -> int:
@@ -197,12 +225,13 @@ def topology_of_devices(devices) -> Topology | None:
     chip = next((chip for chip in CHIPS.values() if chip.device_kind == devices[0].device_kind), None)
     if chip is None or not chip.peak_flops_per_s:
         return None
-    shape = (len(devices),)
+    shape, several = (len(devices),), ""
     if chip.torus_dims:
+        several = f"{len({getattr(device, 'slice_index', 0) for device in devices})}*"
         places = np.array([device.coords[: chip.torus_dims] for device in devices])
         shape = tuple(places.max(0) - places.min(0) + 1)
     try:
-        found = Topology.parse(f"{chip.key}:{'x'.join(map(str, shape))}")
+        found = Topology.parse(f"{several}{chip.key}:{'x'.join(map(str, shape))}")
     except UserError:
         return None
     return found if found.devices == len(devices) else None
@@ -296,13 +325,25 @@ def require_devices(mesh: MeshConfig | NamedMesh, topology: Topology) -> None:
                         f"use axes whose product is {topology.devices}")  # fmt: skip
 
 
+def require_one_slice(topology: Topology) -> None:
+    """Raises: UserError for several slices, where only training plans know what is sent between them."""
+    if topology.slices > 1:
+        raise UserError(f"topology {str(topology)!r}: only a plan of a training step can span several slices; "
+                        f"use {topology.one_slice}")  # fmt: skip
+
+
 @functools.cache
 def layout(mesh: MeshConfig | NamedMesh, topology: Topology) -> dict[str, Link]:
     """Return the links of each mesh axis of more than one device.
 
-    Raises: UserError if the mesh and the topology differ in their number of devices.
+    If there are several slices, these are the links inside a slice, and an entry `mesh.between_slices` follows.
+    Raises: UserError if the mesh and the topology differ in their number of devices, or if the axis that spans the
+    slices is not a multiple of their number.
     """
     require_devices(mesh, topology)
+    if topology.slices > 1:
+        inside = layout(mesh.in_slice(topology.slices), topology.one_slice)
+        return inside | {mesh.between_slices: _slices_link(mesh, topology)}
     sizes = {axis: size for axis, size in mesh.sizes.items() if size > 1}
     if topology.chip.key == "cpu":
         note = "uses this machine's memory"
@@ -314,7 +355,19 @@ def layout(mesh: MeshConfig | NamedMesh, topology: Topology) -> dict[str, Link]:
 def link(mesh: MeshConfig | NamedMesh, topology: Topology, axes: tuple[str, ...]) -> Link:
     """Return the links of groups of devices along several mesh axes, which may be more than those of a single axis."""
     single = len(axes) == 1 or topology.chip.key == "cpu"
+    if topology.slices > 1 and not single:
+        mesh, topology = mesh.in_slice(topology.slices), topology.one_slice
     return layout(mesh, topology)[axes[0]] if single else _find(mesh, topology, axes)
+
+
+def _slices_link(mesh: MeshConfig, topology: Topology) -> Link:
+    """Return the data center network (DCN) between slices: each device has its share of its host's bandwidth.
+
+    Its latency is not published.
+    """
+    speed, n, slices = topology.chip.dcn_bytes_per_s, mesh.sizes[mesh.across], topology.slices
+    note = f"{mesh.across}={n} spans {slices} slices with {n // slices} in each: data center network, {_speed(speed)}"
+    return Link(speed, 1, True, (), note, speed, speed)
 
 
 def _find(mesh: MeshConfig | NamedMesh, topology: Topology, axes: tuple[str, ...]) -> Link:
@@ -335,13 +388,14 @@ def check(mesh: MeshConfig, topology: Topology) -> list[str]:
         closed = "all sizes are multiples of 4" if chip.torus_dims == 3 else f"a size is {chip.side}"
         found.append(f"{topology} has no wraparound links (only if {closed}), so an axis sends in one direction only")
     # As libtpu 0.0.42 compiles it (tests/plan/test_tpu.py). On tpu7x, and on one host, it stays a reduce-scatter.
-    split = [axis for axis, size in mesh.sizes.items() if size > 1]
-    scatters = chip.torus_dims and chip.devices_per_chip == 1 and topology.hosts > 1
+    inside = mesh.in_slice(topology.slices)
+    split = [axis for axis, size in inside.sizes.items() if size > 1]
+    scatters = chip.torus_dims and chip.devices_per_chip == 1 and topology.one_slice.hosts > 1
     if scatters and (split == ["tensor"] or {*split} <= {"fsdp", "expert", "context"}):
-        found.append(f"{mesh} reduce-scatters over all chips of the slice, which the TPU compiler replaces with "
+        found.append(f"{inside} reduce-scatters over all chips of the slice, which the TPU compiler replaces with "
                      "all-reduces of up to twice the bytes")  # fmt: skip
     for axis, link in layout(mesh, topology).items():
-        name, speed = f"{axis}={mesh.sizes[axis]}", _speed(link.bytes_per_s)
+        name, speed = f"{axis}={inside.sizes.get(axis)}", _speed(link.bytes_per_s)
         if link.hops > 1:
             found.append(f"{name} neighbors are {link.hops} hops apart: {speed}")
         if axis == "tensor" and not chip.torus_dims and link.bytes_per_s != chip.link_bytes_per_s:

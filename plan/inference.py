@@ -520,6 +520,7 @@ def plan(
     check_decoder(cfg)
     topology = hardware.Topology.parse(topology) if isinstance(topology, str) else topology
     if topology:
+        hardware.require_one_slice(topology)
         hardware.layout(cfg.mesh, topology)
         limit_bytes = limit_bytes or topology.chip.memory_bytes
     fit.check(cfg.model, cfg.mesh)

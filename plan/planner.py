@@ -55,7 +55,8 @@ class Plan:
     @functools.cached_property
     def traffic(self) -> list[costs.Traffic]:
         """All collectives."""
-        return costs.traffic(self.cfg, self.sched, self.platform, self.topology.chip.key if self.topology else "")
+        chip, slices = (self.topology.chip.key, self.topology.slices) if self.topology else ("", 1)
+        return costs.traffic(self.cfg, self.sched, self.platform, chip, slices)
 
     @property
     def flops(self) -> dict[str, float]:
@@ -335,10 +336,11 @@ def meshes(devices: int):
 
 def candidate_meshes(cfg: Config, topology: hardware.Topology) -> list[MeshConfig]:
     """List the meshes of a search. In a dense model, an expert axis does the same as an fsdp axis, so it stays 1. An
-    encoder-decoder has no context axis."""
-    c = cfg.model
-    return [mesh for mesh in meshes(topology.devices)
-            if (mesh.expert == 1 or c.n_experts) and (mesh.context == 1 or not c.encoder_layers)]  # fmt: skip
+    encoder-decoder has no context axis. The axis that spans several slices is a multiple of their number."""
+    c, across = cfg.model, cfg.mesh.across
+    return [dataclasses.replace(mesh, across=across) for mesh in meshes(topology.devices)
+            if (mesh.expert == 1 or c.n_experts) and (mesh.context == 1 or not c.encoder_layers)
+            and mesh.sizes[across] % topology.slices == 0]  # fmt: skip
 
 
 def count_refusal(refused: dict[str, int], error: UserError) -> None:

@@ -254,6 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     named = hardware.NamedMesh.parse(args.mesh)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
     if topology:
+        hardware.require_one_slice(topology)
         hardware.layout(named, topology)  # raises before the program is imported
     with contextlib.suppress(RuntimeError):  # tests have initialized their devices already
         jax.config.update("jax_num_cpu_devices", named.devices)  # for a file that makes its own mesh

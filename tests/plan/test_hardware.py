@@ -63,13 +63,25 @@ def read(topology):
     ("h200:24", 24, 3, (False,)),
     ("b200:16", 16, 2, (False,)),
     ("gb200:72", 72, 18, (False,)),  # a rack's trays have 4 GPUs each
+    ("4*v5p:4x4x8", 512, 128, (True, True, True)),
+    ("2*v6e:8x16", 256, 64, (False, True)),
+    ("3*tpu7x:2x2x1", 12, 3, (False, False, False)),
     ("cpu:8", 8, 1, (False,)),
 ])  # fmt: skip
 def test_a_topology_is_read(text, chips, hosts, wraps):
     """Catches a missing size, hosts counted in cores, and rings without a wraparound link."""
     topology = Topology.parse(text)
     assert (topology.chips, topology.hosts, topology.wraps, str(topology)) == (chips, hosts, wraps, text)
-    assert topology.devices == (2 if text.startswith(("v3", "tpu7x")) else 1) * chips
+    assert topology.devices == (2 if topology.chip.key in ("v3", "tpu7x") else 1) * chips
+    assert topology.slices * topology.one_slice.chips == chips and topology.one_slice.slices == 1
+
+
+@pytest.mark.parametrize("nodes, gpus", [
+    ("16*h100", "h100:128"), ("2*h100:8", "h100:16"), ("8*gb200-nvl72", "gb200:576"), ("gb200-nvl72:72", "gb200:72"),
+])  # fmt: skip
+def test_nodes_of_gpus_are_their_gpus(nodes, gpus):
+    """Catches 16 nodes that count as 16 GPUs, and nodes that are treated like slices."""
+    assert Topology.parse(nodes) == Topology.parse(gpus) and str(Topology.parse(nodes)) == gpus
 
 
 @pytest.mark.parametrize("ours, clouds", [
@@ -111,13 +123,20 @@ def test_the_order_of_sizes_does_not_change_a_slice(ours, clouds):
     ("h100:12", r"NVIDIA H100s come in nodes of 8, and 12 is not a multiple of 8; use h100:8 or h100:16"),
     ("h100:4x4", r"NVIDIA H100 takes one size, like h100:8"),
     ("cpu:", r"this machine takes one size, like cpu:8"),
+    ("4*", r"N\*SLICE is N slices of TPUs, and N\*GPU is N nodes of GPUs; write 4\*v5p:4x4x8 or 16\*h100"),
+    ("0*v4:2x2x2", r"N\*SLICE is N slices of TPUs"),
+    ("v5e:0x4", r"TPU v5e takes 2 sizes"),
+    ("2*v5e:0x4", r"topology 'v5e:0x4': TPU v5e takes 2 sizes"),
+    ("4*v3:4x4", r"the speed of the network between slices is unknown for TPU v3; use v3:4x4"),
+    ("4*cpu:2", r"unknown for this machine; use cpu:2"),
+    ("16*h100:4", r"a node of NVIDIA H100 has 8 GPUs; use 16\*h100, which is h100:128"),
 ])  # fmt: skip
 def test_a_wrong_topology_is_refused_with_one_that_works(text, message):
     """Catches a traceback, and suggestions that are refused as well."""
     with pytest.raises(UserError, match=message) as refused:
         Topology.parse(text)
-    for word in re.split("[ ;,]+", str(refused.value)):
-        if word.partition(":")[0] in CHIPS and ":" in word and word != text:
+    for word in re.split("[ ;,']+", str(refused.value).partition(": ")[2]):
+        if word.rpartition("*")[2].partition(":")[0] in CHIPS and set(":*") & set(word) and word not in text:
             Topology.parse(word)
 
 
