@@ -149,7 +149,7 @@ def check_compiles_for(topology: Topology) -> None:
 
 
 def topology_devices(topology: Topology) -> list:
-    """Return libtpu's descriptions of the devices of a TPU slice, which need not be attached.
+    """Return libtpu's descriptions of the devices of TPU slices, which need not be attached.
 
     Raises: UserError without libtpu, and for a slice that libtpu does not know.
     """
@@ -160,10 +160,12 @@ def topology_devices(topology: Topology) -> list:
                  TPU_ACCELERATOR_TYPE="v4-8", TPU_LOG_DIR="disabled", TPU_STDERR_LOG_LEVEL="1")  # fmt: skip
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
-    cloud = topology.cloud
+    cloud = topology.one_slice.cloud
     more = {"chips_per_host_bounds": (2, 4, 1)} if cloud.shape == (2, 4) else {}  # a host of 8 chips
     if topology.chip.key == "v4":  # the two cores of a chip work as one device, the default of other generations
         more = dict(chip_config_name="megacore", chips_per_host_bounds=(2, 2, 1))
+    if topology.slices > 1:
+        more["num_slices"] = topology.slices
     # By default libtpu assumes that no axis wraps around, and turns all-gathers over a whole torus into all-reduces.
     wrap = (*cloud.wraps, False)[:3]
     try:
@@ -284,12 +286,13 @@ def unexpected(collectives: list[ledger.Collective], most_bytes: int) -> list[st
     larger collective would mean that an array is resharded.
     The compiler may also rewrite our collectives. On TPU a reduce-scatter may become a padded all-reduce and permutes,
     and several reductions may be merged, including that of the norm. So all reductions are expected, and permutes
-    without a scope too.
+    without a scope too. Collectives between slices never have a scope; if `data` spans the slices, they are reductions.
     """
     lines = []
     for one in collectives:
         a_sum = one.kind in ("all-reduce", "reduce-scatter") or (not one.scope and one.kind == "collective-permute")
-        ours = "shard_map" in one.scope or a_sum
+        requested = one.axes[0] in ("fsdp between slices", "stage between slices")
+        ours = "shard_map" in one.scope or a_sum or requested
         if "?" in one.axes or (not ours and one.payload_bytes > most_bytes):
             over = "devices along no mesh axes" if "?" in one.axes else "*".join(one.axes)
             place = one.scope or "no scope"

@@ -313,6 +313,7 @@ class Link:
     neighbour_bytes_per_s: float | None  # in collective-permute, which sends only to the next device
     all_to_all_bytes_per_s: float | None
     latency_s: float = 0.0  # until the first byte of each device has reached every other device
+    nodes: int = 1  # nodes of GPUs that a group spans
 
 
 def require_devices(mesh: MeshConfig | NamedMesh, topology: Topology) -> None:
@@ -528,7 +529,7 @@ def _switched_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     here = -(-n // nodes)  # devices of the group in one node
     card, speed = chip.dcn_bytes_per_s, min(chip.link_bytes_per_s, here * chip.dcn_bytes_per_s)
     note = f"{axis}={n} spans {nodes} nodes with {here} in each: InfiniBand, {_speed(speed)}"
-    return Link(speed, 1, True, (), note, card, card * (n - 1) / (n - here))
+    return Link(speed, 1, True, (), note, card, card * (n - 1) / (n - here), nodes=nodes)
 
 
 def _hops_latency(lines: np.ndarray, topology: Topology) -> float:

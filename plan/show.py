@@ -4,7 +4,7 @@ import math
 
 import pictures
 from pipeline import draw, fit, schedules
-from plan import compiled, costs, hardware, inference
+from plan import compiled, costs, hardware, inference, tiers
 from plan.planner import STATE, Plan, amount
 
 
@@ -20,8 +20,11 @@ def compare(one: Plan, found: dict) -> list[tuple[str, str, float, float | None]
     ]
     planned, counted = one.wire_by_axes, found.get("wire_by_axes", {})
     names = sorted(planned.keys() | counted.keys(), key=lambda name: -max(planned.get(name, 0), counted.get(name, 0)))
-    rows += [(f"  over {name}", "bytes", planned.get(name, 0), counted.get(name, 0) if counted else None)
-             for name in names]  # fmt: skip
+    between = tiers.between_nodes_by_axes(one)
+    for name in names:
+        rows.append((f"  over {name}", "bytes", planned.get(name, 0), counted.get(name, 0) if counted else None))
+        if name in between:
+            rows.append(("    of it between nodes", "bytes", between[name], None))
     rows += [("  exposed", "bytes", one.exposed_bytes, found.get("exposed_bytes"))]
     return [*rows, ("step (roofline)", "s", one.step_s, found.get("step_s"))]
 
@@ -51,6 +54,8 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
             console.print(f"{'' if number else 'links':10} {link.note}")
         for line in hardware.check(cfg.mesh, one.topology) + hardware.chip_notes(one.topology):
             console.print(f"note       {line}")
+        for line in tiers.notes(one):
+            console.print(f"note       {line}", soft_wrap=True)
     ratio = one.hardware_flops / one.model_flops
     console.print(f"compute    {amount(one.model_flops, 'FLOPs')} per device and step; "
                   f"with recomputation and padding, {ratio:.2f} times as many")  # fmt: skip

@@ -14,6 +14,9 @@ import numpy as np
 from errors import UserError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+# Collectives between TPU slices are a send to the host and a recv, with the kind as an attribute.
+BETWEEN_SLICES = {"ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter", "ALL_REDUCE": "all-reduce",
+                  "ALL_TO_ALL": "all-to-all", "ONE_TO_ONE": "collective-permute"}  # fmt: skip
 # Files that wrap collectives: report the line that calls them instead.
 WRAPPERS = ("sharding.py", "positions.py", "rings.py", "context.py")
 
@@ -62,7 +65,12 @@ class Instruction:
 
     @property
     def is_collective(self) -> bool:
-        return self.opcode.removesuffix("-start") in KINDS
+        return self.opcode.removesuffix("-start") in KINDS or (self.opcode == "send" and bool(self.between_slices))
+
+    @property
+    def between_slices(self) -> str:
+        """The kind of a collective between TPU slices, if this instruction is its send or recv; else ""."""
+        return BETWEEN_SLICES.get(self.attribute("_xla_megascale_transfer_type=", r'"(\w+)"'), "")
 
     def groups(self, devices: int) -> list[list[int]]:
         """Return the device groups of a collective, or a permute's (from, to) pairs; [] for other instructions."""

@@ -137,7 +137,7 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
     Raises: ValueError if a loop's trip count or a collective's devices cannot be determined, or if no conditional is in
     a scope of `shares`; UserError for instructions that might communicate without being counted, see `refuse_unknown`.
     """
-    sizes = tuple(mesh.shape.items()) if isinstance(mesh, Mesh) else tuple(mesh.items())
+    sizes, slices = in_slice(mesh) if isinstance(mesh, Mesh) else (tuple(mesh.items()), ("", 1))
     program = Program(text)
     refuse_unknown(program)
     parts = {part for computation in program.computations.values() for one in computation.values()
@@ -153,7 +153,7 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
             for work, within in zip(own[name], run, strict=True)
         ]
         # Collectives inside fusions and async starts count in the computation that runs those.
-        found[name] = [] if name in parts else list(collectives_with_overlap(program, name, sizes, works))
+        found[name] = [] if name in parts else list(collectives_with_overlap(program, name, sizes, slices, works))
         cost[name] = add_work([*works, Work(wire_bytes=sum(one.wire_bytes for one in found[name]))])
     times = execution_counts(calls, program.entry, shares or {})
     unknown, moved = collections.Counter(), collections.defaultdict(collections.Counter)
@@ -172,6 +172,21 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
         dict(unknown.most_common()),
         dict(moved),
     )
+
+
+def in_slice(mesh: Mesh) -> tuple[tuple, tuple[str, int]]:
+    """Return the sizes of the mesh of one slice, and (name, number) of the slices along the axis that spans them.
+
+    The program of several slices is that of one slice: its partitions are the devices of a slice.
+    """
+    number = np.vectorize(lambda device: getattr(device, "slice_index", 0) if device.platform == "tpu" else 0)
+    slices = number(mesh.devices)
+    count, sizes = len(np.unique(slices)), dict(mesh.shape)
+    if count == 1:
+        return tuple(sizes.items()), ("", 1)
+    axis = next(name for a, name in enumerate(sizes) if np.ptp(slices, axis=a).any())
+    sizes[axis] //= count
+    return tuple(sizes.items()), (f"{axis} between slices", count)
 
 
 @dataclass(frozen=True)
@@ -331,6 +346,7 @@ LOCAL = set(
     "xor".split()
 )
 STARTS = {"fusion", "async-start", "call-start"}  # they contain computations, in which collectives are searched
+# A send and recv between slices (Instruction.between_slices) are known too.
 KNOWN = LOCAL | CALLERS | {*KINDS, "dot", "convolution", "fusion", "async", "custom-call"}
 THREADS = {"", "main", "sparsecore"}  # a SparseCore communicates while the TensorCore computes
 
@@ -349,7 +365,7 @@ def refuse_unknown(program: Program) -> None:
             named = program.called_computations(one) if "%" in one.attributes else []
             inside = next((called for called in named if called in exchanging), "")
             runs = one.opcode in STARTS | CALLERS
-            if base not in KNOWN:
+            if base not in KNOWN and not (base in ("send", "recv") and "xla_megascale_runtime" in one.attributes):
                 raise unknown_error(program, one, f"opcode {one.opcode}")
             if thread not in THREADS:
                 raise unknown_error(program, one, f"execution thread {thread!r}")
@@ -390,13 +406,16 @@ def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, lis
     chains.
     """
     begun, found = collections.defaultdict(list), {}
+    sends = {rendezvous(one): one.name for one in program.computations[name].values() if one.opcode == "send"}
     for place, one in enumerate(program.computations[name].values()):
+        if one.opcode == "recv":  # from another slice; it ends the collective that its send began
+            begun[one.name] = [(name, sends[rendezvous(one)])]
         for where, inner in collectives_in(program, name, one):
             copied = '"async_collective_fusion_config"' in inner.attributes
             shared = inner.attribute("channel_id=", r"(\d+)"), inner.attribute("chain_id=", r'"(\d+)"')
             key = shared if copied else (where, inner.name)
             begun[one.name].append(key)
-            two_parts = copied or "-start" in one.opcode + inner.opcode
+            two_parts = copied or "-start" in one.opcode + inner.opcode or one.opcode == "send"
             found.setdefault(key, (where, inner, two_parts, []))[-1].append(place)
         if one.opcode.endswith(("-update", "-done")):
             begun[one.name] = begun[one.operands[0]]
@@ -405,23 +424,29 @@ def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, lis
     return list(found.values())
 
 
-def collectives_with_overlap(program: Program, name: str, sizes: tuple, works: list[Work]):
+def rendezvous(one: Instruction) -> str:
+    """Return the name that a send and a recv between slices share."""
+    return one.attribute("_xla_host_transfer_rendezvous=", r'"(.*?)"')
+
+
+def collectives_with_overlap(program: Program, name: str, sizes: tuple, slices: tuple, works: list[Work]):
     """Yield the collectives of a computation, with the matmuls that overlap. works: the cost of each instruction"""
     for where, inner, two_parts, places in spans(program, name):
         beside = add_work(works[places[0] : places[-1] + 1])
-        if found := collective(program, where, inner, sizes):
+        if found := collective(program, where, inner, sizes, slices):
             hidden = bool(beside.flops or beside.unknown)
             yield replace(found, asynchronous=two_parts or hidden, hidden=hidden, beside_flops=beside.flops)
 
 
-def collective(program: Program, name: str, one: Instruction, sizes: tuple) -> Collective | None:
+def collective(program: Program, name: str, one: Instruction, sizes: tuple, slices: tuple) -> Collective | None:
     """Describe one execution of a collective of computation `name`; None if its groups have one device each."""
-    kind = one.opcode.removesuffix("-start")
+    kind = one.between_slices or one.opcode.removesuffix("-start")
     if name.startswith("all-reduce-scatter"):  # TPU: an all-reduce fused with a slice of its result
         kind = "reduce-scatter"
-    operands = [array for x in one.operands for array in ARRAY.findall(program.computations[name][x].type)]
+    data = one.operands[:1] if one.between_slices else one.operands  # a send's other operand is a token
+    operands = [array for x in data for array in ARRAY.findall(program.computations[name][x].type)]
     groups = one.attribute("source_target_pairs=" if kind == "collective-permute" else "replica_groups=", GROUPS)
-    axes, n = axes_of(kind, groups, sizes)
+    axes, n = ((slices[0],), slices[1]) if one.between_slices else axes_of(kind, groups, sizes)
     payload_bytes = sum(map(array_bytes, operands)) * (n if kind == "all-gather" else 1)
     sent = {"all-reduce": 2 * payload_bytes * (n - 1) // n, "collective-permute": payload_bytes}
     return axes and Collective(

@@ -1,0 +1,71 @@
+"""Test the bytes and latencies by tier of a GPU cluster: NVLink inside a node, InfiniBand between nodes."""
+
+import itertools
+
+import pytest
+
+from config import preset
+from plan import planner, tiers
+from plan.hardware import CHIPS, NCCL_BEGIN_S, NETWORK_STEP_S, NVLINK_STEP_S
+
+approx = pytest.approx
+SMALL = {"data.batch_size": 128, "data.seq_len": 128, "work.remat": "full", "work.gather": "layer"}
+H100 = CHIPS["h100"]
+
+
+def plan(mesh, topology, name="dense_124m", **settings):
+    return planner.plan(preset(name, **SMALL | settings, mesh=mesh), topology)
+
+
+@pytest.mark.parametrize("mesh, axis, cards", [("fsdp=16", "fsdp", 8), ("data=2,fsdp=4,tensor=2", "data", 1),
+                                               ("fsdp=4,tensor=4", "fsdp", 2)])  # fmt: skip
+def test_the_network_cards_of_a_group_share_its_bytes(mesh, axis, cards):
+    """Catches bytes between nodes that count fully for each GPU, and a time that is not that of the slower tier."""
+    one = plan(mesh, "2*h100")
+    between, sent = one.to_json()["between_nodes"], one.wire_by_axes
+    assert set(between) == {axis} and between[axis] == approx(sent[axis] / cards)
+    seconds = one.seconds(alone=True)
+    assert seconds[axis] == approx(between[axis] / H100.dcn_bytes_per_s)
+    assert seconds[axis] >= (sent[axis] - between[axis]) / H100.link_bytes_per_s
+
+
+def test_one_node_sends_nothing_to_others():
+    """Catches a rack of 72 GPUs that counts as nine nodes, and TPU slices that count as nodes."""
+    assert plan("fsdp=8,tensor=8", "gb200-nvl72:64").to_json()["between_nodes"] == {}
+    assert plan("fsdp=4,tensor=2", "v5e:2x4").to_json()["between_nodes"] == {}
+    assert plan("data=2,fsdp=4", "2*v5e:2x2").to_json()["between_nodes"] == {}
+
+
+def test_half_of_an_all_to_all_stays_in_one_of_two_nodes():
+    """Catches an all-to-all counted like a ring. 8 of the 15 other GPUs are in the other node."""
+    one = plan("expert=16", "2*h100", "moe1b", **{"model.capacity_factor": 1.0, "data.batch_size": 16})
+    rows = [row for row in one.traffic if row.kind == "all-to-all"]
+    assert rows
+    for row in rows:
+        link = one.link(row.axes)
+        assert tiers.between_nodes(row, link, 16) == approx(row.wire_bytes * 8 / 15)
+        assert row.wire_bytes / one.speed(row) == approx(row.wire_bytes * 8 / 15 / H100.dcn_bytes_per_s)
+    assert tiers.expert_line(one) == (
+        "the 2 experts of a token are on 1.5 of 2 nodes on average; its 2 copies are sent separately"
+    )
+    assert tiers.expert_line(plan("fsdp=2,expert=8", "2*h100", "moe1b", **{"data.batch_size": 16})) == ""
+
+
+@pytest.mark.parametrize("nodes, experts", [(2, 1), (3, 2), (4, 3)])
+def test_the_nodes_of_a_token_are_counted(nodes, experts):
+    """Catches a count of experts instead of nodes: two experts may be on the same node."""
+    choices = list(itertools.product(range(nodes), repeat=experts))
+    assert tiers.expected_nodes(nodes, experts) == approx(sum(len({*one}) for one in choices) / len(choices))
+
+
+def test_a_plan_says_when_latency_decides():
+    """Catches a plan of small arrays on many GPUs whose time is that of the bytes alone."""
+    many = plan("fsdp=128", "16*h100")
+    gather = NCCL_BEGIN_S + (127 - 15) * NVLINK_STEP_S + 15 * NETWORK_STEP_S  # 127 steps, 15 of them to another node
+    assert many.link(("fsdp",)).latency_s == approx(gather)
+    row = next(row for row in many.traffic if (row.part, row.kind) == ("weights", "all-gather"))
+    assert gather * row.count > row.wire_bytes / many.speed(row)
+    said = f"weights over fsdp ({row.count:,.0f} x all-gather: latency {1e3 * gather * row.count:,.1f} ms, "
+    assert said in tiers.latency_line(many)
+    assert tiers.latency_line(plan("fsdp=8", "1*h100", "llama3_8b", **{"data.batch_size": 8})) == ""
+    assert tiers.latency_line(plan("fsdp=8", "cpu:8")) == ""
