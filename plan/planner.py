@@ -16,7 +16,7 @@ from config import AUTO, AXES, Config, MeshConfig, replace
 from errors import UserError
 from pipeline import fit, schedules
 from pipeline.step import TWO_STACKS
-from plan import auto, compiled, costs, expected, hardware, memory, tiers
+from plan import auto, compiled, costs, expected, hardware, measured, memory, tiers
 from plan.costs import model_flops_per_token, parameters
 from plan.formulas import maximum, minimum
 from sharding import TENSOR
@@ -175,6 +175,11 @@ class Plan:
         return sum(self.expected.values()) if self.expected else self.step_s
 
     @functools.cached_property
+    def real(self) -> measured.Estimate | None:
+        """The seconds of a real step, with an interval from measured steps. See `measured.py`."""
+        return measured.estimate(self)
+
+    @functools.cached_property
     def balance_pass(self) -> float | None:
         """Return by which fraction the balance loss's extra forward pass lengthens the step; None without such a pass.
 
@@ -201,7 +206,8 @@ class Plan:
             "mesh": str(self.cfg.mesh), "topology": self.topology and str(self.topology), "compile_s": None,
             **{name: getattr(self, name) for name in names}, "mfu": self.mfu(step_s), "seconds": self.seconds(),
             "expected": self.expected, "likely_s": likely_s, "likely_mfu": self.mfu(likely_s),
-            "balance_pass": self.balance_pass, "between_nodes": tiers.between_nodes_by_axes(self),
+            "real": self.real and dataclasses.asdict(self.real), "balance_pass": self.balance_pass,
+            "between_nodes": tiers.between_nodes_by_axes(self),
             "traffic": [dataclasses.asdict(one) for one in self.traffic],
         }  # fmt: skip
 

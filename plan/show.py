@@ -86,6 +86,7 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
             table.add_section()
             table.add_row("step", amount(one.likely_s, "s"), f"MFU {one.mfu(one.likely_s):.1%}")
             console.print(table)
+        console.print(f"real step  {one.real}", soft_wrap=True)
         if better:
             console.print(suggestion(one, *better), soft_wrap=True)
 
@@ -164,6 +165,8 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
         table.add_row(str(one.cfg.mesh), schedule_label(one), amount(one.peak_bytes, "bytes"),
                       amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", amount(one.likely_s, "s"), mfu)  # fmt: skip
     console.print(table)
+    if fit and fit[0].real:
+        console.print(f"real step  the first mesh: {fit[0].real}", soft_wrap=True)
     smallest = (large[0].cfg.mesh, large[0].peak_bytes, large[0].limit_bytes) if large else ()
     print_rejected(len(large), smallest, refused, console)
     if better:

@@ -1,0 +1,96 @@
+"""Estimate the time of a real training step, with an interval, from steps that others measured.
+
+`Plan.expected` predicts the simulated time of the compiled program, in which every matmul takes as long as the compiler
+estimates. Measured steps take longer. `python -m bench.published` plans steps with published times, fits the constants
+of this file to those marked `fitted`, and writes the errors of the others to INTERVALS. Its page is docs/published.md.
+
+- On a TPU, matmuls take MATMULS of their time longer, and on v5p other operations take OTHERS of theirs longer. Weight
+  all-gathers that overlap with matmuls hold them up, as gradient reductions do (`expected.HELD_UP`).
+- On a GPU, compute reaches the fraction GPU_MATMULS of the peak. Communication over `tensor` and `expert` is exposed.
+  All other communication overlaps with compute, and is exposed only if it takes longer.
+"""
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from plan import expected
+from sharding import EXPERT, TENSOR
+
+# Fitted to the steps that bench/published.csv marks as `fitted`; tests/bench/test_published.py fits them again
+MATMULS, OTHERS = {"v4": 0.23, "v5e": 0.04, "v5p": -0.04, "v6e": 0.1, "tpu7x": 0.09}, {"v5p": 2.31}
+GPU_MATMULS = {"a100": 0.56, "h100": 0.59}  # other GPUs use h100's number
+INTERVALS = Path(__file__).parent / "intervals.json"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The seconds of a real step, and the interval of the measured steps of its kind."""
+
+    seconds: float
+    kind: str  # of step; a key of INTERVALS if any step of this kind was measured
+    low: float | None = None
+    high: float | None = None
+    steps: int = 0  # number of measured steps that the interval comes from
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return f"{self.seconds:.3g} s; no step of this kind ({self.kind}) was measured"
+        between = f"{self.low:.3g} to {self.high:.3g} s"
+        return f"{self.seconds:.3g} s, {between} by {self.steps} measured steps ({self.kind})"
+
+
+def estimate(one) -> Estimate | None:
+    """Return the estimate for a `planner.Plan`; None if the speed of its devices is unknown."""
+    if not one.topology or not one.topology.chip.peak_flops_per_s:
+        return None
+    seconds, kind = (tpu_seconds if one.expected else gpu_seconds)(one), kind_of(one)
+    found = intervals().get(kind)
+    if not found:
+        return Estimate(seconds, kind)
+    return Estimate(seconds, kind, found["low"] * seconds, found["high"] * seconds, found["steps"])
+
+
+def kind_of(one) -> str:
+    """Return the kind of step whose errors apply to a plan."""
+    if not one.topology.chip.torus_dims:
+        return "GPUs"
+    if getattr(one.topology, "slices", 1) > 1:
+        return "several slices"
+    if one.cfg.model.n_experts:
+        return "MoE"
+    return "context" if one.cfg.mesh.context > 1 else "dense, one slice"
+
+
+@functools.cache
+def intervals() -> dict[str, dict]:
+    """Return for each kind of step the interval of measured / estimated seconds, and the number of steps."""
+    return json.loads(INTERVALS.read_text(encoding="utf-8")) if INTERVALS.exists() else {}
+
+
+def held_up_seconds(one) -> float:
+    """Return the time for which weight all-gathers hold up the matmuls that they overlap with."""
+    hidden = sum((x.wire_bytes - x.exposed_bytes) / one.speed(x) for x in one.traffic if x.part == "weights")
+    return expected.HELD_UP * hidden
+
+
+def tpu_seconds(one) -> float:
+    parts, key = one.expected, one.topology.chip.key
+    slower = MATMULS.get(key, 0) * parts["products"] + OTHERS.get(key, 0) * parts["other ops"]
+    return one.likely_s + (slower + held_up_seconds(one)) / (1 - one.bubble)
+
+
+def gpu_parts(one) -> tuple[float, float, float]:
+    """Return the roofline's seconds of compute, of exposed communication with the optimizer, and of the rest."""
+    parts = dict(one.seconds())
+    compute, optimizer = parts.pop("compute"), parts.pop("optimizer")
+    parts.pop("bubble")
+    waits = sum(time for axes, time in parts.items() if {TENSOR, EXPERT} & {*axes.split("*")})
+    return compute, waits + optimizer, sum(parts.values()) - waits
+
+
+def gpu_seconds(one) -> float:
+    compute, waits, overlapped = gpu_parts(one)
+    compute /= GPU_MATMULS.get(one.topology.chip.key, GPU_MATMULS["h100"])
+    return (compute + waits) / (1 - one.bubble) + max(overlapped - compute, 0)
