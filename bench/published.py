@@ -1,0 +1,313 @@
+"""Compare the planner with training steps that others measured and published.
+
+`python -m bench.published` plans every row of `published.csv`, and writes docs/published.md and `plan/intervals.json`,
+which holds the interval of a plan's seconds by kind of step. It uses no device.
+"""
+
+import csv
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from config import Config, ModelConfig, preset, replace
+from errors import UserError, exit_status
+from plan import expected, hardware, measured, planner
+
+ROWS, PAGE = Path(__file__).parent / "published.csv", Path(__file__).parents[1] / "docs" / "published.md"
+KINDS = ("dense, one slice", "several slices", "context", "MoE", "GPUs")
+SIZES = {"vocab": "vocab_size", **{name: name for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head")}}
+# FLOPs of attention per query-key pair and head width, as the source counts them: all pairs, or only the causal half
+ATTENTION = {"maxtext": 12, "causal": 6}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published step, and its plan if the planner can plan it."""
+
+    values: dict[str, str]
+    measured_s: float | None = None
+    one: planner.Plan | None = None
+    reason: str = ""  # why there is no plan
+
+    def __getattr__(self, name: str) -> str:
+        return self.values[name]
+
+    @functools.cached_property
+    def estimate(self) -> measured.Estimate:
+        return measured.estimate(self.one)
+
+    @property
+    def ratio(self) -> float:
+        return self.estimate.seconds / self.measured_s
+
+    @property
+    def simulated_ratio(self) -> float:
+        """The planner's seconds before the constants in `plan/measured.py`, divided by the measured seconds."""
+        return self.one.likely_s / self.measured_s
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+def parse_value(text: str):
+    try:
+        return {"True": True, "False": False}[text] if text in ("True", "False") else json.loads(text)
+    except ValueError:
+        return text
+
+
+def config(row: dict[str, str]) -> Config:
+    """Return the configuration of a row. `settings` changes it last."""
+    model = {ours: int(row[theirs]) for theirs, ours in SIZES.items()} | {"attention": "gqa"}
+    sparse = {"n_experts": int(row["n_experts"]), "top_k": int(row["top_k"]), "d_expert": int(row["d_ff"])}
+    model |= sparse if sparse["n_experts"] else {"d_ff": int(row["d_ff"])}
+    settings = {name: parse_value(value) for name, value in (one.split("=", 1) for one in row["settings"].split())}
+    model |= {name[6:]: value for name, value in settings.items() if name.startswith("model.")}
+    others = {name: value for name, value in settings.items() if not name.startswith("model.")}
+    data = {"data.seq_len": int(row["seq_len"]), "data.batch_size": int(row["batch"])}
+    return replace(preset("llama3_8b"), model=ModelConfig(**model), mesh=row["mesh"], **data, **others)
+
+
+def seconds(row: dict[str, str], devices: int) -> float:
+    """Return the published seconds. From TFLOP/s they follow by the source's own count of FLOPs (column `flops`)."""
+    value = float(row["value"])
+    if row["unit"] == "s":
+        return value
+    size = {name: int(number) for name, number in row.items() if number.isdecimal()}
+    D, width = size["d_model"], size["d_head"]
+    weights = D * width * 2 * (size["n_heads"] + size["n_kv_heads"]) + 3 * D * size["d_ff"]
+    matmuls = size["n_layers"] * weights + D * size["vocab"]
+    pairs = ATTENTION[row["flops"]] * size["n_layers"] * size["seq_len"] * size["n_heads"] * width
+    return (6 * matmuls + pairs) * size["batch"] * size["seq_len"] / devices / (1e12 * value)
+
+
+def plan_row(row: dict[str, str]) -> Row:
+    try:
+        topology = hardware.Topology.parse(row["topology"])
+        return Row(row, seconds(row, topology.devices), planner.plan(config(row), topology))
+    except UserError as error:
+        return Row(row, reason=str(error).split(";")[0])
+
+
+def read_rows() -> list[dict[str, str]]:
+    return [*csv.DictReader(ROWS.read_text(encoding="utf-8").splitlines())]
+
+
+@functools.cache
+def plan_rows(*kinds: str) -> tuple[Row, ...]:
+    """Plan the rows of these kinds; all rows if no kind is given."""
+    return tuple(plan_row(row) for row in read_rows() if not kinds or row["kind"] in kinds)
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def errors(rows: Iterable[Row], ratio: str = "ratio") -> tuple[int, float, float]:
+    """Return the number of planned rows, and the mean and the largest absolute error."""
+    found = [abs(getattr(row, ratio) - 1) for row in rows if row.one]
+    return (len(found), statistics.mean(found), max(found)) if found else (0, 0.0, 0.0)
+
+
+def interval(rows: Iterable[Row]) -> dict[str, float]:
+    """Return the interval of measured / estimated seconds: all rows, or with at least ten rows the middle 80%."""
+    found = sorted(1 / row.ratio for row in rows if row.one)
+    low, high = np.quantile(found, (0.1, 0.9)) if len(found) >= 10 else (found[0], found[-1])
+    return {"low": round(float(low), 3), "high": round(float(high), 3), "steps": len(found)}
+
+
+def intervals(rows: Iterable[Row]) -> dict[str, dict]:
+    """Return the interval of each kind, from the rows that no constant was fitted to."""
+    by_kind = {kind: [row for row in rows if (row.kind, row.split) == (kind, "tested")] for kind in KINDS}
+    return {kind: interval(found) for kind, found in by_kind.items() if any(row.one for row in found)}
+
+
+def rank_correlation(rows: Iterable[Row]) -> dict[str, float]:
+    """Return Spearman's rank correlation of measured and estimated seconds for each chip with at least four rows."""
+    from scipy.stats import spearmanr
+
+    by_chip: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.one:
+            by_chip.setdefault(row.one.topology.chip.key, []).append(row)
+    pairs = lambda found: ([row.measured_s for row in found], [row.estimate.seconds for row in found])
+    return {chip: float(spearmanr(*pairs(found))[0]) for chip, found in by_chip.items() if len(found) >= 4}
+
+
+def fit(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+    """Fit the constants of `plan/measured.py` by least squares of the relative errors of the `fitted` rows."""
+    found: dict[str, dict[str, float]] = {"MATMULS": {}, "OTHERS": {}, "GPU_MATMULS": {}}
+    by_chip: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.one and row.split == "fitted":
+            by_chip.setdefault(row.one.topology.chip.key, []).append(row)
+    for chip, ones in by_chip.items():
+        total = np.array([row.measured_s for row in ones])
+        if ones[0].kind == "GPUs":  # measured = compute / x + waits
+            compute, waits = np.array([measured.gpu_parts(row.one)[:2] for row in ones]).T
+            found["GPU_MATMULS"][chip] = 1 / solve([compute], total - waits, total)[0]
+            continue
+        names = ("products", "other ops")[: 1 + (chip in measured.OTHERS)]
+        parts = [np.array([row.one.expected[name] for row in ones]) for name in names]
+        rest = np.array([row.measured_s - row.one.likely_s - measured.held_up_seconds(row.one) for row in ones])
+        for constants, value in zip(("MATMULS", "OTHERS"), solve(parts, rest, total), strict=False):
+            found[constants][chip] = float(value)
+    return found
+
+
+def solve(parts, rest, total):
+    """Find x that minimizes the squares of (x @ parts - rest) / total."""
+    return np.linalg.lstsq(np.stack([part / total for part in parts], axis=1), rest / total, rcond=None)[0]
+
+
+# Page -----------------------------------------------------------------------------------------------------------------
+
+HEAD = """# Planned and published steps
+
+How far can you trust the planner's seconds? This page plans {rows} training steps that others measured and published,
+and compares the two. `python -m bench.published` writes it from `bench/published.csv`, which has the sizes, the mesh,
+the settings and the source of each step. We measured none of them.
+
+The planner first predicts the simulated time of the compiled step (column **simulated**; for GPUs the roofline; see
+[How the planner estimates step time](seconds.md)). Measured steps take longer, so `plan/measured.py` adds what the
+compiler's estimates leave out (column **expected**):
+
+- **TPU matmuls** take longer than the compiler estimates, but not on v5p: {matmuls}.
+- **Other operations on v5p** take {others:.1f} times as long: norms, activation functions, and moving tokens to
+  experts. They decide the time of steps that recompute little, and of mixtures of experts.
+- **Overlapped weight all-gathers** hold up the matmuls for {held:.0%} of their time.
+- **GPUs** reach {gpus} of their peak in compute. Communication over `tensor` and `expert` is exposed, and the
+  rest overlaps.
+
+These {constants} constants are fitted to the rows marked *fitted*. No constant is fitted to the rows marked *tested*.
+The form of the rules was chosen with all rows in view, though. The planner prints an interval with each time: the
+middle 80% of measured / expected seconds of the tested steps of its kind, or all of them if there are fewer than 10.
+
+## Errors
+
+Each cell has the number of steps, and the mean and the largest error. *Before* is the error of the
+simulated time of the tested steps.
+
+| kind of step | fitted | tested | before | interval |
+|---|---|---|---|---|
+{summary}
+
+Spearman's rank correlation of measured and expected seconds on each chip is {ranks}.
+
+## Rows that fit badly
+
+- **`1024b` on 1,024 v5p.** Its source contradicts itself. The table used here has 254 TFLOP/s, and [another page of the
+  same project](https://github.com/AI-Hypercomputer/maxtext/blob/9797b463d2893d1498056d23f0d4497c85147c0d/docs/advanced_docs/runtime_performance_results.md)
+  has an MFU of 64.05%, which is 294 TFLOP/s. With that number the error is -1%. On 2,048 chips it is 0%.
+- **`128b` on v5e** offloads queries, keys and values to the host and does not recompute them. The planner has no such
+  policy, so it plans more matmuls than the run had.
+- **The all-gather of `llama2-7b` with `context=16`.** The planner counts the all-gather of keys and values as exposed.
+  The measured step takes no longer than with all-to-all.
+- **`deepseek-v3` on tpu7x.** The planner exposes all communication on tpu7x. The measured run sends it with SparseCores
+  while matmuls run.
+- **torchtitan's H100s** were limited to 500 W, and have slower memory.
+- **`gptj-6b` on v3.** The source says "~5000 tokens/second", and no other step of a v3 is known.
+
+What is not here: DeepSeek-V3 on H800, GPT-NeoX, OLMo, and the tables of the Megatron-LM papers, because we could not
+read their mesh, batch and time in one source that we have access to.
+"""
+COLUMNS = ("step", "mesh", "measured", "simulated", "expected", "error", "interval", "split", "planned differently")
+TABLE = "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, ("---",) * len(COLUMNS)))
+
+
+def percent(x: float) -> str:
+    return f"{100 * x:+.1f}%"
+
+
+def describe_errors(rows: Iterable[Row], ratio: str = "ratio") -> str:
+    number, mean, worst = errors(rows, ratio)
+    return f"{number}, {mean:.1%}, {worst:.1%}" if number else "-"
+
+
+def summary_line(kind: str, rows: list[Row], found: dict) -> str:
+    fitted, tested = ([row for row in rows if row.split == split] for split in ("fitted", "tested"))
+    before = "{1:.1%}, {2:.1%}".format(*errors(tested, "simulated_ratio")) if errors(tested)[0] else "-"
+    span = found.get(kind)
+    between = f"{span['low'] - 1:+.0%} to {span['high'] - 1:+.0%}" if span else "none yet"
+    return f"| {kind} | {describe_errors(fitted)} | {describe_errors(tested)} | {before} | {between} |"
+
+
+def table_line(row: Row) -> str:
+    one, error = row.estimate, percent(row.ratio - 1)
+    times = (f"{time:.2f} s" for time in (row.measured_s, row.one.likely_s, one.seconds))
+    between = f"{one.low:.1f} to {one.high:.1f} s" if one.steps else ""
+    name = f"[`{row.name}`]({row.source}) on `{row.topology}`"
+    return f"| {' | '.join((name, f'`{row.mesh}`', *times, error, between, row.split, row.lacks))} |"
+
+
+def unplanned_line(row: Row) -> str:
+    name = f"[`{row.name}`]({row.source}) on `{row.topology}`"
+    return f"- {name}, `{row.mesh}`, {row.value} {row.unit}: {row.reason}"
+
+
+def page(rows: tuple[Row, ...]) -> str:
+    """Return docs/published.md."""
+    found, listed = intervals(rows), {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
+    slower = [f"{share:+.0%} on {chip}" for chip, share in measured.MATMULS.items()]
+    head = HEAD.format(
+        rows=len(rows), matmuls=", ".join(slower), others=1 + measured.OTHERS["v5p"], held=expected.HELD_UP,
+        gpus=" and ".join(f"{share:.0%} ({chip})" for chip, share in measured.GPU_MATMULS.items()),
+        constants=len(measured.MATMULS) + len(measured.OTHERS) + len(measured.GPU_MATMULS),
+        summary="\n".join(summary_line(kind, ones, found) for kind, ones in listed.items()),
+        ranks=", ".join(f"{chip} {rank:.2f}" for chip, rank in rank_correlation(rows).items()),
+    )  # fmt: skip
+    parts = [head]
+    for kind, ones in listed.items():
+        planned = [table_line(row) for row in ones if row.one]
+        parts += ["", f"## {kind[0].upper()}{kind[1:]}", ""]
+        if planned:
+            parts += [TABLE, *planned]
+        without = [row for row in ones if not row.one]
+        if without:
+            parts += [""] * bool(planned) + ["Not planned:", ""]
+        parts += map(unplanned_line, without)
+    return "\n".join(parts) + "\n"
+
+
+HELP = """e.g. python -m bench.published
+
+Plan the steps in bench/published.csv, and write docs/published.md and plan/intervals.json. Takes less than a minute."""
+
+
+@dataclasses.dataclass
+class Arguments:
+    json: Annotated[str, tyro.conf.arg(help="also write the rows as JSON to this file; -: print them")] = ""
+
+
+def to_json(row: Row) -> dict:
+    times = ("measured_s", "simulated_s", "expected_s", "low_s", "high_s")
+    if not row.one:
+        return row.values | dict.fromkeys(times) | {"reason": row.reason}
+    one = row.estimate
+    found = (row.measured_s, row.one.likely_s, one.seconds, one.low, one.high)
+    return row.values | dict(zip(times, found, strict=True))
+
+
+@exit_status
+def main(argv: list[str] | None = None) -> None:
+    args = tyro.cli(Arguments, args=argv, prog="python -m bench.published", description=HELP, use_underscores=True)
+    rows = plan_rows()
+    measured.INTERVALS.write_text(json.dumps(intervals(rows), indent=1) + "\n", encoding="utf-8")
+    measured.intervals.cache_clear()
+    PAGE.write_text(page(rows), encoding="utf-8")
+    listed = json.dumps([to_json(row) for row in rows], indent=1)
+    if args.json and args.json != "-":
+        Path(args.json).write_text(listed + "\n", encoding="utf-8")
+    print(listed if args.json == "-" else f"wrote {PAGE.name} and {measured.INTERVALS.name}: {len(rows)} steps")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
