@@ -1,21 +1,8 @@
-"""Draw the figures of the first pages as SVG. They use the text color of the page, light or dark, at any width.
+"""Draw the figures of the first pages as SVG. They use the text color of the page, light or dark, at any width."""
 
-`python -m docs.pictures` prints the planned and the published time of each step in `published_steps.csv`.
-"""
-
-import csv
-import dataclasses
-import functools
-import json
 import math
-import sys
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import tyro
-
-from errors import exit_status
 
 COLOURS = {"data": "#8c6d4f", "stage": "#e08a1e", "fsdp": "#3f74b5", "expert": "#9a5fb0", "context": "#3f9a4d",
            "tensor": "#cf4446"}  # as chapters/lesson.py has them, without importing JAX  # fmt: skip
@@ -220,130 +207,62 @@ def hero() -> str:
 
 # Planned beside published ---------------------------------------------------------------------------------------------
 
-# Steps that MaxText publishes (AI-Hypercomputer/maxtext, src/maxtext/configs/tpu, commit e591f30cb). A step's seconds
-# are (6 * matmul parameters + 12 * layers * seq_len * heads * d_head) per token, divided by the published TFLOP/s
-PUBLISHED = Path(__file__).parent / "published_steps.csv"
-SLICES = {"v4 64": "v4:4x4x4", "v5e 256": "v5e:16x16", "v5p 64": "v5p:4x4x4", "v5p 512": "v5p:8x8x8",
-          "v5p 1024": "v5p:8x8x16", "v5p 2048": "v5p:8x16x16"}  # fmt: skip
-SAVED = {"full": "full", "minimal": "dots"}  # MaxText's remat_policy -> work.remat
-CHIP_MARKS = {"v4": "o", "v5e": "s", "v5p": "^"}
-
-
-class Step(NamedTuple):
-    """The seconds of a training step, as planned, and as published."""
-
-    name: str  # such as "16b on 256 v5e"
-    chip: str
-    mesh: str
-    planned_s: float
-    published_s: float
-
-    @property
-    def error(self) -> float:
-        return self.planned_s / self.published_s - 1
-
-
-def planned_step(row: dict[str, str]) -> Step:
-    """Plan a row of the file on one slice. The plan reads no measured step: no constant was fitted to these."""
-    from config import ModelConfig, preset, replace  # imported here, so that drawing the other figures stays fast
-    from plan import planner
-
-    shape = {name: int(row[name]) for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff")}
-    model = ModelConfig(vocab_size=int(row["vocab"]), attention="gqa", **shape)
-    chips, mesh = int(row["chips_per_slice"]), f"fsdp={row['fsdp']},tensor={row['tensor']}"
-    sizes = {"data.seq_len": int(row["seq_len"]), "data.batch_size": int(row["sequences_per_chip"]) * chips}
-    cfg = replace(preset("llama3_8b"), model=model, mesh=mesh, **sizes, **{"work.remat": SAVED[row["remat"]]})
-    one = planner.plan(cfg, SLICES[f"{row['chip']} {chips}"])
-    return Step(f"{row['name']} on {chips:,} {row['chip']}", row["chip"], mesh, one.likely_s, float(row["step_s"]))
-
-
-@functools.cache
-def published_steps() -> tuple[Step, ...]:
-    """Plan each published step that runs on one slice."""
-    rows = csv.DictReader(PUBLISHED.read_text().splitlines())
-    return tuple(planned_step(row) for row in rows if row["slices"] == "1")
-
-
-def published_errors(steps=None) -> tuple[float, float]:
-    """Return the mean and the largest absolute error of the planned seconds."""
-    errors = [abs(step.error) for step in steps or published_steps()]
-    return sum(errors) / len(errors), max(errors)
-
-
-def published_title(steps) -> str:
-    mean, worst = published_errors(steps)
-    return f"{len(steps)} published steps: mean error {mean:.1%}, largest {worst:.1%}"
+CHIP_MARKS = ("v4", "v5e", "v5p", "v6e", "v3 or tpu7x")
 
 
 def published_svg_mark(chip: str, x: float, y: float, title: str) -> str:
     inside = f"<title>{title}</title>"
     paint = 'fill="currentColor" fill-opacity="0.75"'
+    if chip == "v6e":
+        return f'<path d="M{x:.1f} {y - 5.5:.1f} l5.5 5.5 -5.5 5.5 -5.5 -5.5 z" {paint}>{inside}</path>'
     if chip == "v4":
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" {paint}>{inside}</circle>'
     if chip == "v5e":
         return f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" {paint}>{inside}</rect>'
-    return f'<path d="M{x:.1f} {y - 5.5:.1f} l5.2 9 h-10.4 z" {paint}>{inside}</path>'
+    if chip == "v5p":
+        return f'<path d="M{x:.1f} {y - 5.5:.1f} l5.2 9 h-10.4 z" {paint}>{inside}</path>'
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="none" stroke="currentColor">{inside}</circle>'
 
 
 def planned_and_published() -> str:
-    """Draw planned against published seconds as SVG, with the name and the error of each run as its tooltip."""
-    steps = published_steps()
-    low, high, left, top, side = math.log10(5), math.log10(130), 46, 10, 260
+    """Draw expected against published seconds as SVG, with the name and the error of each run as its tooltip."""
+    from bench import published  # imported here, so that drawing the other figures stays fast
+
+    rows = published.plan_rows("dense, one slice")
+    low, high, left, top, side = math.log10(2), math.log10(150), 46, 10, 260
     place = lambda seconds: (math.log10(seconds) - low) / (high - low) * side
     x, y = lambda seconds: left + place(seconds), lambda seconds: top + side - place(seconds)
     text = lambda px, py, words, anchor="middle", more="": (
         f'<text x="{px:.0f}" y="{py:.0f}" font-size="12" fill="currentColor" text-anchor="{anchor}" {more}>'
         f"{words}</text>")  # fmt: skip
     thin = 'stroke="currentColor" stroke-opacity="0.15"'
-    body = [f'<line x1="{x(5)}" y1="{y(5)}" x2="{x(130)}" y2="{y(130)}" stroke="currentColor" stroke-opacity="0.5"/>']
-    for tick in (5, 10, 20, 50, 100):
+    body = [f'<line x1="{x(2)}" y1="{y(2)}" x2="{x(150)}" y2="{y(150)}" stroke="currentColor" stroke-opacity="0.5"/>']
+    for tick in (2, 5, 10, 20, 50, 100):
         body += [f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{top}" y2="{top + side}" {thin}/>',
                  f'<line x1="{left}" x2="{left + side}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" {thin}/>',
                  text(x(tick), top + side + 16, tick), text(left - 6, y(tick) + 4, tick, "end")]  # fmt: skip
-    for step in steps:
-        words = f"{step.name}: planned {step.planned_s:.1f} s, published {step.published_s:.1f} s, {step.error:+.1%}"
-        body.append(published_svg_mark(step.chip, x(step.published_s), y(step.planned_s), words))
+    for row in rows:
+        times = f"expected {row.estimate.seconds:.1f} s, published {row.measured_s:.1f} s, {row.ratio - 1:+.1%}"
+        mark = published_svg_mark(row.one.topology.chip.key, x(row.measured_s), y(row.estimate.seconds),
+                                  f"{row.name} on {row.topology}: {times}")  # fmt: skip
+        body.append(mark)
     for n, chip in enumerate(CHIP_MARKS):
         body += [published_svg_mark(chip, left + 14, top + 16 + 18 * n, f"TPU {chip}"),
                  text(left + 26, top + 20 + 18 * n, f"TPU {chip}", "start")]  # fmt: skip
     body += [
         text(left + side / 2, top + side + 34, "published, seconds per step"),
-        text(0, 0, "planned, seconds per step", more=f'transform="translate(12 {top + side / 2}) rotate(-90)"'),
+        text(0, 0, "expected, seconds per step", more=f'transform="translate(12 {top + side / 2}) rotate(-90)"'),
     ]
-    mean, worst = published_errors(steps)
-    alt = (f"Planned against published seconds per step of {len(steps)} runs. All dots are close to the diagonal: the "
-           f"mean error is {mean:.1%} and the largest {worst:.1%}")  # fmt: skip
-    caption = (f"<strong>{published_title(steps)}.</strong> Each dot is a run that MaxText published, on one slice of "
-               "64 to 2,048 chips. No constant of the planner was fitted to them.")  # fmt: skip
+    tested = [row for row in rows if row.split == "tested"]
+    number, mean, worst = published.errors(tested)
+    alt = (
+        f"Expected against published seconds per step of {len(rows)} runs. Most dots are close to the diagonal. No "
+        f"constant was fitted to {number} of them; their mean error is {mean:.1%}, the largest {worst:.1%}"
+    )
+    caption = (f"<strong>{number} published steps: mean error {mean:.1%}, largest {worst:.1%}.</strong> Each dot is a "
+               f"step of a dense model that others measured on one TPU slice. {len(rows) - number} more dots are steps "
+               "to which the planner's constants were fitted.")  # fmt: skip
     return (
         f'<figure class="falling"><svg viewBox="0 0 330 310" role="img" aria-label="{alt}">{"".join(body)}</svg>'
         f"<figcaption>{caption}</figcaption></figure>"
     )
-
-
-HELP = """e.g. python -m docs.pictures
-
-List the training steps that MaxText published for one TPU slice next to the planner's expected times."""
-
-
-@dataclasses.dataclass
-class Arguments:
-    json: bool = False  # print one line of JSON per step instead of a table
-
-
-@exit_status
-def main(argv: list[str] | None = None) -> None:
-    args = tyro.cli(Arguments, args=argv, prog="python -m docs.pictures", description=HELP, use_underscores=True)
-    steps = published_steps()
-    for step in steps:
-        if args.json:
-            print(json.dumps(step._asdict() | {"error": step.error}))
-        else:
-            times = f"planned {step.planned_s:6.2f} s   published {step.published_s:6.2f} s   {step.error:+6.1%}"
-            print(f"{step.name:18} {step.mesh:20} {times}")
-    if not args.json:
-        print(published_title(steps))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
