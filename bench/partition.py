@@ -35,7 +35,7 @@ from config import Config, preset, replace
 from devices import use_devices
 from errors import UserError, exit_status
 from plan import compiled, hardware, planner, replayed
-from xla import ledger, replay
+from xla import ledger, simulator
 
 HELP = """e.g. python -m bench.partition
      python -m bench.partition --topology v5e:4x4
@@ -243,7 +243,7 @@ def measure(way: Way, params: int, activations: int, sizes: Sizes, devices, topo
         "collectives": {kind: int(total.count) for kind, total in found.totals_by("kind").items()},
     }  # fmt: skip
     if topology:
-        played = replay.replay(text, mesh, replayed.machine(topology, mesh))
+        played = simulator.replay(text, mesh, replayed.machine(topology, mesh))
         return row | {"step_s": played.seconds, "seconds": dict(played.causes)}
     placed = [jax.device_put(x, s.sharding) for x, s in
               zip(jax.tree.leaves(arrays(sizes)), jax.tree.leaves(described), strict=True)]  # fmt: skip

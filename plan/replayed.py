@@ -1,6 +1,6 @@
 """Simulate how long a compiled step takes on its target chips: seconds by cause, and a plot of one layer.
 
-`xla/replay.py` is the simulator. This module gives it the chip, the torus coordinates of the devices, and the pipeline
+`xla/simulator.py` is the simulator. This module gives it the chip, the torus coordinates of the devices, and the pipeline
 schedule.
 """
 
@@ -13,7 +13,7 @@ from config import Config
 from errors import UserError
 from plan import costs
 from plan.hardware import Topology
-from xla import links, replay
+from xla import links, simulator
 
 # FLOPs per cycle of a device's matrix units (two per cell). The clock is the peak divided by this number. v4 has 8
 # units of 128 x 128 at 1.05 GHz (arXiv:2304.01433, table 4), v5e 4 at 1.5 GHz, v5p 8 at 1.75 GHz, v6e 4 of 256 x 256
@@ -26,7 +26,7 @@ HEAD = """Simulated, not measured on a chip: matmuls take the compiler's estimat
 Latency, the speed of vector units and memory contention with matmuls are unknown."""
 
 
-def machine(topology: Topology, mesh: Mesh, latency_s: float = 0.0) -> replay.Machine:
+def machine(topology: Topology, mesh: Mesh, latency_s: float = 0.0) -> simulator.Machine:
     """Describe the chip and the torus coordinates of a mesh's devices.
 
     Raises: UserError if the devices have no coordinates, like GPUs and simulated devices, or span several slices.
@@ -43,7 +43,7 @@ def machine(topology: Topology, mesh: Mesh, latency_s: float = 0.0) -> replay.Ma
         order = [sorted(range(len(shape)), key=shape.__getitem__)[rank] for rank in
                  np.argsort(np.argsort(places.max(axis=0), kind="stable"))]  # fmt: skip
         shape, wraps = tuple(shape[d] for d in order), tuple(wraps[d] for d in order)
-    return replay.Machine(
+    return simulator.Machine(
         links.Torus(shape, wraps), places, chip.peak_flops_per_s, chip.peak_flops_per_s / FLOPS_PER_CYCLE[chip.key],
         chip.hbm_bytes_per_s, chip.link_bytes_per_s, latency_s,
     )  # fmt: skip
@@ -66,27 +66,27 @@ def critical_shares(cfg: Config, text: str) -> dict:
     return {scope: share for scope, share in known.items() if scope in conditionals}
 
 
-def simulate(cfg: Config, topology: Topology, mesh: Mesh, text: str, at_peak=False, latency_s=0.0) -> replay.Replay:
+def simulate(cfg: Config, topology: Topology, mesh: Mesh, text: str, at_peak=False, latency_s=0.0) -> simulator.Replay:
     """Simulate the compiled step of a configuration.
 
     at_peak    matmuls run at the chip's peak FLOP/s instead of the compiler's estimate
     latency_s  latency of one link: HOP_S, or 0 to ignore it
     """
-    return replay.replay(text, mesh, machine(topology, mesh, latency_s), critical_shares(cfg, text), at_peak)
+    return simulator.replay(text, mesh, machine(topology, mesh, latency_s), critical_shares(cfg, text), at_peak)
 
 
-def to_json(found: replay.Replay) -> dict:
+def to_json(found: simulator.Replay) -> dict:
     """Return the seconds by cause, and the timelines of the two computations that take the most time."""
     return {"step_s": found.seconds, "seconds": found.causes, "timelines": [
         {"computation": name, "times": found.times[name], "events": [e._asdict() for e in found.played[name].events]}
         for name in found.longest()]}  # fmt: skip
 
 
-COLOURS = {replay.PRODUCTS: "#4c72b0", replay.OTHERS: "#aab7cf", replay.COPIES: "#d5dbe6"}
+COLOURS = {simulator.PRODUCTS: "#4c72b0", simulator.OTHERS: "#aab7cf", simulator.COPIES: "#d5dbe6"}
 WAITING = "#c44e52"
 
 
-def plot(found: replay.Replay, title: str, path: str) -> None:
+def plot(found: simulator.Replay, title: str, path: str) -> None:
     """Plot what core and links do in the two computations that take the most time: a layer's forward and backward."""
     names = found.longest()
     lanes = [["core", *sorted({e.lane for e in found.played[name].events} - {"core"})] for name in names]

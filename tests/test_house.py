@@ -61,7 +61,7 @@ MAY_IMPORT = {
 ROOMS = {
     "config": "fields migrations settings presets flags",
     "launch": "supervisor agent hosts launcher panes __main__",
-    "xla": "hlo ledger options ordered links moved replay",
+    "xla": "hlo ledger options ordered links moved simulator",
     "kernels": "blocks grouped_gpu grouped attention_gpu attention",
     "overlap": "rings positions context weights remat layers",
     "pipeline": "schedules check draw fit ticks step __main__",

@@ -10,7 +10,7 @@ from config import preset
 from errors import UserError
 from plan import replayed
 from plan.hardware import Topology
-from xla import replay
+from xla import simulator
 
 
 def mesh_of(places, **more):
@@ -77,10 +77,10 @@ def test_the_plot_and_the_json_contain_the_two_longest_computations(tmp_path):
     """Catches an empty plot, and numbers that JSON cannot represent."""
     import json
 
-    event = replay.Event(0.0, 1e-3, "core", "products", "dot")
-    wire = replay.Event(0.0, 5e-4, "fsdp", "all-gather", "gather")
-    one = lambda seconds: replay.Timeline(seconds, replay.collections.Counter(products=seconds), [event, wire])
-    found = replay.Replay(7.0, {"products": 7.0}, {"a": one(1.0), "b": one(2.0), "c": one(3.0)}, dict(a=1, b=1, c=2))
+    event = simulator.Event(0.0, 1e-3, "core", "products", "dot")
+    wire = simulator.Event(0.0, 5e-4, "fsdp", "all-gather", "gather")
+    one = lambda seconds: simulator.Timeline(seconds, simulator.collections.Counter(products=seconds), [event, wire])
+    found = simulator.Replay(7.0, {"products": 7.0}, {"a": one(1.0), "b": one(2.0), "c": one(3.0)}, dict(a=1, b=1, c=2))
     assert found.longest() == ["c", "b"]
     assert [x["computation"] for x in json.loads(json.dumps(replayed.to_json(found)))["timelines"]] == ["c", "b"]
     replayed.plot(found, "two", str(tmp_path / "two.png"))

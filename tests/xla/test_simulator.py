@@ -6,10 +6,10 @@ Per second the machine does 1 FLOP, moves 10 bytes of memory and 4 bytes over a 
 import numpy as np
 import pytest
 
-from xla import replay
+from xla import simulator
 from xla.links import Torus
 
-LINE = replay.Machine(Torus((4,), (False,)), np.array([[0], [1], [2], [3]]), 1.0, 2.0, 10.0, 4.0)
+LINE = simulator.Machine(Torus((4,), (False,)), np.array([[0], [1], [2], [3]]), 1.0, 2.0, 10.0, 4.0)
 SIZES = {"fsdp": 4}
 FLOPS = 2 * 5 * 3 * 7
 TEXT = """\
@@ -59,8 +59,8 @@ BRANCH = ('%c = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) conditional(%which, %bo
           'false_computation=%nothing, metadata={op_name="jit(f)/slot/cond"}')  # fmt: skip
 
 
-def play(*lines: str, machine=LINE, **more) -> replay.Replay:
-    return replay.replay(TEXT.replace("LINES", "\n  ".join(lines)), SIZES, machine, **more)
+def play(*lines: str, machine=LINE, **more) -> simulator.Replay:
+    return simulator.replay(TEXT.replace("LINES", "\n  ".join(lines)), SIZES, machine, **more)
 
 
 # Lines -> seconds by cause. A permute of 400 bytes takes 100 s if it shares no link.
@@ -109,7 +109,7 @@ def test_a_branch_is_scaled_by_its_share():
 
 def test_latency_is_for_each_link():
     """Catches missing latency, or latency counted once for a message over three links."""
-    machine = replay.Machine(*(getattr(LINE, name) for name in list(LINE.__dataclass_fields__)[:-1]), latency_s=5.0)
+    machine = simulator.Machine(*(getattr(LINE, name) for name in list(LINE.__dataclass_fields__)[:-1]), latency_s=5.0)
     assert play(SEND(0, "0,3"), DONE(0), machine=machine).seconds == 100 + 3 * 5
 
 
@@ -125,9 +125,9 @@ def test_a_timeline_shows_core_and_communication():
 def test_unscheduled_programs_are_refused():
     """Catches a program before scheduling, whose order means nothing, and one for another number of devices."""
     with pytest.raises(ValueError, match="is not scheduled"):
-        replay.replay(TEXT.replace(", is_scheduled=true", ""), SIZES, LINE)
+        simulator.replay(TEXT.replace(", is_scheduled=true", ""), SIZES, LINE)
     with pytest.raises(ValueError, match="has 2 devices, but the machine has 4 places"):
-        replay.replay(TEXT, {"fsdp": 2}, LINE)
+        simulator.replay(TEXT, {"fsdp": 2}, LINE)
 
 
 def test_an_event_has_its_bytes():
