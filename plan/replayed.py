@@ -1,7 +1,7 @@
 """Simulate how long a compiled step takes on its target chips: seconds by cause, and a plot of one layer.
 
-`xla/simulator.py` is the simulator. This module gives it the chip, the torus coordinates of the devices, and the pipeline
-schedule.
+`xla/simulator.py` is the simulator. This module gives it the chip, the torus coordinates of the devices, and the
+pipeline schedule.
 """
 
 import numpy as np
