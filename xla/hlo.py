@@ -116,6 +116,9 @@ class Program:
                 rows[int(match[1])] = match[2]
             elif line.startswith("  ") or line.endswith("{"):
                 unread = unread or line.strip()
+        header = text.partition("\n")[0]
+        aliases = re.search(r"input_output_alias=\{(.*?)\}(?=, \w+=|$)", header)  # {0}: (3, {}, may-alias), ..
+        self.donated = {int(n) for n in re.findall(r"\{(\d+)[\d, ]*\}:", aliases[1])} if aliases else set()
         if not self.entry:
             raise UserError("the text is not HLO: it has no ENTRY computation; pass compiled.as_text()")
         if unread:
