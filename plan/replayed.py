@@ -43,10 +43,14 @@ def machine(topology: Topology, mesh: Mesh, latency_s: float = 0.0) -> simulator
         order = [sorted(range(len(shape)), key=shape.__getitem__)[rank] for rank in
                  np.argsort(np.argsort(places.max(axis=0), kind="stable"))]  # fmt: skip
         shape, wraps = tuple(shape[d] for d in order), tuple(wraps[d] for d in order)
-    return simulator.Machine(
-        links.Torus(shape, wraps), places, chip.peak_flops_per_s, chip.peak_flops_per_s / FLOPS_PER_CYCLE[chip.key],
-        chip.hbm_bytes_per_s, chip.link_bytes_per_s, latency_s,
-    )  # fmt: skip
+    return machine_at(topology, links.Torus(shape, wraps), places, latency_s)
+
+
+def machine_at(topology: Topology, torus: links.Torus, places: np.ndarray, latency_s: float = 0.0) -> simulator.Machine:
+    """Describe the chip, with devices at these torus coordinates, [device, torus axis]."""
+    chip = topology.chip
+    return simulator.Machine(torus, places, chip.peak_flops_per_s, chip.peak_flops_per_s / FLOPS_PER_CYCLE[chip.key],
+                             chip.hbm_bytes_per_s, chip.link_bytes_per_s, latency_s)  # fmt: skip
 
 
 def critical_shares(cfg: Config, text: str) -> dict:

@@ -413,6 +413,7 @@ HELP = {  # command -> its examples, in the order of its help
                 "moe1b --topology v4:4x4x2 --max_batch   # the largest batch that fits, found by compiling",
                 "laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices",
                 "llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256"],
+    "-m xla.replay": ["step.hlo --topology v5p:4x4x4 --mesh fsdp=16,tensor=4"],
     "-m bench.step": ["--mesh stage=2,fsdp=4"],
     "-m bench.data": ["--data.batch_size 512", "laptop --data.path tokens/stdlib-bytes"],
     "-m bench.gpu": ["--rounds 5                                # dense_124m and a small MoE",

@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "generate.quantised",
     "plan": "errors devices pictures config xla sharding kernels overlap model encoder_decoder architectures pipeline "
     "optimizer generate.cache",
+    "xla.replay": "errors pictures xla plan",
     "train": "errors devices pictures config sharding model pipeline optimizer dataset data.bucket data.order",
     "weights": "errors devices config xla sharding kernels overlap model architectures data train",
     "generate": "errors devices config xla sharding parameters kernels overlap model architectures pipeline data train "
@@ -61,7 +62,7 @@ MAY_IMPORT = {
 ROOMS = {
     "config": "fields migrations settings presets flags",
     "launch": "supervisor agent hosts launcher panes __main__",
-    "xla": "hlo ledger options ordered links moved simulator",
+    "xla": "hlo ledger options ordered links moved live simulator replay",
     "kernels": "blocks grouped_gpu grouped attention_gpu attention",
     "overlap": "rings positions context weights remat layers",
     "pipeline": "schedules check draw fit ticks step __main__",

@@ -4,7 +4,8 @@ Open `ledger.py` first: it counts a compiled program's collectives, bytes and FL
 `hlo.py` parses the program's text (HLO, XLA's intermediate language) for it. `ordered.py` provides a `jit` that runs
 the collectives of simulated devices in a fixed order, which `ledger.py` checks.
 `simulator.py` simulates how long a compiled program takes, using `links.py` for collectives and `moved.py` for memory
-traffic. `options.py` has the compiler options of each platform.
+traffic; `live.py` estimates peak memory. `options.py` has the compiler options of each platform. The command
+`python -m xla.replay` simulates any TPU program's text: `replay.py`.
 
 From outside: `ordered.jit` and `ordered.compile` in place of `jax.jit`; `ledger.read`; `simulator.replay`.
 """

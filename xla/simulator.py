@@ -80,7 +80,7 @@ class Replay:
     def longest(self, count: int = 2) -> list[str]:
         """Return the computations that take the most time in a step, not counting the computations that they call."""
         own = {name: self.times.get(name, 0) * one.own.total() for name, one in self.played.items()}
-        return sorted(own, key=own.get, reverse=True)[:count]
+        return [name for name in sorted(own, key=own.get, reverse=True) if own[name]][:count]
 
 
 def replay(text: str, mesh: Mesh | dict[str, int], machine: Machine, shares: dict[str, Share] | None = None,
