@@ -94,6 +94,15 @@ def logical_lines(text: str):
     yield line.rstrip()
 
 
+def add_element(computation: dict, operand: str) -> None:
+    """Add an instruction for an operand `x#1`, which newer compilers write for element 1 of the tuple x."""
+    of, mark, index = operand.rpartition("#")
+    if mark and operand not in computation:
+        add_element(computation, of)
+        element = element_types(computation[of].type)[int(index)]
+        computation[operand] = Instruction(False, operand, element, "get-tuple-element", f"%{of}", f"index={index}")
+
+
 class Program:
     """A module of HLO text: its computations, each {name: Instruction}, and the source lines they come from.
 
@@ -106,7 +115,10 @@ class Program:
         for line in logical_lines(text):
             if match := INSTRUCTION.match(line):
                 root, name, *parts = match.groups(default="")
-                computation[name] = Instruction(bool(root), name, *parts)
+                one = Instruction(bool(root), name, *parts)
+                for operand in one.operands if "#" in one.arguments else ():
+                    add_element(computation, operand)
+                computation[name] = one
             elif match := COMPUTATION.match(line):
                 computation = self.computations[match[2]] = {}
                 self.entry = match[2] if match[1] else self.entry
@@ -178,7 +190,10 @@ class Program:
         return None
 
     def source(self, one: Instruction) -> str:
-        """Return an instruction's source line: its innermost frame outside third-party packages and WRAPPERS."""
+        """Return an instruction's source line: its innermost frame outside installed packages and WRAPPERS.
+
+        If the whole program is an installed package, like MaxText, it is the innermost frame in that package.
+        """
         if file := one.attribute("source_file=", r'"(.*?)"'):
             return f"{os.path.basename(file)}:" + one.attribute("source_line=", r"(\d+)")
         places, frame = [], int(one.attribute("stack_frame_id=", r"(\d+)") or 0)
@@ -188,10 +203,12 @@ class Program:
             file, function = self.tables["FileNames"][int(file)], self.tables["FunctionNames"][int(function)]
             function = function.strip('"').replace("<locals>.", "")
             folder, file = os.path.split(file.strip('"'))
-            places.append((f"{file}:{line} in {function}", file in WRAPPERS or "site-packages" in folder))
+            package = re.search(r"site-packages/?([^/]*)|$", folder)
+            if file not in WRAPPERS and not file.startswith("<"):  # <frozen runpy>
+                places.append((f"{file}:{line} in {function}", package[0] and package[1]))
             frame = int(parent) - 1  # XLA prints parents one too high: a frame without a parent has 1
-        ours = [place for place, theirs in places if not theirs] or [place for place, _ in places]
-        return ours[0] if ours else "?"
+        owner = min((package for _, package in places), key=bool, default="") and places[-1][1]
+        return next((place for place, package in places if package == owner), "?")
 
 
 @dataclass(frozen=True)
@@ -223,6 +240,19 @@ def origin(computation: dict, name: str) -> Instruction:
 def dims(array: str) -> list[int]:
     """Return the sizes in a type like bf16[8,128]{1,0:T(8,128)}."""
     return [int(size) for size in ARRAY.search(array)[2].split(",") if size]
+
+
+def element_types(type_text: str) -> list[str]:
+    """Split the type of a tuple into those of its elements; the type of an array is its only element."""
+    if not type_text.startswith("("):
+        return [type_text]
+    found, depth, start = [], 0, 1
+    for place, letter in enumerate(type_text):
+        depth += (letter in "({[") - (letter in ")}]")
+        if depth == 0 or (depth == 1 and letter == ","):
+            found.append(type_text[start:place].strip())
+            start = place + 1
+    return [one for one in found if one]
 
 
 def array_bytes(array: tuple[str, str]) -> int:

@@ -12,7 +12,7 @@ import collections
 import functools
 import re
 
-from xla.hlo import ARRAY, Instruction, Program, array_bytes, root
+from xla.hlo import ARRAY, Instruction, Program, array_bytes, element_types, root
 
 SAME_MEMORY = {"bitcast", "reshape", "optimization-barrier", "after-all", "add-dependency", "partition-id"}
 PASSED_ON = {"bitcast", "reshape", "convert", "copy"}  # between a parameter of a fusion and its update in place
@@ -35,19 +35,6 @@ def padded_bytes(type_text: str) -> int:
                 lengths[place] = -(-lengths[place] // int(size)) * int(size)
         total += array_bytes((dtype, ",".join(map(str, lengths))))
     return total
-
-
-def element_types(type_text: str) -> list[str]:
-    """Split the type of a tuple into those of its elements; the type of an array is its only element."""
-    if not type_text.startswith("("):
-        return [type_text]
-    found, depth, start = [], 0, 1
-    for place, letter in enumerate(type_text):
-        depth += (letter in "({[") - (letter in ")}]")
-        if depth == 0 or (depth == 1 and letter == ","):
-            found.append(type_text[start:place].strip())
-            start = place + 1
-    return [one for one in found if one]
 
 
 def peak_bytes(program: Program) -> int:

@@ -8,6 +8,7 @@ import collections
 import gzip
 import itertools
 import json
+import lzma
 import os
 import re
 import sys
@@ -30,8 +31,8 @@ HELP = """e.g. python -m xla.replay step.hlo --topology v5p:4x4x4 --mesh fsdp=16
 
 Simulate any scheduled TPU program from its text: seconds by cause, exposed communication by source line, peak memory.
 
-FILE is the text of a compiled program, which may be compressed with gzip. There are two ways to get it; neither needs a
-TPU if libtpu compiles for a topology that is not attached:
+FILE is the text of a compiled program; gzip and xz are fine. There are two ways to get it. Neither needs a TPU, because
+libtpu can compile for a topology that is not attached:
 
     open("step.hlo", "w").write(jax.jit(step).lower(*arguments).compile().as_text())
     XLA_FLAGS=--xla_dump_to=dump python train.py  # then FILE is dump/*jit_step*.after_codegen.txt
@@ -61,10 +62,11 @@ class Arguments:
 
 
 def read_text(path: str) -> str:
-    """Read a file that may be compressed with gzip."""
+    """Read a file that may be compressed with gzip or xz."""
     data = Path(path).read_bytes()
+    magic = {b"\x1f\x8b": gzip.decompress, b"\xfd7": lzma.decompress}
     try:
-        return (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode()
+        return magic.get(data[:2], bytes)(data).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not text; pass the text of a program, not its protocol buffer") from error
 
