@@ -72,7 +72,7 @@ ROOMS = {
     "planner inference show user_file traced why __main__",
     "train": "storage steps checkpoint guard tracking report pace board agreement watchdog processes "
     "directory interruptions start progress selfcheck preflight",
-    "weights": "folders families card convert slim init_from __main__",
+    "weights": "folders families hf_config card convert slim init_from __main__",
     "generate": "quantised cache sampling engine beam speculative runs texts __main__",
     "evaluate": "show answers scoring answering harness perplexity metrics task validation __main__",
     "serve": "metrics template worker protocol app lifetime __main__",

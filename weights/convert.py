@@ -29,8 +29,6 @@ from weights.families import (
     FAMILIES,
     PASSED_THROUGH,
     Piece,
-    config_from_hf,
-    config_to_hf,
     declare,
     family_of,
     from_hf_layout,
@@ -38,6 +36,7 @@ from weights.families import (
     to_hf_layout,
 )
 from weights.folders import FILES, Folder, Tensor, Tensors, fresh_folder, write_tensors
+from weights.hf_config import config_from_hf, config_to_hf
 
 BLOCK_BYTES = 2**29  # maximum bytes of a checkpoint's parameter to read at once
 

@@ -25,7 +25,7 @@ import numpy as np
 import sharding
 from architectures import declare
 from config import Affects, ModelConfig, affecting
-from errors import UserError, suggest
+from errors import UserError
 
 # Tables: tensors ------------------------------------------------------------------------------------------------------
 
@@ -305,99 +305,6 @@ def family_of(c: ModelConfig) -> str:
     if c.n_experts:
         return "mixtral"
     return "llama" if c.activation == "swiglu" else "arcee"
-
-
-# Settings, in both directions -----------------------------------------------------------------------------------------
-
-
-def config_from_hf(hf: dict) -> ModelConfig:
-    """Return our config for a config.json.
-
-    Raises: UserError naming the first setting, with its value, that is unknown or that our models don't support.
-    """
-    kind = hf.get("model_type")
-    if kind not in FAMILIES:
-        known = suggest(str(kind), FAMILIES)
-        raise UserError(f"config.json: model_type={kind!r} is unknown; {known}; add a mapping with --table FILE.py")
-    family, hf = FAMILIES[kind], _without_new_names(hf)
-    known = {s.hf_name for s in family.settings} | set(family.hf_fixed) | PASSED_THROUGH | IGNORED
-    for name in hf:
-        if name not in known:
-            raise UserError(
-                f"config.json: unknown setting {name}={hf[name]!r} for {kind}, which may change the model; "
-                "if it doesn't, remove it from the file")  # fmt: skip
-    for name, want in family.hf_fixed.items():
-        value = hf.get(name, family.hf_defaults.get(name, want))
-        if value != want:
-            left_out = "" if name in hf else " (the default)"
-            raise UserError(f"config.json: {name}={value!r}{left_out} is not supported for {kind}; it must be {want!r}")
-    c = ModelConfig(**family.initial_fields | _field_values(family, hf))
-    check_fits(c, kind)
-    return c
-
-
-def _field_values(family: Family, hf: dict) -> dict[str, Any]:
-    """Return our fields for a config.json whose settings are supported."""
-    values, source = dict(family.fixed_fields), {}
-    for s in family.settings:
-        value = hf.get(s.hf_name)
-        if value is None:
-            if s.absent is REQUIRED:
-                raise UserError(f"config.json has no {s.hf_name}")
-            value = s.absent(hf) if callable(s.absent) else s.absent
-        if s.field in source | family.fixed_fields and values[s.field] != value:
-            other = f"{source.get(s.field, s.hf_name)}={values[s.field]!r}"
-            raise UserError(f"config.json: {s.hf_name}={value!r} is not supported together with {other}")
-        values[s.field], source[s.field] = value, s.hf_name
-    return values
-
-
-def _without_new_names(hf: dict) -> dict:
-    """Replace rope_parameters, which newer files have, with a plain rope_theta, as in older files. Newer files of T5
-    have scale_decoder_outputs instead of tie_word_embeddings, which is always true there."""
-    rope = hf.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default" or set(rope) - {"rope_type", "rope_theta"}:
-        raise UserError(
-            f"config.json: rope_parameters={rope!r} is not supported; use rope_type 'default' with a rope_theta"
-        )
-    rest = {name: value for name, value in hf.items() if name not in ("rope_parameters", "scale_decoder_outputs")}
-    if "scale_decoder_outputs" in hf:
-        rest["tie_word_embeddings"] = hf["scale_decoder_outputs"]
-    return rest | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
-
-
-def check_fits(c: ModelConfig, kind: str) -> None:
-    """Raises: UserError naming all our settings that this family cannot express."""
-    family = FAMILIES[kind]
-    faults = [f"model.{name}={getattr(c, name)!r} (only {want!r} is supported)"
-              for name, want in family.fixed_fields.items() if getattr(c, name) != want]  # fmt: skip
-    faults += [f"model.{name}={getattr(c, name)!r} (0 is not supported)" for name in family.positive_fields
-               if not getattr(c, name)]  # fmt: skip
-    if c.n_experts and c.top_k == 1 and c.normalize_gates:
-        faults.append("model.top_k=1 (transformers normalizes a single gate to 1, and our model does not; if the "
-                      "family allows it, set normalize_gates to False)")  # fmt: skip
-    if faults:
-        raise UserError(f"transformers' {family.architecture} ({kind}) cannot express {', '.join(faults)}")
-
-
-def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict:
-    """Return the config.json for our config in the family `kind`, or in the default family.
-
-    Raises: UserError naming all our settings that the family cannot express.
-    """
-    kind = kind or family_of(c)
-    family = FAMILIES[kind]
-    check_fits(c, kind)
-    hf = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype} | family.hf_fixed
-    hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else transformers uses its defaults
-    for s in family.settings:
-        value = getattr(c, s.field)
-        if s.hf_name:
-            hf[s.hf_name] = None if s.zero_is_null and not value else value
-        elif value != (want := s.absent(hf)):
-            raise UserError(f"transformers' {family.architecture} ({kind}) cannot express model.{s.field}={value!r} "
-                            f"(it would be {want!r})")  # fmt: skip
-    return hf
 
 
 # Tensors, in both directions ------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from tests.helpers import assert_gradients_close, draw
 from train import checkpoint
 from weights import convert, families, folders, init_from
 from weights.__main__ import main
-from weights.families import FAMILIES, config_from_hf, config_to_hf, declare
+from weights.families import FAMILIES, declare
+from weights.hf_config import config_from_hf, config_to_hf
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/weights/fixtures"

@@ -12,7 +12,7 @@ from architectures import declare
 from config import preset, replace
 from tests import helpers
 from tests.weights.test_convert import FIXTURES, change_tensors, command, copy, tensors_of, write_run
-from weights import convert, families
+from weights import convert, families, hf_config
 
 TIED = preset("t5_tiny", **{"model.tie_embeddings": True, "data.batch_size": 2})
 
@@ -34,7 +34,7 @@ def test_a_tied_head_scales_the_last_norm(tmp_path):
         np.testing.assert_array_equal(ours["encoder.norm_D"], theirs["encoder.final_layer_norm.weight"])
         assert "unembedding_DV" not in ours
     untied = about | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
-    assert families.config_from_hf(untied) == families.config_from_hf(about)
+    assert hf_config.config_from_hf(untied) == hf_config.config_from_hf(about)
 
 
 def test_scores_are_scaled_in_the_weights_of_queries(tmp_path):
