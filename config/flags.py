@@ -19,17 +19,18 @@ from errors import UserError
 
 def command_line(
     argv: list[str], prog: str, description: str, default: str | Config | None = None, arguments: type = Config,
-    change: Callable[[Config, list[str]], Config] = lambda start, flags: start,
+    change: Callable[[Config, list[str]], Config] = lambda start, flags: start, start: Config | None = None,
 ) -> tuple[Config, Any]:  # fmt: skip
     """Parse `[PRESET | --config FILE] [--flags]`. --help shows the values after the other flags are applied.
 
     default    a preset's name, or settings, to use without PRESET and --config; None: one of these two is required
     arguments  a dataclass with the fields of Config and a command's own flags
     change     fn(settings, flags) -> the settings to apply the flags to
+    start      the settings that the first word stands for, if it is not a preset
     Returns the settings, and the `arguments` object.
     Raises: UserError if the preset or file cannot be read, if both are given, or if one is required and missing.
     """
-    start, name, flags = starting_point(argv, default)
+    start, name, flags = starting_point(argv, default, start)
     arguments = tyro.cli(
         arguments, prog=f"{prog} [PRESET | --config FILE]",
         description=f"{description.strip()}\n\nDefaults come from {name}.",
@@ -49,7 +50,9 @@ def derived_flags(before: ModelConfig, flags: list[str]) -> list[str]:
 OR_CONFIG_FILE = ", or from a run with --config FILE"
 
 
-def starting_point(argv: list[str], default: str | Config | None) -> tuple[Config, str, list[str]]:
+def starting_point(
+    argv: list[str], default: str | Config | None, start: Config | None = None
+) -> tuple[Config, str, list[str]]:
     """Split a command line: return the settings of `PRESET` or `--config FILE`, where they come from, and the flags."""
     for word, after in itertools.pairwise([*argv, "--"]):
         setting = word[2:].replace("-", "_")
@@ -68,8 +71,12 @@ def starting_point(argv: list[str], default: str | Config | None) -> tuple[Confi
     if "" in files:
         raise UserError("--config needs the config.json of a run, such as --config runs/laptop/config.json")
     if len(files) > 1 or (files and named):
-        given = " and ".join([*(f"preset {name!r}" for name in named), *(f"--config {file}" for file in files)])
+        given = " and ".join(
+            [*(f"{'file' if start else 'preset'} {name!r}" for name in named), *(f"--config {file}" for file in files)]
+        )
         raise UserError(f"{given}: pass only one preset or --config file")
+    if named and start:
+        return start, named[0], flags
     if files:
         return read_config(files[0]), files[0], flags
     if default is None and not named:

@@ -13,12 +13,14 @@ from pictures import check_picture
 from plan import budget, explain, hardware, inference, planner, show, why
 from plan.costs import parameters
 from plan.inference import DType
+from weights import published
 
 HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan moe1b --topology v4:4x4x2 --compile     # compare with the TPU compiler; needs no TPU
      python -m plan moe1b --topology v4:4x4x2 --why         # compare with the traced step, line by line
      python -m plan moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first
      python -m plan moe1b --topology v4:4x4x2 --max_batch   # the largest batch that fits, found by compiling
+     python -m plan Qwen3-8B/config.json --topology v5p:4x4x4 --search 64   # a model of Hugging Face
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
      python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
 
@@ -58,10 +60,13 @@ class Arguments(Config):
     batch: tuple[int, ...] = ()
 
 
-def parse(argv: list[str]) -> tuple[Config, Arguments]:
-    """Parse `[PRESET | --config FILE] [--flags]`. The preset or file sets the defaults of the flags."""
+def parse(argv: list[str], start: Config | None = None) -> tuple[Config, Arguments]:
+    """Parse `[PRESET | FOLDER | config.json | --config FILE] [--flags]`. The first word sets the defaults of the flags.
+
+    start  the settings of the folder or config.json of Hugging Face that is the first word
+    """
     lines = (f"  {name:13} {what}" for name, (what, _) in PRESETS.items())
-    cfg, args = command_line(argv, "python -m plan", "\n".join((HELP, *lines)), arguments=Arguments)
+    cfg, args = command_line(argv, "python -m plan", "\n".join((HELP, *lines)), arguments=Arguments, start=start)
     return batch_of_tokens(cfg, args.batch_tokens), args
 
 
@@ -75,6 +80,12 @@ def batch_of_tokens(cfg: Config, tokens: int) -> Config:
         raise UserError(f"--batch_tokens {tokens:,}: sequences have {T:,} tokens, so a batch has a multiple of that; "
                         f"use {near}")  # fmt: skip
     return replace(cfg, **{"data.batch_size": tokens // T})
+
+
+def names_file(word: str) -> bool:
+    """Return whether the first word of a command names a folder or file instead of a preset."""
+    return word not in PRESETS and not word.startswith("-") and (
+        "/" in word or word.endswith(".json") or os.path.exists(word))  # fmt: skip
 
 
 def presets() -> None:
@@ -239,9 +250,13 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         presets()
         return 0
-    cfg, args = parse(argv)
+    source = published.read(argv[0]) if names_file(argv[0]) else None
+    cfg, args = parse(argv, source and source.config)
     check_effect(argv, args.inference)
+    if source and args.json != "-":
+        print(*source.lines(), sep="\n")
     numbers, status = run(cfg, args)
+    numbers |= {"config_json": source.to_json()} if source else {}
     if args.json == "-":
         print(json.dumps(numbers))
     elif args.json:

@@ -411,6 +411,7 @@ HELP = {  # command -> its examples, in the order of its help
                 "moe1b --topology v4:4x4x2 --why         # compare with the traced step, line by line",
                 "moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first",
                 "moe1b --topology v4:4x4x2 --max_batch   # the largest batch that fits, found by compiling",
+                "Qwen3-8B/config.json --topology v5p:4x4x4 --search 64   # a model of Hugging Face",
                 "laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices",
                 "llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256"],
     "-m xla.replay": ["step.hlo --topology v5p:4x4x4 --mesh fsdp=16,tensor=4"],

@@ -46,11 +46,15 @@ MAY_IMPORT = {
     "generate.quantised": "config xla sharding parameters overlap model architectures",
     "generate.cache": "config xla sharding kernels overlap model encoder_decoder architectures pipeline "
     "generate.quantised",
+    "weights.families": "errors config sharding architectures",
+    "weights.hf_config": "errors config weights.families",
+    "weights.published": "errors config sharding architectures weights.families weights.hf_config",
     "plan": "errors devices pictures config xla sharding kernels overlap model encoder_decoder architectures pipeline "
-    "optimizer generate.cache",
+    "optimizer generate.cache weights.published",
     "xla.replay": "errors pictures xla plan",
     "train": "errors devices pictures config sharding model pipeline optimizer dataset data.bucket data.order",
-    "weights": "errors devices config xla sharding kernels overlap model architectures data train",
+    "weights": "errors devices config xla sharding kernels overlap model architectures data train "
+    "weights.families weights.hf_config",
     "generate": "errors devices config xla sharding parameters kernels overlap model architectures pipeline data train "
     "weights generate.cache generate.quantised",
     "evaluate": "errors devices config xla sharding overlap model pipeline dataset data train weights generate",
@@ -72,7 +76,7 @@ ROOMS = {
     "planner inference show user_file traced why __main__",
     "train": "storage steps checkpoint guard tracking report pace board agreement watchdog processes "
     "directory interruptions start progress selfcheck preflight",
-    "weights": "folders families hf_config card convert slim init_from __main__",
+    "weights": "folders families hf_config published card convert slim init_from __main__",
     "generate": "quantised cache sampling engine beam speculative runs texts __main__",
     "evaluate": "show answers scoring answering harness perplexity metrics task validation __main__",
     "serve": "metrics template worker protocol app lifetime __main__",

@@ -17,7 +17,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
     if kind not in families.FAMILIES:
         known = suggest(str(kind), families.FAMILIES)
         raise UserError(f"config.json: model_type={kind!r} is unknown; {known}; add a mapping with --table FILE.py")
-    family, hf = families.FAMILIES[kind], _without_new_names(hf)
+    family, hf = families.FAMILIES[kind], with_old_names(hf)
     known = {s.hf_name for s in family.settings} | set(family.hf_fixed) | PASSED_THROUGH | IGNORED
     for name in hf:
         if name not in known:
@@ -29,20 +29,26 @@ def config_from_hf(hf: dict) -> ModelConfig:
         if value != want:
             left_out = "" if name in hf else " (the default)"
             raise UserError(f"config.json: {name}={value!r}{left_out} is not supported for {kind}; it must be {want!r}")
-    c = ModelConfig(**family.initial_fields | _field_values(family, hf))
+    c = ModelConfig(**family.initial_fields | field_values(family, hf))
     check_fits(c, kind)
     return c
 
 
-def _field_values(family: Family, hf: dict) -> dict[str, Any]:
-    """Return our fields for a config.json whose settings are supported."""
+def field_values(family: Family, hf: dict) -> dict[str, Any]:
+    """Return our fields for a config.json. Raises: UserError if a setting is missing, or contradicts another."""
     values, source = dict(family.fixed_fields), {}
     for s in family.settings:
         value = hf.get(s.hf_name)
         if value is None:
             if s.absent is REQUIRED:
-                raise UserError(f"config.json has no {s.hf_name}")
-            value = s.absent(hf) if callable(s.absent) else s.absent
+                needed = ", ".join(s.hf_name for s in family.settings if s.absent is REQUIRED)
+                raise UserError(f"config.json has no {s.hf_name}; a model of this type needs {needed}")
+            try:
+                value = s.absent(hf) if callable(s.absent) else s.absent
+            except (KeyError, ZeroDivisionError) as error:
+                raise UserError(
+                    f"config.json has no {s.hf_name}, and no settings that determine it ({error})"
+                ) from None
         if s.field in source | family.fixed_fields and values[s.field] != value:
             other = f"{source.get(s.field, s.hf_name)}={values[s.field]!r}"
             raise UserError(f"config.json: {s.hf_name}={value!r} is not supported together with {other}")
@@ -50,18 +56,16 @@ def _field_values(family: Family, hf: dict) -> dict[str, Any]:
     return values
 
 
-def _without_new_names(hf: dict) -> dict:
-    """Replace rope_parameters, which newer files have, with a plain rope_theta, as in older files. Newer files of T5
-    have scale_decoder_outputs instead of tie_word_embeddings, which is always true there."""
+def with_old_names(hf: dict) -> dict:
+    """Replace rope_parameters, which newer files have, with rope_theta and rope_scaling, as in older files. Newer files
+    of T5 have scale_decoder_outputs instead of tie_word_embeddings, which is always true there."""
     rope = hf.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default" or set(rope) - {"rope_type", "rope_theta"}:
-        raise UserError(
-            f"config.json: rope_parameters={rope!r} is not supported; use rope_type 'default' with a rope_theta"
-        )
+    rope = dict(rope.get("full_attention", rope))  # one entry per kind of layer
     rest = {name: value for name, value in hf.items() if name not in ("rope_parameters", "scale_decoder_outputs")}
     if "scale_decoder_outputs" in hf:
         rest["tie_word_embeddings"] = hf["scale_decoder_outputs"]
-    return rest | ({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
+    theta = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
+    return rest | theta | ({"rope_scaling": rope} if set(rope) - {"rope_type"} else {})
 
 
 def check_fits(c: ModelConfig, kind: str) -> None:

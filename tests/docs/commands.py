@@ -64,6 +64,8 @@ NOT_RUN = {
     "./launcher.sh --hosts hosts.txt -- python -m data.prepare --tokenizer cl100k_base "
     "--out tokens/stdlib-cl100k_base": "downloads the tokenizer",
     "./launcher.sh --hosts hosts.txt --restarts 3 -- python main.py moe1b": "needs a TPU slice",
+    "python -m plan gpt-oss-20b/config.json --topology v5p:4x4x4 --search 64 --data.batch_size 64": "needs a "
+    "published file: tests/plan/test_published.py plans it",
     "python -m bench.plan --drawn 24": "compiles for half an hour",
     "python -m bench.plan moe1b --topology v4:2x4x4 --first 10": "compiles for a quarter of an hour",
     "python -m data.prepare --source stdlib --tokenizer gpt2 --out tokens/stdlib-gpt2": "downloads the tokenizer",

@@ -378,7 +378,8 @@ UNSUPPORTED = [
 def test_what_our_model_cannot_do_is_refused_by_name(family, name, value):
     """Catches a setting that changes the function and is ignored: the logits would silently be wrong."""
     hf = folders.Folder(FIXTURES / family).json("config.json") | {name: value}
-    ours = {"n_shared_experts": "n_shared", "rotary_dim": "rope_dims", "num_experts_per_tok": "top_k"}.get(name, name)
+    ours = {"n_shared_experts": "n_shared", "rotary_dim": "rope_dims", "num_experts_per_tok": "top_k",
+            "rope_parameters": "rope_scaling"}.get(name, name)  # fmt: skip
     with pytest.raises(UserError, match=rf"{ours}=.*{str(value)[-4:].strip('})')}"):
         config_from_hf(hf)
 

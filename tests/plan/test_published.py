@@ -1,0 +1,146 @@
+"""The planner reads the config.json of published models. The fixture has settings from Hugging Face, and the parameter
+counts that each repository publishes for its safetensors files: for the DeepSeek models with the selection biases and
+the module for multi-token prediction, but without the 41,540,496 scales of fp8 blocks; for gpt-oss before quantization
+to 4 bits (arXiv:2508.10925, table 1)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from config import preset
+from config.flags import starting_point
+from errors import UserError
+from plan.__main__ import main
+from weights import published
+
+MODELS = json.loads((Path(__file__).parent / "fixtures/published_configs.json").read_text())
+
+
+def write(folder, hf) -> str:
+    """Write a config.json, and return its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(hf if isinstance(hf, str) else json.dumps(hf))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_model_has_the_published_number_of_parameters(name, tmp_path):
+    """To the last digit. Catches a bias, a norm or an expert too few, and a default that is not the library's."""
+    about = MODELS[name]
+    one = published.read(write(tmp_path / name, about["config"]))
+    assert one.parameters == about["parameters"]
+    assert one.config.run.name == name and one.config.data.seq_len == 4096
+
+
+SAME = {"Mixtral-8x7B": "mixtral_8x7b", "DeepSeek-V3": "deepseek_v3"}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_config_gives_the_model_of_the_preset(name, tmp_path):
+    """Catches a file that is planned as another model than the preset of the same name."""
+    found = published.read(write(tmp_path, MODELS[name]["config"])).config.model
+    want = preset(SAME[name]).model
+    training = {"balance_loss", "balance_rate"}
+    unused = {"n_kv_heads", "d_rope", "d_value", "d_kv_latent", "d_ff"}
+    differ = {field for field, value in vars(want).items() if getattr(found, field) != value}
+    assert differ <= training | unused
+
+
+PLANS = {  # model -> topology and mesh that fit
+    "Llama-3.1-8B": ("v5e:8x8", "fsdp=64"),
+    "Qwen3-30B-A3B": ("v5p:4x4x4", "fsdp=32,expert=2"),
+    "gpt-oss-20b": ("h100:64", "fsdp=8,tensor=8"),
+    "DeepSeek-V2-Lite": ("v4:4x4x2", "fsdp=32"),
+    "gemma-3-1b": ("v5e:2x4", "fsdp=8"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_config_is_planned_from_its_folder(name, tmp_path, capsys):
+    """Catches a model that is counted, but can't be planned, and a plan whose parameters are not those of the file."""
+    topology, mesh = PLANS[name]
+    folder = write(tmp_path / name, MODELS[name]["config"])
+    words = [folder, "--topology", topology, "--mesh", mesh, "--data.batch_size", "64", "--work.remat", "full"]
+    assert main([*words, "--json", "-"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    source = numbers["config_json"]
+    assert source["parameters"] == MODELS[name]["parameters"]
+    assert numbers["params_total"] + sum(source["left_out"].values()) == source["parameters"]
+    assert numbers["fits"] and 0 < numbers["mfu"] < 1
+
+
+def test_the_output_lists_what_the_plan_leaves_out(tmp_path, capsys):
+    """Catches a part that the planner silently drops, and percentages that are fractions."""
+    file = write(tmp_path / "gpt-oss-20b", MODELS["gpt-oss-20b"]["config"]) + "/config.json"
+    assert main([file, "--model.n_layers", "2", "--mesh", "fsdp=8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:6] == [
+        f"config     gpt_oss with 20,914,757,184 parameters, from {file}",
+        "left out   attention biases: 192,000 parameters (0.00092%)",
+        "left out   biases of routers and experts: 6,636,288 parameters (0.032%)",
+        "left out   attention sinks: 1,536 parameters (7.3e-06%)",
+        "note       sliding windows of 128 positions: the plan computes attention over the whole sequence",
+        "note       quantized weights: the plan has weights of the dtype that model.precision sets",
+    ]
+
+
+LLAMA = MODELS["Llama-2-7b"]["config"]
+NOTES = [  # changes of Llama 2's config.json -> the part that is left out, and its parameters
+    ({"attention_bias": True}, "attention biases", 32 * 4 * 4096),
+    ({"mlp_bias": True}, "feed-forward biases", 32 * (2 * 11008 + 4096)),
+    ({"pretraining_tp": 2}, "pretraining_tp=2: the plan has 1", 0),
+    ({"n_hyper": 3, "gate": "new"}, "settings that the planner doesn't know: n_hyper, gate", 0),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: it changes angles, not costs", 0),
+]
+
+
+@pytest.mark.parametrize("changes, what, size", NOTES)
+def test_a_setting_that_the_plan_ignores_is_named(changes, what, size, tmp_path):
+    """Catches a setting that changes the model and is silently ignored."""
+    one = published.read(write(tmp_path, LLAMA | changes))
+    assert one.left_out == {what: size} and one.parameters == 6_738_415_616 + size
+
+
+def test_a_multimodal_model_is_planned_without_its_encoders(tmp_path):
+    """Gemma 3 4B, whose published file leaves out settings that have the default. Catches another library's default."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+            "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # fmt: skip
+    one = published.read(write(tmp_path, {"model_type": "gemma3", "text_config": text, "vision_config": {}}))
+    # 4,300,079,472 published, of which the vision encoder and its projection have 416,866,032 and 2,950,272.
+    assert one.parameters == 3_880_263_168 and one.config.model.tie_embeddings
+    assert any("encoders" in what for what in one.left_out)
+
+
+REFUSED = [  # contents of config.json -> the message
+    ("{", "not JSON"),
+    ("[1]", "a config.json is a JSON object, but this is [1]"),
+    ({"config": {}}, "has the settings of a run; pass it with --config "),
+    ({"model_type": "qwen33"}, "model_type='qwen33' is unknown; did you mean 'qwen3'"),
+    ({"model_type": "mamba"}, "to plan a similar model, change the settings of a preset, such as llama3_8b"),
+    ({"hidden_size": 8}, "model_type=None is unknown"),
+    (
+        {"model_type": "qwen2", "vocab_size": 8},
+        "has no hidden_size; a model of this type needs vocab_size, hidden_size",
+    ),
+    ({"model_type": "gpt_oss"} | {"vocab_size": 8}, "has no hidden_size"),
+    (LLAMA | {"hidden_size": "4096"}, "a setting has a value of another type than expected"),
+    (LLAMA | {"num_attention_heads": 0}, "has no head_dim, and no settings that determine it"),
+    (LLAMA | {"num_key_value_heads": 5}, "must be a multiple of n_kv_heads (32 % 5 = 2)"),
+]
+
+
+@pytest.mark.parametrize("hf, why", REFUSED)
+def test_a_config_that_cannot_be_planned_is_one_line(hf, why, tmp_path, capsys):
+    """Catches a traceback, and an error that does not say which file and what to do."""
+    assert main([write(tmp_path, hf)]) == 2
+    out, said = capsys.readouterr()
+    assert not out and said.startswith("error: ") and why in said and said.count("\n") == 1
+
+
+def test_a_path_that_does_not_exist_is_one_line(tmp_path, capsys):
+    """Catches a traceback, and a path that is called an unknown preset."""
+    assert main([str(tmp_path / "no/config.json")]) == 2
+    assert "No such file or directory; pass a preset, or a config.json of Hugging Face" in capsys.readouterr().err
+    with pytest.raises(UserError, match="pass only one preset or --config file"):
+        starting_point(["x/config.json", "--config", "y.json"], None, preset("tiny"))
