@@ -47,6 +47,8 @@ class Budget:
     tokens: float
     steps: int
     days: float
+    days_low: float | None  # the interval of `planner.Plan.real`; None: no step of this kind was measured
+    days_high: float | None
     chip_hours: float
     price: float | None  # dollars per chip hour
     dollars: float | None
@@ -150,18 +152,19 @@ def budget(one: Plan, tokens: float, price: str = "", given: str = "") -> Budget
     given  see `parse_goodput`; empty: the run never stops
     Raises: UserError for invalid text, for an unknown step time, and for less than one step.
     """
-    if one.likely_s is None:
+    if one.real is None:
         raise UserError("--tokens needs the time of a step: pass a --topology of TPUs or GPUs")
     if not one.tokens_per_step <= tokens < math.inf:
         raise UserError(f"--tokens {tokens:g}: a step has {one.tokens_per_step:,} tokens ({one.cfg.data.batch_size:,} "
                         f"sequences of {one.cfg.data.seq_len:,}); pass at least that many")  # fmt: skip
-    steps = math.ceil(tokens / one.tokens_per_step)
+    steps, step_s = math.ceil(tokens / one.tokens_per_step), one.real.seconds
     dollars_per_hour = parse_price(price, one.topology.chip.key)
-    progress = goodput(parse_goodput(given) if given else 1.0, checkpoint_bytes(one), one.likely_s, one.topology)
-    hours = steps * one.likely_s / progress.fraction / 3600
-    chip_hours = hours * one.topology.chips
+    progress = goodput(parse_goodput(given) if given else 1.0, checkpoint_bytes(one), step_s, one.topology)
+    days = lambda step_s: step_s and steps * step_s / progress.fraction / 86400
+    chip_hours = 24 * days(step_s) * one.topology.chips
     dollars = dollars_per_hour and dollars_per_hour * chip_hours
-    return Budget(tokens, steps, hours / 24, chip_hours, dollars_per_hour, dollars, progress)
+    return Budget(tokens, steps, days(step_s), days(one.real.low), days(one.real.high), chip_hours, dollars_per_hour,
+                  dollars, progress)  # fmt: skip
 
 
 def lines(found: Budget, one: Plan) -> list[str]:
@@ -169,12 +172,13 @@ def lines(found: Budget, one: Plan) -> list[str]:
     progress, cost = found.goodput, ""
     if found.dollars is not None:
         cost = f", {found.dollars:,.0f} dollars at {found.price:,.2f} per chip hour"
+    between = f" ({found.days_low:,.1f} to {found.days_high:,.1f})" if found.days_low else ""
     text = [f"budget     {found.tokens:,.0f} tokens are {found.steps:,} steps of {one.tokens_per_step:,}: "
-            f"{found.days:,.1f} days, {found.chip_hours:,.0f} chip hours{cost}"]  # fmt: skip
+            f"{found.days:,.1f} days{between}, {found.chip_hours:,.0f} chip hours{cost}"]  # fmt: skip
     if progress.failure_s is None:
         share = f"{progress.fraction:.1%}" if progress.fraction < 1 else "100%, a run that never stops"
         return [*text, f"goodput    {share}"]
-    every = progress.interval_steps * one.likely_s
+    every = progress.interval_steps * one.real.seconds
     return [*text,
             f"goodput    {progress.fraction:.1%}: {progress.saving:.1%} of the time is spent saving, and "
             f"{1 - progress.fraction - progress.saving:.1%} on repeated steps and restarts",

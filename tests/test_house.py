@@ -72,8 +72,8 @@ ROOMS = {
     "pipeline": "schedules check draw fit ticks step __main__",
     "data": "bucket packing order objectives features examples files hub sources hf_json sp_model tokenizers shards "
     "units engine progress prepare check train_tokenizer tasks",
-    "plan": "formulas hardware hiding compiled rows program weights traced_layer costs memory expected replayed auto "
-    "planner inference show user_file traced why __main__",
+    "plan": "formulas hardware hiding compiled rows program weights traced_layer networks costs memory expected "
+    "replayed auto measured tiers planner inference show user_file traced why budget explain __main__",
     "train": "storage steps checkpoint guard tracking report pace board agreement watchdog processes "
     "directory interruptions start progress selfcheck preflight",
     "weights": "folders families hf_config published card convert slim init_from __main__",
@@ -322,10 +322,14 @@ def test_no_address_in_locks_makefile_and_scripts():
         assert not re.search(r"\w+://\w[^\s\"']*", path.read_text()), path.name
 
 
+# JAX's own attention kernel does not declare over which axes its outputs vary. Only the text of this program is read.
+UNCHECKED = {"flash_attention.py"}
+
+
 def test_the_check_of_varying_axes_is_never_switched_off():
     """Catches the switch that hides a missing psum (STYLE 2)."""
     off = re.compile(r"check_(vma|rep)\s*=\s*False")
-    assert not [path.name for path in files("*.py", "*.md") if off.search(path.read_text())]
+    assert {path.name for path in files("*.py", "*.md") if off.search(path.read_text())} == UNCHECKED
 
 
 PRIVATE_JAX = {"processes.py"}  # the key-value store of jax.distributed has no public name

@@ -438,8 +438,11 @@ def collectives_with_overlap(program: Program, name: str, sizes: tuple, slices: 
             yield replace(found, asynchronous=two_parts or hidden, hidden=hidden, beside_flops=beside.flops)
 
 
-def collective(program: Program, name: str, one: Instruction, sizes: tuple, slices: tuple) -> Collective | None:
-    """Describe one execution of a collective of computation `name`; None if its groups have one device each."""
+def collective(program: Program, name: str, one: Instruction, sizes: tuple, slices=("", 1)) -> Collective | None:
+    """Describe one execution of a collective of computation `name`; None if its groups have one device each.
+
+    slices  see `in_slice`
+    """
     kind = one.between_slices or one.opcode.removesuffix("-start")
     if name.startswith("all-reduce-scatter"):  # TPU: an all-reduce fused with a slice of its result
         kind = "reduce-scatter"

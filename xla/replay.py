@@ -85,9 +85,12 @@ def count_devices(text: str) -> int:
     if ":T(" not in text:
         raise UserError("the program was compiled for CPUs or GPUs, because its arrays are not tiled; compile it for a "
                         "TPU topology")  # fmt: skip
+    if "_xla_megascale_transfer_type" in text:
+        raise UserError("the program sends data between slices, whose network is not simulated; compile it for one "
+                        "slice")  # fmt: skip
     number = lambda name: int((re.search(rf"\b{name}=(\d+)", header) or ["", 1])[1])
     if number("replica_count") > 1:
-        raise UserError(f"the program has {number('replica_count')} replicas, as jax.pmap makes; use jax.jit")
+        raise UserError(f"the program has {number('replica_count')} replicas, as pmap makes; use jax.jit")
     return number("num_partitions")
 
 

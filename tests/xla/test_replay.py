@@ -156,7 +156,8 @@ REFUSED = {  # change of the text -> the error
     "not scheduled": (("=true", "=false"), "the program is not scheduled; pass compiled.as_text()"),
     "a program for CPUs": ((":T(8,128)", ""), "the program was compiled for CPUs or GPUs"),
     "other devices": (("=true", "=true, num_partitions=16"), "compiled for 16 devices (num_partitions=16), but"),
-    "pmap": (("=true", "=true, replica_count=4"), "the program has 4 replicas, as jax.pmap makes; use jax.jit"),
+    "pmap": (("=true", "=true, replica_count=4"), "the program has 4 replicas, as pmap makes; use jax.jit"),
+    "several slices": (("tanh(", '_xla_megascale_transfer_type="X" tanh('), "the program sends data between slices"),
     "StableHLO": (("HloModule", "module @"), "not a compiled program, whose text begins with HloModule"),
 }  # fmt: skip
 
