@@ -375,11 +375,26 @@ def _find(mesh: MeshConfig | NamedMesh, topology: Topology, axes: tuple[str, ...
     on_torus, n = topology.chip.torus_dims > 0, math.prod(mesh.sizes[axis] for axis in axes)
     # JAX does not reorder GPUs.
     places = coordinates(mesh, topology) if on_torus else np.arange(topology.chips).reshape(*mesh.sizes.values(), 1)
-    find = (_torus_link if topology.chip.devices_per_chip == 1 else _shared_link) if on_torus else _switched_link
     along = [list(mesh.sizes).index(axis) for axis in axes]
     lines = np.moveaxis(places, along, range(-1 - len(along), -1)).reshape(-1, n, places.shape[-1])
+    name = "*".join(axes)
+    try:
+        found = _link_of_groups(lines.tobytes(), lines.shape, topology)
+    except UserError as error:
+        raise UserError(str(error).replace(AXIS, name)) from error
+    return replace(found, note=found.note.replace(AXIS, name))
+
+
+AXIS = "<axis>"  # stands for the name of the mesh axes in a link's note, and in errors
+
+
+@functools.cache
+def _link_of_groups(lines_bytes: bytes, shape: tuple[int, ...], topology: Topology) -> Link:
+    """Return the link of groups of devices, which many meshes of a search have in common."""
+    lines, on_torus = np.frombuffer(lines_bytes, int).reshape(shape), topology.chip.torus_dims > 0
+    find = (_torus_link if topology.chip.devices_per_chip == 1 else _shared_link) if on_torus else _switched_link
     latency_s = (_hops_latency if on_torus else _switched_latency)(lines, topology)
-    return replace(find("*".join(axes), lines, topology), latency_s=latency_s)
+    return replace(find(AXIS, lines, topology), latency_s=latency_s)
 
 
 def check(mesh: MeshConfig, topology: Topology) -> list[str]:
