@@ -10,7 +10,7 @@ from config.flags import command_line
 from devices import use_devices
 from errors import UserError, exit_status
 from pictures import check_picture
-from plan import budget, explain, hardware, inference, planner, show, why
+from plan import budget, explain, front, hardware, inference, planner, show, why
 from plan.costs import parameters
 from plan.inference import DType
 from weights import published
@@ -21,6 +21,7 @@ HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first
      python -m plan moe1b --topology v4:4x4x2 --max_batch   # the largest batch that fits, found by compiling
      python -m plan Qwen3-8B/config.json --topology v5p:4x4x4 --search 64   # a model of Hugging Face
+     python -m plan moe1b --topology v4:4x4x2,h100:32       # search several topologies, and compare
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
      python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
 
@@ -33,14 +34,16 @@ Presets:"""
 
 @dataclass(frozen=True)
 class Arguments(Config):
-    topology: str = ""  # the devices: v4:4x4x2, v5p:4x4x4, v5e:4x4, h100:16 ...; empty: speed and memory are unknown
+    # the devices: v4:4x4x2, v5p:4x4x4, v5e:4x4, h100:16 ...; empty: speed and memory are unknown. Several, separated by
+    # commas: search each of them, and compare
+    topology: str = ""
     compile: bool = False  # compile the step, for the topology's TPUs or for simulated CPU devices, and compare
     search: int = 0  # number of devices: plan every mesh of this many devices, and rank those that fit
     max_batch: bool = False  # find the largest batch that fits, by compiling
     why: bool = False  # explain the plan: compare the FLOPs and bytes of each line of the model with the traced step
     explain: bool = False  # name the three largest losses of the plan, and what would recover each
     tokens: float = 0.0  # tokens to train on, such as 15e12: print days, chip hours and dollars
-    price: str = ""  # --tokens: dollars per chip hour, such as 2.1, or v5p=4.2,h100=2.1
+    price: str = ""  # --tokens, or several topologies: dollars per chip hour, such as 2.1, or v5p=4.2,h100=2.1
     # --tokens: fraction of the time in which the run makes progress, such as 0.95, or what it follows from:
     # mtbf=50000,disk=1,restart=600 (hours between failures of one chip, GB/s of one host's disk, seconds)
     goodput: str = ""
@@ -179,6 +182,24 @@ def search_inference(cfg: Config, args: Arguments, topology, request, console) -
     return {"layouts": layouts, "too_large": len(large), "refused": refused}, 0 if fit else 1
 
 
+def compare_topologies(cfg: Config, args: Arguments, console) -> tuple[dict, int]:
+    """Search several topologies. Returns the Pareto front for JSON and the exit status."""
+    modes = "compile", "search", "max_batch", "why", "explain", "tokens", "goodput", "inference"
+    if given := [f"--{name}" for name in modes if getattr(args, name)]:
+        raise UserError(f"{given[0]} describes one topology; drop it, or pass a --topology without commas")
+    if args.plot:
+        check_picture(args.plot)
+    topologies = [hardware.Topology.parse(text) for text in args.topology.split(",")]
+    limit = round(args.memory * 2**30) or None
+    best, fastest = front.search(cfg, topologies, args.price, limit, log)
+    front.print_front(best, fastest, console)
+    if args.plot:
+        front.plot_front(best, fastest, args.plot)
+        log(f"drew {args.plot}")
+    to_json = lambda layouts: [one.to_json() for one in layouts]
+    return {"front": to_json(best), "fastest": to_json(fastest)}, 0
+
+
 def better_json(better) -> dict:
     """Convert the result of `planner.faster` to JSON."""
     if not better:
@@ -192,6 +213,8 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     from rich.console import Console
 
     console = Console(quiet=args.json == "-", highlight=False, width=None if sys.stdout.isatty() else 120)
+    if "," in args.topology:
+        return compare_topologies(cfg, args, console)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
     check(args, topology)
     if args.inference:

@@ -1,0 +1,55 @@
+"""Test the comparison of several topologies."""
+
+import json
+import random
+
+import pytest
+
+from plan import front
+from plan.__main__ import main
+
+FLAGS = ("--data.batch_size", "32", "--data.seq_len", "128")
+
+
+def test_the_front_has_what_no_other_layout_dominates():
+    """Catches a layout on the front that another one dominates, also if two are equally fast."""
+    rng = random.Random(5)
+    layouts = [front.Layout(None, rng.randint(1, 9), rng.randint(1, 7), rng.randint(1, 5)) for _ in range(60)]
+
+    def dominates(a, b):
+        return a.scores != b.scores and all(x <= y for x, y in zip(a.scores, b.scores, strict=True))
+
+    expected = {one.scores for one in layouts if not any(dominates(other, one) for other in layouts)}
+    found = front.pareto(layouts)
+    assert {one.scores for one in found} == expected
+    assert len(found) == len(expected)
+    assert found == sorted(found, key=lambda one: one.seconds)
+
+
+def test_the_command_compares_topologies(tmp_path, capsys):
+    path, picture = tmp_path / "front.json", tmp_path / "front.svg"
+    assert main(["laptop", "--topology", "v4:2x2x1,h100:4", "--price", "v4=3.2,h100=2", *FLAGS, "--json", str(path),
+                 "--plot", str(picture)]) == 0  # fmt: skip
+    found, text = json.loads(path.read_text()), capsys.readouterr().out
+    assert {one["topology"] for one in found["fastest"]} == {"v4:2x2x1", "h100:4"}
+    for one in found["fastest"]:
+        price = {"v4:2x2x1": 3.2, "h100:4": 2}[one["topology"]]
+        assert one["dollars_per_million_tokens"] == pytest.approx(price * 4 * one["seconds"] / 3600 / (32 * 128 / 1e6))
+        assert one["mesh"] in text
+    fastest = min(found["fastest"], key=lambda one: one["seconds"])
+    assert found["front"][0]["seconds"] == fastest["seconds"]
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize("call, message", [
+    (("--topology", "v4:2x2x1,v5e:2x2", "--explain"), "--explain describes one topology; drop it, or pass"),
+    (("--topology", "v4:2x2x1,cpu:4"), "--topology cpu:4: the speed of this machine is unknown"),
+    (("--topology", "v4:2x2x1,v5:2x2"), "unknown chip 'v5'"),
+    (("--topology", "v4:2x2x1,v5e:2x2", "--price", "v4=3"), "--price v4=3 has no price for v5e; add v5e=DOLLARS"),
+    (("--topology", "v4:2x2x1,v5e:2x2", "--memory", "0.0001"), "no layout fits on any topology; use more chips"),
+])  # fmt: skip
+def test_invalid_comparisons_are_refused(call, message, capsys):
+    assert main(["laptop", *FLAGS, *call]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
