@@ -51,6 +51,7 @@ from overlap.layers import scan_layers, stack_size
 from overlap.positions import apply_scatter, gather_apply, gather_apply_scatter
 from overlap.remat import BETWEEN, remat
 from overlap.weights import at_use, cast, slice_by_slice, tokens_go_to_table
+from rotary import query_scales, rotary_angles, rotate, scaled
 from sharding import (
     BATCH,
     CONTEXT,
@@ -77,7 +78,7 @@ from sharding import (
 float32 = jnp.float32
 
 
-# Norm and rotary --------------------------------------------------------------------------------------------
+# Norm -------------------------------------------------------------------------------------------------------
 
 
 def broadcast_gain(x, gain):
@@ -99,25 +100,6 @@ def norm(x, gain, eps, bias=None):
         x32 -= jnp.mean(x32, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return add_bias(x32 * scale * broadcast_gain(x, gain), bias).astype(x.dtype)
-
-
-def rotary_angles(positions_bS, width: int, theta: float, on):
-    """Return the rotation angle of each coordinate pair at each position, in radians.
-
-    on  1.0, or 0.0 in a layer without rotary embeddings, which makes all angles 0
-    Shapes: [b, S] -> [b, S, width / 2]. Source: RoFormer, arXiv:2104.09864, equation 15.
-    """
-    frequency = theta ** (-jnp.arange(0, width, 2, dtype=float32) / width)
-    return positions_bS[..., None].astype(float32) * frequency[None, None, :] * on
-
-
-def rotate(x_bSHR, angles_bSr):
-    """Rotate each coordinate pair (i, i + r) by angle i, so that scores depend on relative positions.
-    Coordinates from 2r on are unchanged."""
-    cos, sin, r = jnp.cos(angles_bSr)[:, :, None, :], jnp.sin(angles_bSr)[:, :, None, :], angles_bSr.shape[-1]
-    first, second, rest = jnp.split(x_bSHR.astype(float32), (r, 2 * r), axis=-1)
-    rotated = first * cos - second * sin, first * sin + second * cos, rest
-    return jnp.concatenate(rotated, axis=-1).astype(x_bSHR.dtype)
 
 
 # Attention --------------------------------------------------------------------------------------------------
@@ -149,9 +131,11 @@ def query_latent(w: LatentAttention, c: ModelConfig, x_bsD):
 def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs, rotary_on):
     """Project the latent to each head's query: the content part and the rotary part, which is rotated.
     Shapes: [b, s, Q] -> [b, s, h, K], [b, s, h, R]."""
+    content, rotary = query_scales(c)
     q_bshK = jnp.einsum("bsQ,QhK->bshK", latent_bsQ, w.w_query_QHK)
     q_bshR = jnp.einsum("bsQ,QhR->bshR", latent_bsQ, w.w_query_rotary_QHR)
-    return q_bshK, rotate(q_bshR, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on))
+    angles_bsr = rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on, c.rope_scaling)
+    return scaled(q_bshK, content), rotate(q_bshR, angles_bsr, rotary)
 
 
 def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
@@ -159,7 +143,7 @@ def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
     Shapes: [b, s, D] -> [b, s, C], [b, s, R]."""
     latent_bsC = norm(x_bsD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
     k_bs1R = (x_bsD @ w.w_key_rotary_DR)[:, :, None, :]
-    k_bs1R = rotate(k_bs1R, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on))
+    k_bs1R = rotate(k_bs1R, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on, c.rope_scaling))
     return latent_bsC, k_bs1R[:, :, 0, :]
 
 
@@ -223,8 +207,9 @@ def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs
     q_bshK = jnp.einsum("bsD,DhK->bshK", x_bsD, w.w_query_DHK)
     k_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_key_DGK)
     v_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_value_DGK)
-    angles_bsr = rotary_angles(positions_bs, c.rope_dims or c.d_head, c.rope_theta, rotary_on)
-    return rotate(q_bshK, angles_bsr), rotate(k_bsgK, angles_bsr), v_bsgK
+    width = c.rope_dims or c.d_head
+    angles_bsr = rotary_angles(positions_bs, width, c.rope_theta, rotary_on, c.rope_scaling)
+    return rotate(q_bshK, angles_bsr, query_scales(c)[1]), rotate(k_bsgK, angles_bsr), v_bsgK
 
 
 def grouped_attention(

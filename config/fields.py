@@ -101,7 +101,42 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-# Strings that encode several values: data.skip, data.mixture, data.objective, optim.schedule ------------------------
+# Strings that encode several values: model.rope_scaling, data.skip, data.mixture, data.objective, optim.schedule ------
+
+
+class RopeScaling(NamedTuple):
+    """How the frequencies of rotary embeddings are scaled; see `rotary.py`."""
+
+    kind: str  # llama3 or yarn
+    factor: float
+    low: float  # a pair that turns this often in the original context, or less often, is slowed down by the factor
+    high: float  # a pair that turns this often, or more often, keeps its frequency
+    original: float  # positions of the original context
+    mscale: float = 0.0  # yarn
+    mscale_all: float = 0.0  # yarn
+
+
+@functools.lru_cache(maxsize=64)
+def parse_rope_scaling(text: str) -> RopeScaling | None:
+    """Parse `llama3:8:1:4:8192` or `yarn:40:1:32:4096`, which may end with two more numbers. Empty text gives None.
+
+    Raises: UserError that quotes text that cannot be parsed.
+    """
+    if not text:
+        return None
+    kind, *words = text.split(":")
+    try:
+        found = RopeScaling(kind, *map(float, words))
+        valid = kind == "yarn" or (kind == "llama3" and len(words) == 4)
+        valid &= all(map(math.isfinite, found[1:])) and found.factor >= 1 and found.original > 0
+        valid &= 0 < found.low < found.high and found.mscale >= 0 and found.mscale_all >= 0
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise UserError(f"model.rope_scaling={text!r}: should be llama3:FACTOR:LOW:HIGH:POSITIONS, such as "
+                        "llama3:8:1:4:8192, or yarn:FACTOR:LOW:HIGH:POSITIONS, such as yarn:4:1:32:32768")  # fmt: skip
+    return found
+
 
 PERIOD = 1000  # the weights of a mixture are exact over any window of this many sequences
 

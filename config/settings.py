@@ -30,6 +30,7 @@ from config.fields import (
     metadata_of,
     parse_mixture,
     parse_objectives,
+    parse_rope_scaling,
     parse_schedule,
     parse_skips,
 )
@@ -219,6 +220,9 @@ class ModelConfig:
     d_kv_latent: Size = 64  # mla: width of the key/value latent
     rope_dims: Count = 0  # gqa: rotate only the first coordinates of a head, such as 64 of 256 in GPT-J; 0: all
     rope_theta: Positive = 10_000.0  # RoPE base (theta)
+    # scale RoPE's frequencies for a longer context: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192, or yarn
+    # (arXiv:2309.00071) with the same numbers, then optionally DeepSeek's MSCALE:MSCALE_ALL; empty: no scaling
+    rope_scaling: str = ""
     no_rope_every: Annotated[Count, Affects.OWN] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
     d_ff: Size = 512  # hidden dimension of a dense feed-forward layer
     activation: Literal["swiglu", "gelu", "geglu"] = "swiglu"  # nonlinearity of feed-forward layers and of experts
@@ -257,6 +261,7 @@ class ModelConfig:
 
     def __post_init__(self):
         check(self, "model.")
+        parse_rope_scaling(self.rope_scaling)  # raises if it cannot be parsed
         if self.attention == "gqa" and self.n_heads % self.n_kv_heads:
             self._refuse("n_heads", f"must be a multiple of n_kv_heads ({self.n_heads} % {self.n_kv_heads} = "
                          f"{self.n_heads % self.n_kv_heads})")  # fmt: skip
@@ -270,8 +275,9 @@ class ModelConfig:
             self._refuse("parallel_residual", f"needs attention='gqa' and n_experts=0, but {has}")
         if self.encoder_layers:
             needed = dict(
-                attention="gqa", n_experts=0, dense_prefix=0, parallel_residual=False, norm="rms", prefix_lm=False
-            )
+                attention="gqa", n_experts=0, dense_prefix=0, parallel_residual=False, norm="rms", prefix_lm=False,
+                rope_scaling="",
+            )  # fmt: skip
             for name, allowed in needed.items():
                 if getattr(self, name) != allowed:
                     self._refuse(name, f"a model with an encoder needs {name}={allowed!r}")

@@ -11,9 +11,9 @@ from pathlib import Path
 from docs.notebooks import ROOT, chapters
 
 # Pages of the API in reading order: files at the root, and packages.
-API = ("model", "encoder_decoder", "sharding", "parameters", "overlap", "kernels", "optimizer", "pipeline", "plan",
-       "xla", "config", "dataset", "data", "train", "generate", "weights", "evaluate", "main", "on_mesh", "errors",
-       "devices", "pictures", "chapters")  # fmt: skip
+API = ("model", "rotary", "encoder_decoder", "sharding", "parameters", "overlap", "kernels", "optimizer", "pipeline",
+       "plan", "xla", "config", "dataset", "data", "train", "generate", "weights", "evaluate", "main", "on_mesh",
+       "errors", "devices", "pictures", "chapters")  # fmt: skip
 
 
 # Letters and axes -----------------------------------------------------------------------------------------------------

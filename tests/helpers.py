@@ -138,15 +138,47 @@ def np_norm(x, gain, bias, eps):
     return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(x.var(axis=-1, keepdims=True) + eps) * gain + bias
 
 
-def np_rotate(x_R, position, theta):
-    """Rotate coordinates i and i + R/2, as one complex number, by position * theta^(-2i/R)."""
+def np_rotate(x_R, position, frequencies_r):
+    """Rotate coordinates i and i + R/2, as one complex number, by position * frequency i."""
     half = len(x_R) // 2
-    turned = (x_R[:half] + 1j * x_R[half:]) * np.exp(1j * position * theta ** (-np.arange(half) / half))
+    turned = (x_R[:half] + 1j * x_R[half:]) * np.exp(1j * position * frequencies_r)
     return np.concatenate([turned.real, turned.imag])
 
 
-def np_rotate_all(x_THR, positions_T, theta):
-    return np.stack([[np_rotate(x_R, p, theta) for x_R in x_HR] for x_HR, p in zip(x_THR, positions_T, strict=True)])
+def np_frequency(i, width, theta, scaling):
+    """Return the frequency of pair i, theta^(-2i/width), as the published rules scale it."""
+    plain = theta ** (-2 * i / width)
+    if not scaling:
+        return plain
+    factor, low, high, original = map(float, scaling.split(":")[1:5])
+    if scaling.startswith("yarn"):  # by the number of the pair
+        first, last = (width * np.log(original / (2 * np.pi * turns)) / (2 * np.log(theta)) for turns in (high, low))
+        first, last = max(np.floor(first), 0), min(np.ceil(last), width - 1)
+        slowed = np.clip((i - first) / (last - first), 0, 1)
+        return plain / factor * slowed + plain * (1 - slowed)
+    wavelength = 2 * np.pi / plain
+    if wavelength < original / high:
+        return plain
+    if wavelength > original / low:
+        return plain / factor
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * plain / factor + smooth * plain
+
+
+def np_rotate_all(x_THR, positions_T, theta, scaling=""):
+    width = x_THR.shape[-1]
+    frequencies_r = np.array([np_frequency(i, width, theta, scaling) for i in range(width // 2)])
+    rotate = lambda x_HR, position: [np_rotate(x_R, position, frequencies_r) for x_R in x_HR]
+    return np_yarn_growth(scaling) * np.stack([*map(rotate, x_THR, positions_T)])
+
+
+def np_yarn_growth(scaling):
+    """Return the factor of rotated queries and rotated keys."""
+    if not scaling.startswith("yarn"):
+        return 1.0
+    factor, *_, mscale, mscale_all = map(float, (scaling + ":0:0").split(":")[1:7])
+    growth = lambda share: 1 + 0.1 * share * np.log(factor)
+    return growth(mscale) / growth(mscale_all) if mscale and mscale_all else growth(1)
 
 
 def np_softmax(x):
@@ -169,11 +201,13 @@ def np_latent_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary
     if c.d_query_latent:
         latent_TQ = np_rms_norm(x_TD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
     latent_TC = np_rms_norm(x_TD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
-    turn = lambda x: np_rotate_all(x, positions_T * rotary, c.rope_theta)
+    turn = lambda x: np_rotate_all(x, positions_T * rotary, c.rope_theta, c.rope_scaling)
     q_rotary_THR = turn(np.einsum("tq,qhr->thr", latent_TQ, w.w_query_rotary_QHR))
     k_rotary_THR = np.repeat(turn((x_TD @ w.w_key_rotary_DR)[:, None, :]), c.n_heads, axis=1)
     q = np.concatenate([np.einsum("tq,qhk->thk", latent_TQ, w.w_query_QHK), q_rotary_THR], axis=-1)
     k = np.concatenate([np.einsum("tc,chk->thk", latent_TC, w.w_key_CHK), k_rotary_THR], axis=-1)
+    factor, *_, mscale_all = map(float, c.rope_scaling.split(":")[1:]) if c.rope_scaling else (1, 0)
+    q *= (1 + 0.1 * mscale_all * np.log(factor)) ** 2  # DeepSeek-V3
     out_THU = np_attend(q, k, np.einsum("tc,chu->thu", latent_TC, w.w_value_CHU), positions_T, segments_T)
     return np.einsum("thu,hud->td", out_THU, w.w_out_HUD)
 
@@ -181,7 +215,9 @@ def np_latent_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary
 def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary=True):
     def turn(x_THK):
         turned, rest = np.split(x_THK, [c.rope_dims or c.d_head], axis=-1)
-        return np.concatenate([np_rotate_all(turned, positions_T * rotary, c.rope_theta), rest], axis=-1)
+        return np.concatenate(
+            [np_rotate_all(turned, positions_T * rotary, c.rope_theta, c.rope_scaling), rest], axis=-1
+        )
 
     q_THK = turn(np.einsum("td,dhk->thk", x_TD, w.w_query_DHK))
     k_TGK = turn(np.einsum("td,dgk->tgk", x_TD, w.w_key_DGK))

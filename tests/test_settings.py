@@ -135,6 +135,7 @@ NOT_BUILT = [  # settings besides ENCODER -> what is said of them
     ({"model.n_experts": 8}, "model.n_experts=8: a model with an encoder needs n_experts=0"),
     ({"model.parallel_residual": True}, "parallel_residual=True: a model with an encoder needs"),
     ({"model.prefix_lm": True}, "prefix_lm=True: a model with an encoder needs"),
+    ({"model.rope_scaling": "llama3:8:1:4:8192"}, "rope_scaling=llama3:8:1:4:8192: a model with an encoder needs"),
 ]
 
 
@@ -168,3 +169,18 @@ def test_objectives_have_exact_weights(text, expected):
     else:
         with pytest.raises(UserError, match=f"data.objective='{text}': .*{expected}"):
             preset("tiny", **{"data.objective": text})
+
+
+ROPE_SCALINGS = [
+    "linear:8", "llama3", "llama3:8:1:4", "llama3:8:1:4:8192:1:1", "llama3:8:4:1:8192", "yarn:0.5:1:32:4096",
+    "yarn:4:0:32:4096", "yarn:4:1:32:none", "yarn:4:1:32:inf", "yarn:4:1:32:4096:-1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ROPE_SCALINGS)
+def test_a_rope_scaling_that_cannot_be_parsed_is_refused(text):
+    """Catches frequencies of NaN, and a traceback when the model is first traced."""
+    with pytest.raises(UserError, match=f"model.rope_scaling='{text}': should be llama3:FACTOR:LOW:HIGH:POSITIONS, "):
+        preset("tiny", **{"model.rope_scaling": text})
+    for valid in ("", "llama3:8:1:4:8192", "yarn:40:1:32:4096", "yarn:40:1:32:4096:1:0.707"):
+        assert preset("tiny", **{"model.rope_scaling": valid}).model.rope_scaling == valid

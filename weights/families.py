@@ -159,8 +159,9 @@ REQUIRED = object()
 class Setting(NamedTuple):
     hf_name: str  # name in config.json; "": it has no such setting, and `absent` computes ours from the others
     field: str  # field of our config
-    absent: Any = REQUIRED  # value if the setting is null or missing, or a function of config.json
-    zero_is_null: bool = False  # write our 0 as null
+    absent: Any = REQUIRED  # our value if the setting is null or missing, or a function of config.json
+    to_ours: Callable[[Any], Any] = lambda value: value
+    to_hf: Callable[[Any], Any] = lambda value: value
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,37 @@ class Family:
     layer_name: str = "model.layers.{layer}."
 
 
+# Numbers in `rope_scaling` of config.json, in the order of our setting, and their defaults in transformers.
+ROPE_NUMBERS = {
+    "llama3": {"factor": REQUIRED, "low_freq_factor": REQUIRED, "high_freq_factor": REQUIRED,
+               "original_max_position_embeddings": REQUIRED},
+    "yarn": {"factor": REQUIRED, "beta_slow": 1, "beta_fast": 32, "original_max_position_embeddings": REQUIRED,
+             "mscale": 0, "mscale_all_dim": 0},
+}  # fmt: skip
+
+
+def rope_scaling_from_hf(rope: dict) -> str:
+    """Return model.rope_scaling for `rope_scaling` of config.json. Raises: UserError if our model does not have it."""
+    given = {name: value for name, value in rope.items() if value is not None}
+    kind = given.pop("rope_type", given.pop("type", None))
+    if kind == "default" and not given:
+        return ""
+    names = ROPE_NUMBERS.get(kind, {})
+    numbers = [given.pop(name, default) for name, default in names.items()]
+    if not names or REQUIRED in numbers or given not in ({}, {"truncate": True}):
+        supported = " or ".join(f"{name} with {', '.join(ROPE_NUMBERS[name])}" for name in ROPE_NUMBERS)
+        raise UserError(f"config.json: rope_scaling={rope!r} is not supported; it must be {supported}")
+    while not numbers[-1]:
+        numbers.pop()
+    return ":".join([kind, *(str(int(x) if x == int(x) else x) for x in numbers)])
+
+
+def rope_scaling_to_hf(text: str) -> dict | None:
+    kind, *numbers = text.split(":")
+    names = zip(ROPE_NUMBERS.get(kind, {}), numbers, strict=False)  # the last two numbers of yarn may be absent
+    return {"rope_type": kind} | {name: float(x) for name, x in names} if text else None
+
+
 # Settings that do not change what the model computes. from-hf stores them, so that to-hf can write them again.
 PASSED_THROUGH = set(
     "_name_or_path use_cache initializer_range bos_token_id eos_token_id pad_token_id max_position_embeddings "
@@ -195,9 +227,10 @@ _COMMON = (
     Setting("num_attention_heads", "n_heads"),
     Setting("rms_norm_eps", "norm_eps"),
     Setting("tie_word_embeddings", "tie_embeddings", False),
+    Setting("rope_scaling", "rope_scaling", "", rope_scaling_from_hf, rope_scaling_to_hf),
 )
 _HEAD_DIM = Setting("head_dim", "d_head", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
-_HF_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "quantization_config": None}
+_HF_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 _UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0}
 _DECODER_ONLY = _UNSUPPORTED_FIELDS | {"encoder_layers": 0}
 _FIXED_FIELDS = _DECODER_ONLY | dict(rope_dims=0, activation="swiglu", parallel_residual=False, bias=False, norm="rms")
@@ -230,7 +263,8 @@ FAMILIES = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         (*_COMMON, Setting("num_key_value_heads", "n_heads"), Setting("rope_theta", "rope_theta", 10_000.0),
-         Setting("q_lora_rank", "d_query_latent", 0, zero_is_null=True), Setting("kv_lora_rank", "d_kv_latent"),
+         Setting("q_lora_rank", "d_query_latent", 0, to_hf=lambda size: size or None),
+         Setting("kv_lora_rank", "d_kv_latent"),
          Setting("qk_nope_head_dim", "d_head"), Setting("qk_rope_head_dim", "d_rope"), Setting("v_head_dim", "d_value"),
          Setting("head_dim", "d_rope", lambda hf: hf["qk_rope_head_dim"]),
          Setting("intermediate_size", "d_ff"), Setting("first_k_dense_replace", "dense_prefix"),
@@ -253,7 +287,7 @@ FAMILIES = {
          Setting("layer_norm_epsilon", "norm_eps", 1e-5), Setting("n_inner", "d_ff", lambda hf: 4 * hf["n_embd"])),
         _DECODER_ONLY | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "gelu",
                   "norm": "layer", "parallel_residual": True, "bias": True, "rope_theta": 10_000.0,
-                  "tie_embeddings": False},
+                  "rope_scaling": "", "tie_embeddings": False},
         ("rope_dims",), {},
         {"activation_function": "gelu_new", "tie_word_embeddings": False, "rotary": True, "scale_attn_weights": True,
          "quantization_config": None}, {},
@@ -266,7 +300,7 @@ FAMILIES = {
          Setting("", "n_kv_heads", lambda hf: hf["num_heads"]), Setting("layer_norm_epsilon", "norm_eps", 1e-6),
          Setting("tie_word_embeddings", "tie_embeddings", True)),
         _UNSUPPORTED_FIELDS | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "geglu",
-                  "norm": "rms", "parallel_residual": False, "bias": False},
+                  "norm": "rms", "parallel_residual": False, "bias": False, "rope_scaling": ""},
         ("encoder_layers",), {},
         {"feed_forward_proj": "gated-gelu", "is_gated_act": True, "dense_act_fn": "gelu_new",
          "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "is_encoder_decoder": True,

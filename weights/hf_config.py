@@ -39,7 +39,9 @@ def field_values(family: Family, hf: dict) -> dict[str, Any]:
     values, source = dict(family.fixed_fields), {}
     for s in family.settings:
         value = hf.get(s.hf_name)
-        if value is None:
+        if value is not None:
+            value = s.to_ours(value)
+        else:
             if s.absent is REQUIRED:
                 needed = ", ".join(s.hf_name for s in family.settings if s.absent is REQUIRED)
                 raise UserError(f"config.json has no {s.hf_name}; a model of this type needs {needed}")
@@ -95,7 +97,7 @@ def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict
     for s in family.settings:
         value = getattr(c, s.field)
         if s.hf_name:
-            hf[s.hf_name] = None if s.zero_is_null and not value else value
+            hf[s.hf_name] = s.to_hf(value)
         elif value != (want := s.absent(hf)):
             raise UserError(f"transformers' {family.architecture} ({kind}) cannot express model.{s.field}={value!r} "
                             f"(it would be {want!r})")  # fmt: skip

@@ -17,7 +17,7 @@ from architectures import declare
 from config import Config, ModelConfig, replace
 from errors import UserError, suggest
 from weights import families
-from weights.families import IGNORED, PASSED_THROUGH, Family, Setting
+from weights.families import IGNORED, PASSED_THROUGH, Family, Setting, rope_scaling_from_hf
 from weights.hf_config import field_values, with_old_names
 
 # Families that can only be planned ------------------------------------------------------------------------------------
@@ -117,7 +117,6 @@ PARTS = (
          "the plan may send it to all groups, so it may count more bytes", lambda hf: (hf.get("n_group") or 1) > 1),
     Part("quantization_config", "quantized weights: the plan has weights of the dtype that model.precision sets",
          lambda hf: hf.get("quantization_config")),
-    Part("rope_scaling", "rope_scaling: it changes angles, not costs", lambda hf: hf.get("rope_scaling")),
     Part("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar swiglu_limit swiglu_alpha",
          "caps and scales of single numbers, which cost little", kind_is("gemma2", "gemma3_text", "gpt_oss")),
     Part("cache_implementation experts_per_token initial_context_length use_bidirectional_attention", "",
@@ -194,24 +193,28 @@ def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int]]:
 
     Raises: UserError if model_type is unknown, or if a setting that the plan needs is missing or invalid.
     """
-    left_out = {}
+    notes = {}
     if isinstance(hf.get("text_config"), dict):
-        left_out["encoders of images or sound, whose parameters are not counted here"] = 0
+        notes["encoders of images or sound, whose parameters are not counted here"] = 0
         hf = {"model_type": f"{hf.get('model_type')}_text"} | hf["text_config"]
     known, hf = PLANNED | families.FAMILIES, with_old_names(hf)
     if (kind := hf.get("model_type")) not in known:
         raise UserError(f"config.json: model_type={kind!r} is unknown; {suggest(str(kind), known)}; to plan a similar "
                         "model, change the settings of a preset, such as llama3_8b or mixtral_8x7b")  # fmt: skip
+    try:
+        rope_scaling_from_hf(hf.get("rope_scaling") or {"rope_type": "default"})
+    except UserError:
+        notes[f"rope_scaling={hf.pop('rope_scaling')}: the plan does not scale; it costs the same"] = 0
     family = known[kind]
     # transformers fixes an epsilon of DeepSeek's norms, which a plan doesn't need
     fixed = {name: value for name, value in family.fixed_fields.items() if name != "norm_eps"}
     c = ModelConfig(**family.initial_fields | field_values(dataclasses.replace(family, fixed_fields=fixed), hf))
     explained = {name for part in PARTS for name in part.settings.split()}
-    left_out |= {part.what.format_map(defaultdict(str, hf)): part.size(hf, c) for part in PARTS if part.present(hf)}
+    left_out = {part.what.format_map(defaultdict(str, hf)): part.size(hf, c) for part in PARTS if part.present(hf)}
     for name, want in family.hf_fixed.items():
         if name not in explained and (value := hf.get(name, want)) != want:
-            left_out[f"{name}={value!r}: the plan has {want!r}"] = 0
+            notes[f"{name}={value!r}: the plan has {want!r}"] = 0
     named = {s.hf_name for s in family.settings} | set(family.hf_fixed) | PASSED_THROUGH | IGNORED | explained
     if unknown := [name for name in hf if name not in named]:
-        left_out[f"settings that the planner doesn't know: {', '.join(unknown)}"] = 0
-    return kind, c, left_out
+        notes[f"settings that the planner doesn't know: {', '.join(unknown)}"] = 0
+    return kind, c, left_out | notes

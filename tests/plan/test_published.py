@@ -91,7 +91,11 @@ NOTES = [  # changes of Llama 2's config.json -> the part that is left out, and 
     ({"mlp_bias": True}, "feed-forward biases", 32 * (2 * 11008 + 4096)),
     ({"pretraining_tp": 2}, "pretraining_tp=2: the plan has 1", 0),
     ({"n_hyper": 3, "gate": "new"}, "settings that the planner doesn't know: n_hyper, gate", 0),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: it changes angles, not costs", 0),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+        "rope_scaling={'rope_type': 'linear', 'factor': 8.0}: the plan does not scale; it costs the same",
+        0,
+    ),
 ]
 
 
