@@ -198,6 +198,8 @@ class GroupedAttention:
 
     w_query_DHK: Any = param("DHK", fan_in="D", D=SLICED, H=TENSOR)
     w_key_DGK: Any = param("DGK", fan_in="D", D=SLICED, G=TENSOR)
+    norm_query_K: Any = param("K", mean=1.0, decay=False, needs=lambda c: c.qk_norm)
+    norm_key_K: Any = param("K", mean=1.0, decay=False, needs=lambda c: c.qk_norm)
     w_value_DGK: Any = param("DGK", fan_in="D", D=SLICED, G=TENSOR)
     w_out_HKD: Any = param("HKD", fan_in="HK", residual=True, H=TENSOR, D=SLICED)
 
@@ -207,6 +209,8 @@ def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs
     q_bshK = jnp.einsum("bsD,DhK->bshK", x_bsD, w.w_query_DHK)
     k_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_key_DGK)
     v_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_value_DGK)
+    if c.qk_norm:
+        q_bshK, k_bsgK = norm(q_bshK, w.norm_query_K, c.norm_eps), norm(k_bsgK, w.norm_key_K, c.norm_eps)
     width = c.rope_dims or c.d_head
     angles_bsr = rotary_angles(positions_bs, width, c.rope_theta, rotary_on, c.rope_scaling)
     return rotate(q_bshK, angles_bsr, query_scales(c)[1]), rotate(k_bsgK, angles_bsr), v_bsgK

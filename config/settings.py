@@ -223,6 +223,7 @@ class ModelConfig:
     # scale RoPE's frequencies for a longer context: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192, or yarn
     # (arXiv:2309.00071) with the same numbers, then optionally DeepSeek's MSCALE:MSCALE_ALL; empty: no scaling
     rope_scaling: str = ""
+    qk_norm: bool = False  # gqa: apply RMSNorm to each head's query and key before RoPE, as in Qwen3
     no_rope_every: Annotated[Count, Affects.OWN] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
     d_ff: Size = 512  # hidden dimension of a dense feed-forward layer
     activation: Literal["swiglu", "gelu", "geglu"] = "swiglu"  # nonlinearity of feed-forward layers and of experts
@@ -270,13 +271,15 @@ class ModelConfig:
             self._refuse(name, "must be even, because rotary embeddings rotate pairs of coordinates")
         if self.attention == "gqa" and (self.rope_dims % 2 or self.rope_dims > self.d_head):
             self._refuse("rope_dims", f"must be even, and at most d_head={self.d_head}")
+        if self.qk_norm and self.attention != "gqa":
+            self._refuse("qk_norm", f"needs attention='gqa', but attention={self.attention!r}")
         if self.parallel_residual and (self.attention != "gqa" or self.n_experts):
             has = f"attention={self.attention!r}" if self.attention != "gqa" else f"n_experts={self.n_experts}"
             self._refuse("parallel_residual", f"needs attention='gqa' and n_experts=0, but {has}")
         if self.encoder_layers:
             needed = dict(
                 attention="gqa", n_experts=0, dense_prefix=0, parallel_residual=False, norm="rms", prefix_lm=False,
-                rope_scaling="",
+                rope_scaling="", qk_norm=False,
             )  # fmt: skip
             for name, allowed in needed.items():
                 if getattr(self, name) != allowed:

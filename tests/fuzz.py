@@ -95,6 +95,9 @@ def draw(seed: int) -> dict:
         rest["data.input_len"] = some(tensor, 7, 11)
     elif rng.random() < 1 / 4:
         model["prefix_lm"] = True
+    if not model.get("encoder_layers") and rng.random() < 1 / 3:
+        model["rope_scaling"] = pick("llama3:8:1:4:64", "yarn:4:1:32:4096", "yarn:40:1:32:4096:1:0.7")
+        model |= {"qk_norm": True} if model["attention"] == "gqa" else {}
     dotted = lambda group, values: {f"{group}.{name}": value for name, value in values.items()}
     return {"mesh": str(mesh)} | dotted("model", model) | dotted("work", work) | rest
 

@@ -219,8 +219,10 @@ def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotar
             [np_rotate_all(turned, positions_T * rotary, c.rope_theta, c.rope_scaling), rest], axis=-1
         )
 
-    q_THK = turn(np.einsum("td,dhk->thk", x_TD, w.w_query_DHK))
-    k_TGK = turn(np.einsum("td,dgk->tgk", x_TD, w.w_key_DGK))
+    q_THK, k_TGK = (np.einsum("td,dhk->thk", x_TD, w_DHK) for w_DHK in (w.w_query_DHK, w.w_key_DGK))
+    if c.qk_norm:
+        q_THK, k_TGK = np_rms_norm(q_THK, w.norm_query_K, c.norm_eps), np_rms_norm(k_TGK, w.norm_key_K, c.norm_eps)
+    q_THK, k_TGK = turn(q_THK), turn(k_TGK)
     v_TGK = np.einsum("td,dgk->tgk", x_TD, w.w_value_DGK)
     shared_by = [h * c.n_kv_heads // c.n_heads for h in range(c.n_heads)]  # consecutive heads share
     out_THK = np_attend(q_THK, k_TGK[:, shared_by], v_TGK[:, shared_by], positions_T, segments_T)

@@ -90,7 +90,7 @@ KINDS = {
     "mla, no query latent": {"d_query_latent": 0},
     "gqa": helpers.GROUPED,
     "mla, yarn": {"rope_scaling": "yarn:4:1:32:4096:1:0.7"},
-    "gqa, llama3": helpers.GROUPED | {"rope_scaling": "llama3:8:1:4:64"},
+    "gqa, llama3": helpers.GROUPED | {"rope_scaling": "llama3:8:1:4:64", "qk_norm": True},
 }
 
 

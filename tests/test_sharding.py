@@ -223,6 +223,7 @@ def test_heads_that_do_not_split_over_context_are_refused():
     ({"n_layers": 3, "dense_prefix": 3}, "; use 4 layers"),
     ({"attention": "MLA"}, "model.attention='MLA': should be one of 'mla', 'gqa'"),
     ({"norm_eps": -1.0}, "model.norm_eps=-1.0: must be at least 0, and finite"),
+    ({"qk_norm": True}, "model.qk_norm=True: needs attention='gqa', but attention='mla'"),
     ({"n_layers": 2.5}, "model.n_layers=2.5: should be a whole number"),
     ({"n_layers": True}, "model.n_layers=True: should be a whole number"),
     ({"z_loss": float("nan")}, "model.z_loss=nan: must be at least 0, and finite"),

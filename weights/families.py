@@ -52,6 +52,10 @@ NORMS = (
     row("input_layernorm.weight", "D", "norm_attention_D"),
     row("post_attention_layernorm.weight", "D", "norm_feed_forward_D"),
 )
+QK_NORMS = (
+    row("self_attn.q_norm.weight", "K", "attention.norm_query_K"),
+    row("self_attn.k_norm.weight", "K", "attention.norm_key_K"),
+)
 GROUPED_ATTENTION = (
     row("self_attn.q_proj.weight", "HK D", "attention.w_query_DHK"),
     row("self_attn.k_proj.weight", "GK D", "attention.w_key_DGK"),
@@ -217,7 +221,7 @@ PASSED_THROUGH = set(
     "output_router_logits auto_map aux_loss_alpha seq_aux ep_size qk_head_dim n_positions n_ctx gradient_checkpointing "
     "task_specific_params tokenizer_class attn_pdrop embd_pdrop resid_pdrop summary_activation summary_first_dropout "
     "summary_proj_to_labels summary_type summary_use_proj dropout_rate classifier_dropout initializer_factor "
-    "decoder_start_token_id output_past".split()
+    "decoder_start_token_id output_past max_window_layers layer_types".split()
 )
 IGNORED = {"architectures", "model_type", "transformers_version", "torch_dtype", "dtype"}
 _COMMON = (
@@ -233,7 +237,9 @@ _HEAD_DIM = Setting("head_dim", "d_head", lambda hf: hf["hidden_size"] // hf["nu
 _HF_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 _UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0}
 _DECODER_ONLY = _UNSUPPORTED_FIELDS | {"encoder_layers": 0}
-_FIXED_FIELDS = _DECODER_ONLY | dict(rope_dims=0, activation="swiglu", parallel_residual=False, bias=False, norm="rms")
+_FIXED_FIELDS = _DECODER_ONLY | dict(
+    rope_dims=0, qk_norm=False, activation="swiglu", parallel_residual=False, bias=False, norm="rms"
+)
 
 FAMILIES = {
     "llama": Family(
@@ -243,6 +249,25 @@ FAMILIES = {
         _FIXED_FIELDS | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0}, (), {},
         _HF_FIXED | {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}, {},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *SWIGLU)),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        (*_COMMON, Setting("head_dim", "d_head", 128), Setting("intermediate_size", "d_ff"),
+         Setting("rope_theta", "rope_theta", 10_000.0), Setting("num_key_value_heads", "n_kv_heads", 32)),
+        _FIXED_FIELDS | {"attention": "gqa", "qk_norm": True, "n_experts": 0, "dense_prefix": 0}, (), {},
+        _HF_FIXED | {"attention_bias": False, "use_sliding_window": False, "sliding_window": None}, {},
+        OUTSIDE, (*NORMS, *QK_NORMS, *GROUPED_ATTENTION, *SWIGLU)),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        (*_COMMON, Setting("head_dim", "d_head", 128), Setting("intermediate_size", "d_ff", 6144),
+         Setting("moe_intermediate_size", "d_expert", 768), Setting("rope_theta", "rope_theta", 10_000.0),
+         Setting("num_key_value_heads", "n_kv_heads", 4), Setting("num_experts", "n_experts", 128),
+         Setting("num_experts_per_tok", "top_k", 8), Setting("norm_topk_prob", "normalize_gates", False),
+         Setting("router_aux_loss_coef", "balance_loss", 0.001)),
+        _FIXED_FIELDS | {"attention": "gqa", "qk_norm": True, "router": "softmax", "moe_every": 1, "dense_prefix": 0,
+                       "n_shared": 0, "routed_scaling": 1.0, "balance_rate": 0.0}, ("n_experts",), {},
+        _HF_FIXED | {"attention_bias": False, "use_sliding_window": False, "sliding_window": None,
+                     "decoder_sparse_step": 1, "mlp_only_layers": []}, {},
+        OUTSIDE, (*NORMS, *QK_NORMS, *GROUPED_ATTENTION, *DEEPSEEK_MOE)),
     "mixtral": Family(
         "MixtralForCausalLM",
         (*_COMMON, _HEAD_DIM, Setting("intermediate_size", "d_expert"), Setting("rope_theta", "rope_theta", 1e6),
@@ -287,7 +312,7 @@ FAMILIES = {
          Setting("layer_norm_epsilon", "norm_eps", 1e-5), Setting("n_inner", "d_ff", lambda hf: 4 * hf["n_embd"])),
         _DECODER_ONLY | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "gelu",
                   "norm": "layer", "parallel_residual": True, "bias": True, "rope_theta": 10_000.0,
-                  "rope_scaling": "", "tie_embeddings": False},
+                  "rope_scaling": "", "qk_norm": False, "tie_embeddings": False},
         ("rope_dims",), {},
         {"activation_function": "gelu_new", "tie_word_embeddings": False, "rotary": True, "scale_attn_weights": True,
          "quantization_config": None}, {},
@@ -300,7 +325,8 @@ FAMILIES = {
          Setting("", "n_kv_heads", lambda hf: hf["num_heads"]), Setting("layer_norm_epsilon", "norm_eps", 1e-6),
          Setting("tie_word_embeddings", "tie_embeddings", True)),
         _UNSUPPORTED_FIELDS | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "geglu",
-                  "norm": "rms", "parallel_residual": False, "bias": False, "rope_scaling": ""},
+                  "norm": "rms", "parallel_residual": False, "bias": False,
+                  "rope_scaling": "", "qk_norm": False},
         ("encoder_layers",), {},
         {"feed_forward_proj": "gated-gelu", "is_gated_act": True, "dense_act_fn": "gelu_new",
          "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "is_encoder_decoder": True,
@@ -336,6 +362,8 @@ def family_of(c: ModelConfig) -> str:
         return "gptj"
     if c.attention == "mla":
         return "deepseek_v3"
+    if c.qk_norm:
+        return "qwen3_moe" if c.n_experts else "qwen3"
     if c.n_experts:
         return "mixtral"
     return "llama" if c.activation == "swiglu" else "arcee"

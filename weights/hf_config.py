@@ -29,6 +29,8 @@ def config_from_hf(hf: dict) -> ModelConfig:
         if value != want:
             left_out = "" if name in hf else " (the default)"
             raise UserError(f"config.json: {name}={value!r}{left_out} is not supported for {kind}; it must be {want!r}")
+    if set(hf.get("layer_types") or []) - {"full_attention"}:
+        raise UserError(f"config.json: layer_types={hf['layer_types']!r} is not supported; only full_attention is")
     c = ModelConfig(**family.initial_fields | field_values(family, hf))
     check_fits(c, kind)
     return c
@@ -59,13 +61,15 @@ def field_values(family: Family, hf: dict) -> dict[str, Any]:
 
 
 def with_old_names(hf: dict) -> dict:
-    """Replace rope_parameters, which newer files have, with rope_theta and rope_scaling, as in older files. Newer files
-    of T5 have scale_decoder_outputs instead of tie_word_embeddings, which is always true there."""
+    """Replace names of newer files with those of older files: rope_parameters with rope_theta and rope_scaling, and
+    num_local_experts of Qwen3-MoE. Newer files of T5 have scale_decoder_outputs instead of tie_word_embeddings, which
+    is always true there."""
     rope = hf.get("rope_parameters") or {}
     rope = dict(rope.get("full_attention", rope))  # one entry per kind of layer
-    rest = {name: value for name, value in hf.items() if name not in ("rope_parameters", "scale_decoder_outputs")}
-    if "scale_decoder_outputs" in hf:
-        rest["tie_word_embeddings"] = hf["scale_decoder_outputs"]
+    renamed = {"scale_decoder_outputs": "tie_word_embeddings"}
+    renamed |= {"num_local_experts": "num_experts"} if hf.get("model_type") == "qwen3_moe" else {}
+    rest = {name: value for name, value in hf.items() if name != "rope_parameters" and name not in renamed}
+    rest |= {renamed[name]: hf[name] for name in renamed if name in hf}
     theta = {"rope_theta": rope.pop("rope_theta")} if "rope_theta" in rope else {}
     return rest | theta | ({"rope_scaling": rope} if set(rope) - {"rope_type"} else {})
 

@@ -32,7 +32,6 @@ def like(base: Family, *settings: Setting, fixed_fields=(), **changes) -> Family
 
 
 _LLAMA, _MIXTRAL, _DEEPSEEK = (families.FAMILIES[name] for name in ("llama", "mixtral", "deepseek_v3"))
-_HEAD_OF_128 = Setting("head_dim", "d_head", 128)
 _GEMMA = like(
     _LLAMA, Setting("head_dim", "d_head", 256), Setting("tie_word_embeddings", "tie_embeddings", True),
     fixed_fields={"activation": "geglu"},
@@ -41,11 +40,6 @@ _GEMMA = like(
 PLANNED = {
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": like(_LLAMA, _HEAD_OF_128),
-    "qwen3_moe": like(
-        _MIXTRAL, _HEAD_OF_128, Setting("num_experts", "n_experts"), Setting("moe_intermediate_size", "d_expert"),
-        Setting("intermediate_size", "d_ff"), Setting("norm_topk_prob", "normalize_gates", False),
-        hf_fixed=_MIXTRAL.hf_fixed | {"decoder_sparse_step": 1, "mlp_only_layers": []}),
     "gpt_oss": like(
         _MIXTRAL, Setting("num_experts_per_tok", "top_k", lambda hf: hf["experts_per_token"]),
         Setting("rope_theta", "rope_theta", 150_000.0)),
@@ -53,7 +47,7 @@ PLANNED = {
     "gemma3_text": like(  # published files leave out some settings that have the default of transformers
         _GEMMA, Setting("vocab_size", "vocab_size", 262_208), Setting("num_attention_heads", "n_heads", 8),
         Setting("num_key_value_heads", "n_kv_heads", 4), Setting("rms_norm_eps", "norm_eps", 1e-6),
-        Setting("rope_theta", "rope_theta", 1e6)),
+        Setting("rope_theta", "rope_theta", 1e6), fixed_fields={"qk_norm": True}),
     "deepseek_v2": like(
         _DEEPSEEK, Setting("norm_topk_prob", "normalize_gates", False),
         fixed_fields={"router": "softmax", "balance_rate": 0.0}, initial_fields={},
@@ -102,8 +96,6 @@ PARTS = (
     Part("", "biases of routers and experts", kind_is("gpt_oss"),
          lambda hf, c: c.n_layers * c.n_experts * (1 + 2 * c.d_expert + c.d_model)),
     Part("", "attention sinks", kind_is("gpt_oss"), lambda hf, c: c.n_layers * c.n_heads),
-    Part("", "norms of queries and keys", kind_is("qwen3", "qwen3_moe", "gemma3_text"),
-         lambda hf, c: 2 * c.n_layers * c.d_head),
     Part("", "norms after attention and feed-forward layers", kind_is("gemma2", "gemma3_text"),
          lambda hf, c: 2 * c.n_layers * c.d_model),
     Part("", "selection biases of routers, which the planner counts as memory, not as parameters",
