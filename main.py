@@ -33,7 +33,7 @@ from config.flags import command_line
 from data import tokenizers
 from evaluate.validation import Validation, open_tasks
 from plan import hardware
-from train import checkpoint, directory as runs, guard, preflight, report, storage, tracking
+from train import checkpoint, directory as runs, guard, preflight, recorder, report, storage, tracking
 from train.interruptions import Interruptions
 from train.processes import Processes, end_together, join, write_cache_on_every_process
 from train.progress import format_result, print_complete, progress_bar, to_row
@@ -102,7 +102,9 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
         places = directory / "checkpoints", cfg.run.keep_checkpoints, together.agreement.saving_host, send, saved
         with interruptions.defer_signals(), checkpoint.open_directory(*places) as manager:
             if interruptions.should_start_after(first):
-                state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
+                record = recorder.Recorder(cfg.run.profiled_steps, runs.profile_directory(directory, together),
+                                           step_function, str(plan.topology or ""))  # fmt: skip
+                state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions, record)
             if first < int(state.step) == cfg.run.steps:
                 # Use the batches of all earlier evaluations, so that the losses of checkpoints are comparable.
                 loss = evaluation.loss(optimizer.gathered_params(cfg, mesh, state), cfg.run.eval_batches)["loss"]
@@ -113,7 +115,9 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
 # Loop -----------------------------------------------------------------------------------------------------------------
 
 
-def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: runs.Metrics, manager, interruptions):
+def loop(
+    cfg: Config, mesh, state, step_function, evaluation, plan, metrics: runs.Metrics, manager, interruptions, record
+):
     """Train from state.step to run.steps. Write metrics, evaluations and checkpoints when they are due."""
     run, first, about = cfg.run, int(state.step), runs.result_settings(runs.describe(cfg))
     peak = hardware.PEAK_FLOPS_PER_S.get(mesh.devices.flat[0].device_kind)  # None for a CPU
@@ -129,7 +133,9 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
             watchdog.begin_step(taken)
             placed = sharding.put(batch, mesh, size)
             questions.write_due(taken, state, placed, skips)
+            record.begin(taken, state)
             state, values = step_function(state, placed)
+            record.end(taken, state)
             losses.append(values["cross_entropy"])
             skips.add_step(taken, values)
             last, stopping = taken == run.steps, interruptions.stops_after(taken)

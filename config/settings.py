@@ -412,6 +412,8 @@ class RunConfig:
     tracker: Literal["none", "wandb"] = "none"  # where to send the metrics; wandb: `make extra-wandb`
     # repeat this step from the checkpoint before it, and print its norms instead of training; 0: train
     replay: Annotated[Count, Affects.START, tyro.conf.arg(aliases=["--replay"])] = 0
+    # record these steps, FIRST:LAST, with jax.profiler on every host; `python -m train.profile` reads them
+    profile: Annotated[str, Affects.START] = ""
     # yes: train if the planner predicts that the run fits in memory; no: train anyway; only: check the settings,
     # tokens, mesh and run directory without training and without using a device
     check: Annotated[Literal["yes", "no", "only"], Affects.START] = "yes"
@@ -433,6 +435,20 @@ class RunConfig:
         if is_remote(self.dir) and not re.match(r"gs://[^/]", self.dir):
             raise UserError(f"run.dir={self.dir!r}: use a directory on disk or gs://BUCKET/DIR, because Orbax supports "
                             "no other URLs for checkpoints; only tokenized data may be at other URLs")  # fmt: skip
+
+        _ = self.profiled_steps  # raises if it cannot be parsed
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """The first and the last step to record; None: no steps."""
+        if not self.profile:
+            return None
+        match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", self.profile)
+        first, last = map(int, match.groups()) if match else (1, 0)
+        if not first <= last <= self.steps:
+            raise UserError(f"run.profile={self.profile!r}: use FIRST:LAST, as in 20:23, with 1 <= FIRST <= LAST <= "
+                            f"run.steps={self.steps}")  # fmt: skip
+        return first, last
 
     @property
     def join_timeout_s(self) -> int:

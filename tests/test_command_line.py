@@ -221,7 +221,8 @@ def test_settings_are_read_from_a_file(tmp_path, command, whole):
     `replay` that is read from the file, and a command that cannot read the file."""
     wanted = preset("tiny", **{"model.d_ff": 48, "optim.lr": 1, "mesh": "fsdp=2", "run.name": "mine", "data.path": "t",
                                "run.sample_prompt": "", "model.tie_embeddings": True})  # fmt: skip
-    said_once = replace(wanted, **{"run.restart": "scratch", "run.check": "only", "run.replay": 3}).to_dict()
+    once = {"run.restart": "scratch", "run.check": "only", "run.replay": 3, "run.profile": "1:2"}
+    said_once = replace(wanted, **once).to_dict()
     (tmp_path / "c.json").write_text(json.dumps({"config": said_once, "data": {"source": "x"}} if whole else said_once))
     file = str(tmp_path / "c.json")
     assert settings_of(command, "--config", file) == settings_of(command, f"--config={file}") == wanted
@@ -437,6 +438,7 @@ HELP = {  # command -> its examples, in the order of its help
     "-m serve": ["runs/laptop", "runs/laptop --mesh tensor=4 --slots 32"],
     "-m data.tasks": ["stdlib_functions --examples 1"],
     "-m train.report": ["runs/laptop", "runs/a runs/b --out both.png"],
+    "-m train.profile": ["runs/laptop"],
     "-m train.selfcheck": ["--devices 8"],
     "-m train.checkpoint": ["ls runs/laptop", "verify runs/laptop"],
     "-m data.prepare": ["--source stdlib --tokenizer bytes --out tokens/stdlib-bytes",

@@ -61,6 +61,7 @@ MAY_IMPORT = {
     "evaluate": "errors devices config xla sharding overlap model pipeline dataset data train weights generate",
     "serve": "errors devices config generate",
     "train.preflight": "errors devices config xla sharding pipeline dataset data data.examples plan train generate",
+    "train.profile": "errors config plan xla xla.replay",
     "main": None,
 }
 # The files of a room: each may import those before it.
@@ -76,7 +77,7 @@ ROOMS = {
     "plan": "formulas hardware hiding compiled rows program weights traced_layer networks costs memory expected "
     "replayed auto measured tiers planner inference show user_file traced why budget explain front __main__",
     "train": "storage steps checkpoint guard tracking report pace board agreement watchdog processes "
-    "directory interruptions start progress selfcheck preflight",
+    "directory interruptions start progress selfcheck preflight recorder profile",
     "weights": "folders families hf_config published card convert slim init_from __main__",
     "generate": "quantised cache sampling engine beam speculative runs texts __main__",
     "evaluate": "show answers scoring answering harness perplexity metrics task validation __main__",

@@ -6,6 +6,7 @@ runs/laptop/  config.json    all settings, and a fingerprint of the tokens; what
               checkpoints/   see `checkpoint.py`
               saved          the latest step that has a checkpoint; if that checkpoint is gone, the run does not resume
               samples.txt    report.png
+              profile/       the steps of --run.profile, one folder per process, see `recorder.py`
               predictions-TASK.jsonl  the answers to the tasks in run.eval_tasks, from the latest evaluation
               .lock          exists while a process trains there
 
@@ -32,6 +33,7 @@ from train import checkpoint, storage, tracking
 from train.processes import Processes
 from train.storage import BucketDirectory, replace_file
 
+PROFILE = "profile"
 LOGS = "logs"  # one file per process, if there are several processes
 SAVED = "saved"
 OWN_FILES = ("config.json", "metrics.jsonl", "checkpoints", SAVED, "samples.txt", "report.png")
@@ -200,7 +202,7 @@ def open_run(cfg: Config, directory: Path | BucketDirectory, together: Processes
         storage.local_folder(directory).mkdir(parents=True, exist_ok=True)
         storage.claim_ownership(directory)
         predictions = (file.name for file in storage.local_folder(directory).glob("predictions-*.jsonl"))
-        old = (*OWN_FILES, SET_ASIDE, LOGS, *tracking.FILES, *predictions)
+        old = (*OWN_FILES, SET_ASIDE, LOGS, PROFILE, *tracking.FILES, *predictions)
         for name in old if cfg.run.restart == "scratch" else ():
             storage.remove(directory, name)
         replace_file(directory / "config.json", json.dumps(describe(cfg), indent=1) + "\n")
@@ -219,6 +221,11 @@ def open_run(cfg: Config, directory: Path | BucketDirectory, together: Processes
             f"directory  {directory} is not on a disk that all hosts share; "
             f"{board.process_name(0)} stores the checkpoints"
         )
+
+
+def profile_directory(directory: Path | BucketDirectory, together: Processes) -> Path:
+    """Return where this process records steps, on its own disk."""
+    return storage.local_folder(directory) / PROFILE / f"process-{together.board.rank:02}"
 
 
 def wait_until_visible(path: Path, text: str) -> bool:

@@ -129,6 +129,7 @@ class Program:
             elif line.startswith("  ") or line.endswith("{"):
                 unread = unread or line.strip()
         header = text.partition("\n")[0]
+        self.name = (re.match(r"HloModule ([^\s,]+)", header) or ["", ""])[1]
         aliases = re.search(r"input_output_alias=\{(.*?)\}(?=, \w+=|$)", header)  # {0}: (3, {}, may-alias), ..
         self.donated = {int(n) for n in re.findall(r"\{(\d+)[\d, ]*\}:", aliases[1])} if aliases else set()
         if not self.entry:

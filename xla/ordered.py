@@ -80,7 +80,17 @@ def compile(lowered: jax.stages.Lowered, mesh: Mesh):
         raise UserError(
             f"{mesh.size} simulated devices could deadlock or compute wrong results: no dependency orders these "
             f"collectives: {pairs[0]}, and {len(pairs) - 1} more pairs; use xla.ordered.jit, not jax.jit")  # fmt: skip
-    return lambda *args: jax.block_until_ready(program(*jax.block_until_ready(args)))
+    return OneAtATime(program)
+
+
+class OneAtATime:
+    """A compiled program of which each call waits for the previous one."""
+
+    def __init__(self, program: jax.stages.Compiled):
+        self.program, self.as_text = program, program.as_text
+
+    def __call__(self, *args):
+        return jax.block_until_ready(self.program(*jax.block_until_ready(args)))
 
 
 # The primitives `after` and `token` -----------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def _measure(args: Arguments, topology: hardware.Topology, text: str) -> tuple[d
     for one in counted.collectives:
         sent["*".join(one.axes), one.kind] = sent.get(("*".join(one.axes), one.kind), 0) + one.count * one.wire_bytes
     return replayed.to_json(found) | {
-        "program": re.match(r"HloModule (\S+?),", text)[1],
+        "program": program.name,
         "devices": devices,
         "topology": str(topology),
         "mesh": str(mesh),

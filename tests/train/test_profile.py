@@ -1,0 +1,124 @@
+"""`--run.profile` records steps, and `python -m train.profile` tells on what their time was spent."""
+
+import json
+
+import pytest
+
+import main
+from config import preset
+from errors import UserError
+from tests.train.small_run import flags
+from train import profile
+from train.profile import Event
+from xla.hlo import Program
+
+SIZES = {"data": 2, "model": 2}
+TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%multiplied (x.1: f32[5,7], w.1: f32[7,3]) -> f32[5,3] {
+  %x.1 = f32[5,7] parameter(0)
+  %w.1 = f32[7,3] parameter(1)
+  ROOT %dot.1 = f32[5,3] dot(%x.1, %w.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (p.2: f32[5,7]) -> f32[5,7] {
+  %p.2 = f32[5,7] parameter(0)
+  ROOT %tanh.2 = f32[5,7] tanh(%p.2), metadata={source_file="/u/model.py" source_line=3}
+}
+
+%condition (p.3: f32[5,7]) -> pred[] {
+  %p.3 = f32[5,7] parameter(0)
+  ROOT %true.3 = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[5,7], w: f32[7,3]) -> f32[5,3] {
+  %x = f32[5,7] parameter(0)
+  %w = f32[7,3] parameter(1)
+  %start = (f32[7,3], f32[14,3]) all-gather-start(%w), replica_groups={{0,1},{2,3}}, dimensions={0}, metadata={source_file="/u/model.py" source_line=9}
+  %loop = f32[5,7] while(%x), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %fusion = f32[5,3] fusion(%loop, %w), kind=kOutput, calls=%multiplied, metadata={source_file="/u/model.py" source_line=5}
+  %done = f32[14,3] all-gather-done(%start)
+  ROOT %sum = f32[5,3] all-reduce(%fusion), replica_groups={{0,2},{1,3}}, to_apply=%add, metadata={source_file="/u/model.py" source_line=7}
+}
+"""  # noqa: E501
+CAUSES = profile.Causes(Program(TEXT), SIZES)
+
+
+def attribute(*events, steps=1, devices=1, step_s=0.0) -> tuple[dict, dict]:
+    """Return milliseconds by cause, and by line and cause, of (name, start, end) or (name, start, end, device)."""
+    found = [Event(str(more[3:]), 1e6 * more[1], 1e6 * more[2], more[0]) for more in events]
+    spent = profile.seconds_by_instruction(found, CAUSES.priority)
+    causes, lines = profile.measured(spent, CAUSES, steps * devices, step_s)
+    ms = lambda row: {name: pytest.approx(1e3 * s) for name, s in row.items() if s}
+    return ms(causes), {line: ms(row) for line, row in lines.items()}
+
+
+def test_every_instruction_has_its_cause_and_line():
+    """Catches a matmul inside a fusion that counts as another operation, and the end of a collective without a line."""
+    causes, lines = attribute(("start", 0, 1), ("tanh.2", 1, 4), ("fusion", 4, 9), ("done", 9, 16), ("sum", 16, 27))
+    assert causes == {"products": 5, "other ops": 3, "model": 1 + 7, "data": 11}
+    assert lines == {"model.py:3": {"other_s": 3}, "model.py:5": {"matmuls_s": 5}, "model.py:9": {"exposed_s": 8},
+                     "model.py:7": {"exposed_s": 11}}  # fmt: skip
+
+
+def test_a_loop_has_only_the_time_that_its_body_does_not_have():
+    """Catches time that counts for a loop and again for the instructions in it."""
+    assert attribute(("loop", 0, 10), ("tanh.2", 1, 4), ("tanh.2", 5, 7))[0] == {"other ops": 10}
+    assert attribute(("loop", 0, 10), ("fusion", 1, 4))[0] == {"other ops": 7, "products": 3}
+
+
+def test_communication_is_exposed_only_while_nothing_computes():
+    """Catches a collective on a second stream whose whole time counts as exposed, or hides a matmul."""
+    assert attribute(("sum", 0, 10), ("fusion", 2, 7), ("tanh.2", 9, 12))[0] == {
+        "data": 4,
+        "products": 5,
+        "other ops": 3,
+    }
+
+
+def test_seconds_are_for_one_step_of_one_device():
+    """Catches devices whose events hide each other, sums over steps, and idle time of only one device."""
+    events = [("fusion", 0, 4, 0), ("fusion", 1, 3, 1), ("fusion", 10, 14, 0), ("sum", 10, 16, 1)]
+    assert attribute(*events, steps=2, devices=2, step_s=9e-3)[0] == {"products": 2.5, "data": 1.5, "idle": 5}
+
+
+@pytest.mark.parametrize("text", ["20", "23:20", "0:3", "20:", "20:99"])
+def test_steps_that_cannot_be_recorded_are_refused(text):
+    """Catches a profile that never starts."""
+    with pytest.raises(UserError, match=f"run.profile='{text}': use FIRST:LAST, as in 20:23, with 1 <= FIRST <= LAST"):
+        preset("tiny", **{"run.profile": text, "run.steps": 60})
+    assert preset("tiny", **{"run.profile": "7:7", "run.steps": 7}).run.profiled_steps == (7, 7)
+
+
+def test_a_run_records_its_steps(home, tmp_path, capsys):
+    """Catches a profiler that records other steps or never stops, a program that does not belong to the trace, and a
+    table without matmuls or collectives."""
+    short = ["--run.steps", "6", "--run.profile", "3:5", "--run.checkpoint_every", "6"]
+    axes = ["--mesh", "fsdp=4,tensor=2", "--devices", "8"]
+    assert main.main([*flags(home, tmp_path), *short, *axes]) == 0
+    folder = tmp_path / "small/profile/process-00"
+    about = json.loads((folder / "steps.json").read_text())
+    assert (about["first"], about["last"], about["devices"], about["topology"]) == (3, 5, 8, "")
+    assert f"steps 3 to 5 in {folder}" in capsys.readouterr().out
+    assert profile.main([str(tmp_path / "small"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds = found["measured"]
+    assert found["steps"] == [3, 5] and found["planned"] is None and found["simulated"] is None
+    assert {"products", "other ops", "fsdp", "tensor", "idle"} <= set(seconds) and min(seconds.values()) >= 0
+    assert sum(seconds.values()) == pytest.approx(found["step_s"])
+    ours = [line["source"] for line in found["lines"] if line["measured_s"]]
+    assert any(line.startswith("model.py:") for line in ours)
+    assert profile.main([str(tmp_path / "small")]) == 0
+    printed = capsys.readouterr().out
+    assert "open it at https://ui.perfetto.dev" in printed and "exposed communication over fsdp" in printed
+
+
+def test_a_run_without_a_profile_names_the_flag(tmp_path, capsys):
+    """Catches a traceback."""
+    assert profile.main([str(tmp_path / "x")]) == 2
+    assert f"error: {tmp_path}/x has no run: it has no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({"config": preset("tiny").to_dict()}))
+    assert profile.main([str(tmp_path)]) == 2
+    assert (
+        "has no profile; record steps 20 to 23 with: python main.py .. --run.profile 20:23" in capsys.readouterr().err
+    )
