@@ -412,8 +412,7 @@ class RunConfig:
     tracker: Literal["none", "wandb"] = "none"  # where to send the metrics; wandb: `make extra-wandb`
     # repeat this step from the checkpoint before it, and print its norms instead of training; 0: train
     replay: Annotated[Count, Affects.START, tyro.conf.arg(aliases=["--replay"])] = 0
-    # record these steps, FIRST:LAST, with jax.profiler on every host; `python -m train.profile` reads them
-    profile: Annotated[str, Affects.START] = ""
+    profile: Annotated[str, Affects.START] = ""  # record steps FIRST:LAST with jax.profiler, for `train.profile`
     # yes: train if the planner predicts that the run fits in memory; no: train anyway; only: check the settings,
     # tokens, mesh and run directory without training and without using a device
     check: Annotated[Literal["yes", "no", "only"], Affects.START] = "yes"

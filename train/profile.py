@@ -3,6 +3,9 @@
 A trace has an event for each instruction that a device executed. At any moment a device's time belongs to one event: a
 computing instruction if one runs, else a collective (then its communication is exposed), else the loop around them. If
 several events of one kind run, it belongs to the one that began last. `recorder.py` writes the trace.
+
+GPUs launch many kernels as one CUDA graph. Such an event has the name of its kernel: that of its fusion, or that of a
+library's kernel, whose source line is unknown.
 """
 
 import collections
@@ -36,6 +39,8 @@ Print where the time of recorded steps went: seconds by cause (planned, simulate
 Record them with python main.py .. --run.profile 20:23. Times are for one step, averaged over steps and devices. TPU
 slices have a plan and a simulation."""
 IDLE, BUBBLE = "idle", "bubble"
+# What the kernels of libraries do, by a part of their names; "?": a collective over unknown mesh axes
+KERNELS = (("nvjet|gemm|cutlass|cublas|xmma|cudnn", simulator.PRODUCTS), ("nccl", "?"))
 CAUSES = replay.CAUSES | {IDLE: "idle: no instruction of the step runs", BUBBLE: "pipeline bubble"}
 
 
@@ -61,18 +66,23 @@ class Event(NamedTuple):
 def read_events(path: str, program: Program) -> Iterator[Event]:
     """Yield the events of the program's instructions in a trace (xplane.pb) of CPUs, GPUs or TPUs."""
     known = {name for computation in program.computations.values() for name in computation}
+    fusions = {re.sub(r"\W", "_", name): name for name in known}  # as GPU kernels are named
     for plane in jax.profiler.ProfileData.from_file(path).planes:
         tpu = plane.name.startswith("/device:TPU")
         for line in plane.lines:
             if tpu and line.name != "XLA Ops":
                 continue
             for event in line.events:
-                name = re.match(r"%?([^\s=]*)", event.name)[1]
                 stats = {} if tpu else dict(event.stats)
-                name = name if tpu else stats.get("hlo_op", "")
-                if name in known and stats.get("hlo_module", program.name) == program.name:
-                    device = f"{plane.name} {stats.get('device_ordinal', '')}"
-                    yield Event(device, event.start_ns, event.start_ns + event.duration_ns, name)
+                name = re.match(r"%?([^\s=]*)", event.name)[1] if tpu else stats.get("hlo_op", "")
+                if stats.get("hlo_module", program.name) != program.name:
+                    continue
+                if name.startswith("command_buffer") and plane.name.startswith("/device:GPU"):
+                    name = fusions.get(event.name, event.name)
+                elif name not in known:
+                    continue
+                device = f"{plane.name} {stats.get('device_ordinal', '')}"
+                yield Event(device, event.start_ns, event.start_ns + event.duration_ns, name)
 
 
 def seconds_by_instruction(events, priority) -> collections.Counter:
@@ -115,6 +125,8 @@ class Causes:
 
     def _cause(self, name: str) -> str:
         """Return the simulator's name of a cause; a collective's is its mesh axes, as in fsdp*tensor."""
+        if name not in self.where:
+            return next((cause for words, cause in KERNELS if re.search(words, name)), simulator.OTHERS)
         computation, one = self.where[name]
         while one.opcode.endswith(("-done", "-update")):
             computation, one = self.where[one.operands[0]]
@@ -127,11 +139,13 @@ class Causes:
         return simulator.COPIES if one.opcode in simulator.COPYING else simulator.OTHERS
 
     def priority(self, name: str) -> int:
-        if self.where[name][1].opcode in ledger.CALLERS:
+        if name in self.where and self.where[name][1].opcode in ledger.CALLERS:
             return 0
         return 2 if self.cause(name) in (simulator.PRODUCTS, simulator.OTHERS, simulator.COPIES) else 1
 
     def source(self, name: str) -> str:
+        if name not in self.where:
+            return f"kernel {name[:40]}"
         _, one = self.where[name]
         while one.opcode.endswith(("-done", "-update")):
             one = self.where[one.operands[0]][1]

@@ -1,6 +1,7 @@
 """`--run.profile` records steps, and `python -m train.profile` tells on what their time was spent."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,6 +75,35 @@ def test_communication_is_exposed_only_while_nothing_computes():
         "products": 5,
         "other ops": 3,
     }
+
+
+def test_kernels_in_a_cuda_graph_have_causes(monkeypatch):
+    """Catches kernels that are lost because their event names a command buffer instead of an instruction."""
+    kernels = ("nvjet_sm90_tst_128x160", "ncclDevKernel_AllReduce_Sum_bf16", "memcpy128", "tanh_2", "cub::Sort")
+    stats = {"hlo_op": "command_buffer_9", "hlo_module": "jit_step"}
+    other = SimpleNamespace(
+        name="tanh_2", start_ns=0, duration_ns=1e6, stats={"hlo_op": "tanh.2", "hlo_module": "jit_eval"}
+    )
+    events = [SimpleNamespace(name=name, start_ns=8e6 * n, duration_ns=(1 + n) * 1e6, stats=stats)
+              for n, name in enumerate(kernels)]  # fmt: skip
+    line = SimpleNamespace(name="Stream #14", events=[other, *events])
+    trace = SimpleNamespace(planes=[SimpleNamespace(name="/device:GPU:0", lines=[line])])
+    monkeypatch.setattr(profile.jax.profiler.ProfileData, "from_file", lambda path: trace)
+    found = [(e.name, 1e-6 * e.start_ns, 1e-6 * e.end_ns) for e in profile.read_events("x", Program(TEXT))]
+    causes, lines = attribute(*found)
+    assert causes == {"products": 1, "?": 2, "other ops": 3 + 4 + 5}
+    assert lines["model.py:3"] == {"other_s": 4} and lines["kernel nvjet_sm90_tst_128x160"] == {"matmuls_s": 1}
+
+
+def test_a_tpus_instructions_are_on_one_line_of_its_trace(monkeypatch):
+    """Catches steps, or asynchronous copies in flight, that count as time of the core."""
+    event = lambda name, start: SimpleNamespace(name=name, start_ns=1e6 * start, duration_ns=1e6, stats=())
+    lines = [SimpleNamespace(name="Steps", events=[event("0", 0)]),
+             SimpleNamespace(name="XLA Ops", events=[event("%fusion = f32[5,3] fusion(%loop)", 0), event("sum", 3)]),
+             SimpleNamespace(name="Async XLA Ops", events=[event("start", 0)])]  # fmt: skip
+    trace = SimpleNamespace(planes=[SimpleNamespace(name="/device:TPU:0", lines=lines)])
+    monkeypatch.setattr(profile.jax.profiler.ProfileData, "from_file", lambda path: trace)
+    assert [event.name for event in profile.read_events("x", Program(TEXT))] == ["fusion", "sum"]
 
 
 def test_seconds_are_for_one_step_of_one_device():
