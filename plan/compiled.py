@@ -286,13 +286,13 @@ def unexpected(collectives: list[ledger.Collective], most_bytes: int) -> list[st
     larger collective would mean that an array is resharded.
     The compiler may also rewrite our collectives. On TPU a reduce-scatter may become a padded all-reduce and permutes,
     and several reductions may be merged, including that of the norm. So all reductions are expected, and permutes
-    without a scope too. Collectives between slices never have a scope; if `data` spans the slices, they are reductions.
+    without a scope too. A program of several slices has no scopes, so only what `data` sends between them is checked.
     """
+    several = any("between slices" in one.axes[0] for one in collectives)
     lines = []
     for one in collectives:
         a_sum = one.kind in ("all-reduce", "reduce-scatter") or (not one.scope and one.kind == "collective-permute")
-        requested = one.axes[0] in ("fsdp between slices", "stage between slices")
-        ours = "shard_map" in one.scope or a_sum or requested
+        ours = "shard_map" in one.scope or a_sum or (several and one.axes[0] != "data between slices")
         if "?" in one.axes or (not ours and one.payload_bytes > most_bytes):
             over = "devices along no mesh axes" if "?" in one.axes else "*".join(one.axes)
             place = one.scope or "no scope"

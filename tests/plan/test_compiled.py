@@ -223,6 +223,17 @@ def test_expected_collectives_are_not_reported(kind, scope, payload_bytes, ours)
     assert compiled.unexpected([nowhere], most_bytes=100)[0].split(" (")[0].endswith("along no mesh axes")
 
 
+def test_only_sums_over_data_are_expected_between_slices():
+    """Catches weights sent between slices, and false alarms in a program of slices, where no collective has a scope."""
+    between, across = "data between slices", "fsdp between slices"
+    one = lambda kind, axis: ledger.Collective(kind, (axis,), 4000, "f32", 0, 1, True, "?", "")
+    reported = lambda *found: [line.split(" of ")[0] for line in compiled.unexpected([*found], most_bytes=100)]
+    assert reported(one("all-reduce", between), one("all-gather", FSDP)) == []
+    assert reported(one("all-gather", across), one("all-gather", FSDP)) == []
+    assert reported(one("all-reduce", between), one("all-gather", between)) == ["all-gather"]
+    assert reported(one("all-reduce", FSDP), one("all-gather", FSDP)) == ["all-gather"]
+
+
 # The step -------------------------------------------------------------------------------------------------------------
 
 
