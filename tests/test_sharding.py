@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import parameters
 import sharding
+from architectures import declare, declare_stored
 from config import (
     PRESETS,
     Config,
@@ -31,7 +32,7 @@ from config.flags import command_line
 from errors import UserError
 from pipeline import fit
 from plan import planner
-from sharding import AXES, DATA, FSDP, TENSOR
+from sharding import AXES, DATA, FSDP, SLICED, TENSOR
 
 # Meshes ---------------------------------------------------------------------------------------------------------------
 
@@ -321,6 +322,25 @@ def test_a_declaration_is_read_once_and_stacked():
     )
     shape = sharding.shapes(d, sharding.make_mesh("tensor=2")).w_XY
     assert (shape.shape, shape.dtype, shape.sharding.spec) == ((3, 6, 10), jnp.float32, d.w_XY.spec)
+
+
+def test_a_matrix_is_also_sharded_over_its_replicas():
+    """Catches a dim that does not split evenly, axes in an order that no all-gather can undo, an axis left out, and
+    norms that are split."""
+
+    def stored(mesh):
+        cfg = preset("tiny", **{"mesh": mesh, "optim.shard_over_data": True})
+        declared, new = (sharding.flatten_named(tree) for tree in (declare(cfg.model), declare_stored(cfg)))
+        return {name: (d.spec, new[name].spec) for name, d in declared.items()}
+
+    found = stored("data=2,fsdp=2,tensor=2")
+    assert found["embedding_VD"] == (P(TENSOR, SLICED), P((TENSOR, DATA, "stage"), SLICED))
+    query = "blocks.moe.attention.w_down_query_DQ"  # [2, 24, 20]: 2 blocks do not split over data * tensor = 4
+    assert found[query] == (P("stage", SLICED, None), P("stage", (*SLICED, DATA, TENSOR), None))
+    assert found["norm_D"] == (P(None), P(None))
+    same = {name for name, (declared, new) in stored("data=11,tensor=2").items() if declared == new}
+    assert query in same, "no dim splits over 22 replicas"
+    assert all(declared == new for declared, new in stored("fsdp=2,tensor=2").values())
 
 
 def test_adding_a_parameter_changes_no_other():
