@@ -67,7 +67,7 @@ CASES = {
         "work.schedule": "gpipe", "work.remat": "full", "model.encoder_layers": 4}),
     "an encoder, 1f1b": ("t5_tiny", "stage=2,tensor=2", LAYER | {
         "work.schedule": "1f1b", "work.remat": "branches", "model.encoder_layers": 4}),
-    "sharded over data": ("bench", "data=2,fsdp=2,tensor=2", LAYER | {"optim.shard_over_data": True}),
+    "sharded over data": ("bench", "data=2,fsdp=2,tensor=2", LAYER | DENSE | {"optim.shard_over_data": True}),
     "sharded over data and stages, Adafactor": ("bench", "data=2,stage=2", {
         "optim.shard_over_data": True, "optim.name": "adafactor"}),
     "a dense prefix": ("bench", "fsdp=2,expert=2,context=2", LAYER | {"model.dense_prefix": 2}),
