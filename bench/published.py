@@ -216,8 +216,9 @@ Spearman's rank correlation of measured and expected seconds on each chip is {ra
 - **torchtitan's H100s** were limited to 500 W, and have slower memory.
 - **`gptj-6b` on v3.** The source says "~5000 tokens/second", and no other step of a v3 is known.
 
-What is not here: DeepSeek-V3 on H800, GPT-NeoX, OLMo, and the tables of the Megatron-LM papers, because we could not
-read their mesh, batch and time in one source that we have access to.
+What is not here: PaLM, DeepSeek-V3 on H800, GPT-NeoX, OLMo, and the tables of the Megatron-LM papers. We had no source
+that states the mesh, the batch and the time of these steps together. NVIDIA's recipes and MaxText have changed some of
+the tables since; the history of each file has the numbers used here.
 """
 COLUMNS = ("step", "mesh", "measured", "simulated", "expected", "error", "interval", "split", "planned differently")
 TABLE = "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, ("---",) * len(COLUMNS)))
