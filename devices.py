@@ -6,6 +6,7 @@ import glob
 import importlib.util
 import io
 import os
+import resource
 import sys
 import tempfile
 import threading
@@ -108,6 +109,11 @@ def memory_bytes(devices) -> int | None:
     if devices[0].platform != "cpu":
         return (devices[0].memory_stats() or {}).get("bytes_limit")
     return share_of_memory(sum(device.process_index == devices[0].process_index for device in devices))
+
+
+def peak_host_bytes() -> int:
+    """Return the largest memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def share_of_memory(devices: int) -> int:

@@ -18,7 +18,6 @@ if __name__ == "__main__":
 
 import json
 import os
-import resource
 import sys
 
 import jax
@@ -78,7 +77,8 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
     state = restore_or_init(cfg, mesh, directory, init_from.load_init_params, together)
     first = int(state.step)
     restore_s, begin = time.perf_counter() - begin, time.perf_counter()
-    step_function = ordered.compile(traced, mesh)
+    places = runs.profile_directory(directory, together), str(plan.topology or "")
+    step_function = recorder.Recorder(ordered.compile(traced, mesh), cfg.run.profiled_steps, first, *places)
     compile_s = trace_s + time.perf_counter() - begin
     action = "restore" if first else "initialize"
     log(f"start-up   import {IMPORT_S:.1f} s, {action} {restore_s:.1f} s, compile {compile_s:.1f} s")
@@ -102,9 +102,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
         places = directory / "checkpoints", cfg.run.keep_checkpoints, together.agreement.saving_host, send, saved
         with interruptions.defer_signals(), checkpoint.open_directory(*places) as manager:
             if interruptions.should_start_after(first):
-                record = recorder.Recorder(cfg.run.profiled_steps, runs.profile_directory(directory, together),
-                                           step_function, str(plan.topology or ""))  # fmt: skip
-                state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions, record)
+                state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
             if first < int(state.step) == cfg.run.steps:
                 # Use the batches of all earlier evaluations, so that the losses of checkpoints are comparable.
                 loss = evaluation.loss(optimizer.gathered_params(cfg, mesh, state), cfg.run.eval_batches)["loss"]
@@ -115,9 +113,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
 # Loop -----------------------------------------------------------------------------------------------------------------
 
 
-def loop(
-    cfg: Config, mesh, state, step_function, evaluation, plan, metrics: runs.Metrics, manager, interruptions, record
-):
+def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: runs.Metrics, manager, interruptions):
     """Train from state.step to run.steps. Write metrics, evaluations and checkpoints when they are due."""
     run, first, about = cfg.run, int(state.step), runs.result_settings(runs.describe(cfg))
     peak = hardware.PEAK_FLOPS_PER_S.get(mesh.devices.flat[0].device_kind)  # None for a CPU
@@ -133,9 +129,7 @@ def loop(
             watchdog.begin_step(taken)
             placed = sharding.put(batch, mesh, size)
             questions.write_due(taken, state, placed, skips)
-            record.begin(taken, state)
             state, values = step_function(state, placed)
-            record.end(taken, state)
             losses.append(values["cross_entropy"])
             skips.add_step(taken, values)
             last, stopping = taken == run.steps, interruptions.stops_after(taken)
@@ -183,9 +177,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: runs.Metrics, director
             with (directory / "samples.txt").open("a", encoding="utf-8") as file:
                 file.write(f"--- step {step}\n{text}\n")
         report.draw([storage.local_folder(directory)], directory / "report.png")
-    seconds = time.perf_counter() - START
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    seconds, peak_bytes = time.perf_counter() - START, devices.peak_host_bytes()
     metrics.write("end", step, seconds=seconds, peak_host_bytes=peak_bytes)  # last: this row marks the run as complete
     together.agreement.complete = True
     if text is not None:

@@ -38,6 +38,28 @@ def draw_mesh(rng: random.Random) -> MeshConfig:
     return MeshConfig(**sizes)
 
 
+def draw_features(rng: random.Random, mesh: MeshConfig, model: dict, work: dict, rest: dict) -> None:
+    """Draw features that came later, so that older seeds still give the same values for the others."""
+    pick, context, n_experts = lambda *values: rng.choice(values), mesh.context, model["n_experts"]
+    if context > 1 and rng.random() < 1 / 3:
+        work["context_attention"] = "all_to_all"
+        model |= {name: context * model[name] for name in ("n_heads", "n_kv_heads")}
+    if rng.random() < 1 / 2:
+        model |= {"norm": "layer", "bias": pick(True, False)}
+        if model["attention"] == "gqa":
+            model |= {"rope_dims": 2, "parallel_residual": not n_experts}
+    if not n_experts and context == 1 and rng.random() < 1 / 2:
+        model |= {"encoder_layers": mesh.stage * pick(1, 2), "attention": "gqa", "norm": "rms", "dense_prefix": 0,
+                  "n_layers": mesh.stage * pick(1, 2), "activation": "geglu", "parallel_residual": False}  # fmt: skip
+        work |= {"schedule": pick("gpipe", "1f1b"), "chunks": 1}
+        rest["data.input_len"] = mesh.tensor * pick(7, 11)
+    elif rng.random() < 1 / 4:
+        model["prefix_lm"] = True
+    if not model.get("encoder_layers") and rng.random() < 1 / 3:
+        model["rope_scaling"] = pick("llama3:8:1:4:64", "yarn:4:1:32:4096", "yarn:40:1:32:4096:1:0.7")
+        model |= {"qk_norm": True} if model["attention"] == "gqa" else {}
+
+
 def draw(seed: int) -> dict:
     """Draw dotted settings for the preset `tiny` that are valid on their mesh."""
     rng = random.Random(seed)
@@ -81,23 +103,7 @@ def draw(seed: int) -> dict:
     }  # fmt: skip
     if n_experts and n_experts > model["top_k"] * seq_len:
         model["capacity_factor"] = 0.0  # at 1.0 an expert would have no slot, which is refused
-    if context > 1 and rng.random() < 1 / 3:  # drawn last, so that older seeds give the same values above
-        work["context_attention"] = "all_to_all"
-        model |= {name: context * model[name] for name in ("n_heads", "n_kv_heads")}
-    if rng.random() < 1 / 2:
-        model |= {"norm": "layer", "bias": pick(True, False)}
-        if model["attention"] == "gqa":
-            model |= {"rope_dims": 2, "parallel_residual": not n_experts}
-    if not n_experts and context == 1 and rng.random() < 1 / 2:
-        model |= {"encoder_layers": mesh.stage * pick(1, 2), "attention": "gqa", "norm": "rms", "dense_prefix": 0,
-                  "n_layers": mesh.stage * pick(1, 2), "activation": "geglu", "parallel_residual": False}  # fmt: skip
-        work |= {"schedule": pick("gpipe", "1f1b"), "chunks": 1}
-        rest["data.input_len"] = some(tensor, 7, 11)
-    elif rng.random() < 1 / 4:
-        model["prefix_lm"] = True
-    if not model.get("encoder_layers") and rng.random() < 1 / 3:
-        model["rope_scaling"] = pick("llama3:8:1:4:64", "yarn:4:1:32:4096", "yarn:40:1:32:4096:1:0.7")
-        model |= {"qk_norm": True} if model["attention"] == "gqa" else {}
+    draw_features(rng, mesh, model, work, rest)
     dotted = lambda group, values: {f"{group}.{name}": value for name, value in values.items()}
     return {"mesh": str(mesh)} | dotted("model", model) | dotted("work", work) | rest
 

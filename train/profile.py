@@ -36,8 +36,9 @@ HELP = """e.g. python -m train.profile runs/laptop
 
 Print where the time of recorded steps went: seconds by cause (planned, simulated and measured) and by source line.
 
-Record them with python main.py .. --run.profile 20:23. Times are for one step, averaged over steps and devices. TPU
-slices have a plan and a simulation."""
+Record them with python main.py .. --run.profile 20:23. Times are for one step, averaged over steps and devices.
+
+Only TPU slices have a plan and a simulation."""
 IDLE, BUBBLE = "idle", "bubble"
 # What the kernels of libraries do, by a part of their names; "?": a collective over unknown mesh axes
 KERNELS = (("nvjet|gemm|cutlass|cublas|xmma|cudnn", simulator.PRODUCTS), ("nccl", "?"))

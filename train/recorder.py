@@ -20,39 +20,42 @@ from devices import log
 
 
 class Recorder:
-    """Starts and stops the profiler. `program`: the compiled step; `topology`: its devices, such as v5e:4x4, or "" """
+    """Calls the compiled step, and runs the profiler during the steps to record."""
 
-    def __init__(self, steps: tuple[int, int] | None, directory: Path, program, topology: str):
+    def __init__(self, program, steps: tuple[int, int] | None, taken: int, directory: Path, topology: str):
+        """program: the compiled step. taken: steps before the first call. topology: such as v5e:4x4, or "" """
         self.first, self.last = steps or (0, 0)
-        self.directory, self.program, self.topology = directory, program, topology
-        self.started = self.annotation = None
+        self.program, self.taken, self.directory, self.topology = program, taken, directory, topology
+        self.started = None
 
-    def begin(self, step: int, state) -> None:
-        """Start the profiler if `step` is the first to record and has not run yet. Earlier steps finish first."""
-        if not self.first <= step <= self.last:
-            return
+    def __call__(self, state, batch):
+        self.taken += 1
+        if not self.first <= self.taken <= self.last:
+            return self.program(state, batch)
         if self.started is None:
-            jax.block_until_ready(state)
-            shutil.rmtree(self.directory, ignore_errors=True)
-            options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # Python's calls would slow the host, and nothing reads them
-            jax.profiler.start_trace(self.directory, profiler_options=options)
-            self.first, self.started = step, time.perf_counter()
-        self.annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
-        self.annotation.__enter__()
+            self.start(state)
+        with jax.profiler.StepTraceAnnotation("train", step_num=self.taken):
+            state, values = self.program(state, batch)
+        if self.taken == self.last:
+            self.stop(state)
+        return state, values
 
-    def end(self, step: int, state) -> None:
-        """Stop the profiler if `step` was the last to record, and write the program beside the trace."""
-        if self.annotation is None:
-            return
-        self.annotation.__exit__(None, None, None)
-        self.annotation = None
-        if step == self.last:
-            jax.block_until_ready(state)
-            seconds = time.perf_counter() - self.started
-            jax.profiler.stop_trace()
-            about = dict(first=self.first, last=step, seconds=seconds, devices=jax.local_device_count(),
-                         topology=self.topology)  # fmt: skip
-            (self.directory / "steps.json").write_text(json.dumps(about))
-            (self.directory / "step.hlo.gz").write_bytes(gzip.compress(self.program.as_text().encode()))
-            log(f"profile    steps {self.first} to {step} in {self.directory}; see python -m train.profile")
+    def start(self, state) -> None:
+        """Start the profiler, after all earlier steps."""
+        jax.block_until_ready(state)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # Python's calls would slow the host, and nothing reads them
+        jax.profiler.start_trace(self.directory, profiler_options=options)
+        self.first, self.started = self.taken, time.perf_counter()
+
+    def stop(self, state) -> None:
+        """Stop the profiler, after the recorded steps, and write the program beside the trace."""
+        jax.block_until_ready(state)
+        seconds = time.perf_counter() - self.started
+        jax.profiler.stop_trace()
+        about = dict(first=self.first, last=self.taken, seconds=seconds, devices=jax.local_device_count(),
+                     topology=self.topology)  # fmt: skip
+        (self.directory / "steps.json").write_text(json.dumps(about))
+        (self.directory / "step.hlo.gz").write_bytes(gzip.compress(self.program.as_text().encode()))
+        log(f"profile    steps {self.first} to {self.taken} in {self.directory}; see python -m train.profile")

@@ -31,13 +31,13 @@ HELP = """e.g. python -m xla.replay step.hlo --topology v5p:4x4x4 --mesh fsdp=16
 
 Simulate any scheduled TPU program from its text: seconds by cause, exposed communication by source line, peak memory.
 
-FILE is the text of a compiled program; gzip and xz are fine. There are two ways to get it. Neither needs a TPU, because
-libtpu can compile for a topology that is not attached:
+FILE is the text of a compiled program; gzip and xz are fine. libtpu can compile without a TPU. Two ways to get it:
 
     open("step.hlo", "w").write(jax.jit(step).lower(*arguments).compile().as_text())
     XLA_FLAGS=--xla_dump_to=dump python train.py  # then FILE is dump/*jit_step*.after_codegen.txt
 
 --topology must be the slice that it was compiled for, and --mesh the axes of the program's mesh, outermost first.
+
 Without --mesh, the axes a, b, .. are inferred from the device groups of the collectives.
 
 A loop needs a trip count that the compiler knows. A conditional always runs its longest branch."""
