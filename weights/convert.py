@@ -81,6 +81,7 @@ def from_hf(
     c, kind = config_from_hf(hf), hf["model_type"]
     all_pieces, parts, declared = pieces(c, kind), {}, sharding.flatten_named(declare(c))
     tensors = Tensors(source)
+    drop_prediction_modules(tensors, c, hf)
     tensors.check({piece.hf_name: piece.shape for piece in all_pieces})
     c = dataclasses.replace(c, precision=stored_precision(tensors, all_pieces))
     for piece in all_pieces:
@@ -93,6 +94,17 @@ def from_hf(
         folder.write("config.json", json.dumps(_run_config(c, out) | about, indent=1) + "\n")
     log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(leaves)} arrays")
     log(f"precision  parameters {c.param_dtype} (as in the files), compute {c.compute_dtype}")
+
+
+def drop_prediction_modules(tensors: Tensors, c: ModelConfig, hf: dict) -> None:
+    """Leave out the modules for multi-token prediction, which are stored as layers after the last, and say so."""
+    count = hf.get("num_nextn_predict_layers") or 0
+    begins = tuple(f"model.layers.{c.n_layers + i}." for i in range(count))
+    extra = [name for name in tensors.arrays if name.startswith(begins)] if count else []
+    for name in extra:
+        del tensors.arrays[name]
+    if extra:
+        log(f"left out   {len(extra)} tensors for multi-token prediction ({', '.join(begins)}), which our model lacks")
 
 
 def stored_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:

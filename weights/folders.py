@@ -26,6 +26,9 @@ from errors import UserError
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NUMPY = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("float16")}
+STORED = NUMPY | {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
+# Weights in fp8 are stored with a float32 scale for each block of 128 x 128 (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
+FP8, SCALE, SCALED_BLOCK = "F8_E4M3", "_scale_inv", 128  # dtype and suffix of the name, in safetensors files
 FILE_BYTES = 2**31  # largest file that we write, unless a single tensor is larger
 ONE_FILE, INDEX = FILES = ("model.safetensors", "model.safetensors.index.json")
 PARTIAL = ".partial"  # suffix of an unfinished folder
@@ -137,7 +140,7 @@ class StoredArray:
 
     @property
     def dtype(self) -> np.dtype:
-        return NUMPY[self.dtype_name]
+        return STORED[self.dtype_name]
 
     @functools.cached_property
     def memory_map(self) -> np.memmap:
@@ -187,23 +190,31 @@ class Tensors:
         arrays = {}
         for name, (start, stop) in spans.items():
             dtype, need = DTYPES.get(dtypes[name], dtypes[name]), stop - start
-            if dtype in NUMPY and need != math.prod(shapes[name]) * NUMPY[dtype].itemsize:
+            if dtype in STORED and need != math.prod(shapes[name]) * STORED[dtype].itemsize:
                 raise damaged(f"{name} has {need} bytes, but shape {shapes[name]} of {dtype}")
             arrays[name] = StoredArray(self.folder, file, dtype, shapes[name], start)
         return arrays
 
+    def is_scaled(self, name: str) -> bool:
+        """Return whether a tensor is stored in fp8 with scales of blocks."""
+        return self.arrays[name].dtype_name == FP8 and f"{name}{SCALE}" in self.arrays
+
     def dtype(self, name: str) -> str:
-        dtype = self.arrays[name].dtype_name
+        """Return the dtype of what `read` returns."""
+        dtype = "bfloat16" if self.is_scaled(name) else self.arrays[name].dtype_name
         if dtype not in NUMPY:
             raise UserError(f"{self.folder}: {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
         return dtype
 
     def read(self, name: str) -> np.ndarray:
-        return self.arrays[name][()]
+        array = self.arrays[name][()]
+        return scale_blocks(array, self.arrays[f"{name}{SCALE}"][()], name) if self.is_scaled(name) else array
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises: UserError naming tensors that are missing, unexpected, or of another shape."""
-        missing, extra = [n for n in shapes if n not in self.arrays], [n for n in self.arrays if n not in shapes]
+        scales = {f"{name}{SCALE}" for name in self.arrays if self.is_scaled(name)}
+        missing = [name for name in shapes if name not in self.arrays]
+        extra = [name for name in self.arrays if name not in shapes and name not in scales]
         for names, why in ((missing, "lacks"), (extra, "has tensors that config.json does not describe:")):
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -213,6 +224,20 @@ class Tensors:
                 raise UserError(
                     f"{self.folder}: {name} has shape {self.arrays[name].shape}, but config.json needs {want}"
                 )
+
+
+def scale_blocks(array: np.ndarray, scales: np.ndarray, name: str) -> np.ndarray:
+    """Multiply each block of a matrix in fp8 by its scale. Returns bfloat16.
+
+    Raises: UserError if there is not one scale per block.
+    """
+    want = tuple(-(-size // SCALED_BLOCK) for size in array.shape)
+    if scales.shape != want:
+        raise UserError(f"{name}{SCALE} has shape {scales.shape}, but a matrix of shape {array.shape} has {want} "
+                        f"blocks of {SCALED_BLOCK} x {SCALED_BLOCK}")  # fmt: skip
+    of_rows = np.repeat(scales, SCALED_BLOCK, axis=0)[: len(array)]
+    of_entries = np.repeat(of_rows, SCALED_BLOCK, axis=1)[:, : array.shape[1]]
+    return (array.astype(np.float32) * of_entries).astype(ml_dtypes.bfloat16)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

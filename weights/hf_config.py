@@ -17,7 +17,7 @@ def config_from_hf(hf: dict) -> ModelConfig:
     if kind not in families.FAMILIES:
         known = suggest(str(kind), families.FAMILIES)
         raise UserError(f"config.json: model_type={kind!r} is unknown; {known}; add a mapping with --table FILE.py")
-    family, hf = families.FAMILIES[kind], with_old_names(hf)
+    family, hf = families.FAMILIES[kind], without_stored_form(with_old_names(hf))
     known = {s.hf_name for s in family.settings} | set(family.hf_fixed) | PASSED_THROUGH | IGNORED
     for name in hf:
         if name not in known:
@@ -34,6 +34,15 @@ def config_from_hf(hf: dict) -> ModelConfig:
     c = ModelConfig(**family.initial_fields | field_values(family, hf))
     check_fits(c, kind)
     return c
+
+
+def without_stored_form(hf: dict) -> dict:
+    """Remove settings that say how weights are stored: in fp8 blocks of 128 x 128, which `folders.Tensors` reads, and
+    with modules for multi-token prediction, which `convert.from_hf` leaves out."""
+    about = hf.get("quantization_config") or {}
+    fp8 = about.get("quant_method") == "fp8" and about.get("weight_block_size") == [128, 128]
+    names = {"num_nextn_predict_layers"} | ({"quantization_config"} if fp8 else set())
+    return {name: value for name, value in hf.items() if name not in names}
 
 
 def field_values(family: Family, hf: dict) -> dict[str, Any]:
