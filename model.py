@@ -290,6 +290,17 @@ class MoE:
     shared: FeedForward | None = None
 
 
+def in_best_groups(c: ModelConfig, scores_btE):
+    """Set the scores of experts outside a token's top_groups groups to -inf. A group's score is the sum of the
+    two highest scores in it. Source: arXiv:2412.19437, section 2.1.2, "node-limited routing"."""
+    if not c.n_groups:
+        return scores_btE
+    scores_btgX = scores_btE.reshape(*scores_btE.shape[:2], c.n_groups, -1)
+    _, best_btk = jax.lax.top_k(jnp.sum(jax.lax.top_k(scores_btgX, 2)[0], axis=-1), c.top_groups)
+    is_best_btg = jnp.any(jax.nn.one_hot(best_btk, c.n_groups, dtype=bool), axis=2)
+    return jnp.where(is_best_btg[..., None], scores_btgX, -jnp.inf).reshape(scores_btE.shape)
+
+
 def route(w: MoE, c: ModelConfig, x_btD):
     """Choose the top_k experts of each token and compute their gates.
 
@@ -300,7 +311,7 @@ def route(w: MoE, c: ModelConfig, x_btD):
     logits_btE = jnp.matmul(x_btD.astype(float32), w.w_router_DE, precision=jax.lax.Precision.HIGHEST)
     scores_btE = jax.nn.sigmoid(logits_btE) if c.router == "sigmoid" else jax.nn.softmax(logits_btE, axis=-1)
     bias_E = 0.0 if w.bias_E is None else jax.lax.stop_gradient(w.bias_E)[None, None, :]
-    _, experts_btk = jax.lax.top_k(scores_btE + bias_E, c.top_k)
+    _, experts_btk = jax.lax.top_k(in_best_groups(c, scores_btE + bias_E), c.top_k)
     chosen_btk = jnp.take_along_axis(scores_btE, experts_btk, axis=-1)
     if c.normalize_gates and c.top_k > 1:  # with top_k=1 the gate would be 1: no gradient for the router
         chosen_btk /= jnp.sum(chosen_btk, axis=-1, keepdims=True) + 1e-20

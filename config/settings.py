@@ -236,6 +236,9 @@ class ModelConfig:
     moe_every: Size = 1  # n: blocks of n - 1 dense layers and one MoE layer repeat, after the first dense_prefix layers
     dense_prefix: Count = 0  # number of dense layers before the repeated blocks of moe_every layers
     router: Literal["sigmoid", "softmax"] = "sigmoid"  # score function before the top-k
+    # routed experts form this many groups, and a token uses only experts in its top_groups best groups; 0: no groups
+    n_groups: Count = 0
+    top_groups: Size = 1  # groups per token
     normalize_gates: bool = True  # divide the weights of a token's experts (gates) by their sum; ignored with top_k=1
     routed_scaling: Positive = 1.0  # multiply the gates by this factor
     # weight of the load-balancing loss (arXiv:2101.03961); 0: off
@@ -286,6 +289,13 @@ class ModelConfig:
                     self._refuse(name, f"a model with an encoder needs {name}={allowed!r}")
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
             self._refuse("top_k", f"must be between 1 and n_experts={self.n_experts}")
+        if self.n_experts and self.n_groups:
+            size = self.n_experts // self.n_groups
+            if self.n_experts % self.n_groups or size < 2:
+                self._refuse("n_groups", f"must divide n_experts={self.n_experts} into groups of at least 2 experts")
+            if not self.top_k <= self.top_groups * size <= self.n_experts:
+                self._refuse("top_groups", f"a token needs top_k={self.top_k} experts, in groups of {size}; use "
+                             f"{-(-self.top_k // size)} to {self.n_groups}")  # fmt: skip
         repeating = self.n_layers - self.dense_prefix
         if repeating < 1 or repeating % self.layers_per_block:
             below = max(repeating, 0) // self.layers_per_block

@@ -105,8 +105,8 @@ PARTS = (
     Part("sliding_window use_sliding_window max_window_layers layer_types sliding_window_pattern rope_local_base_freq",
          "sliding windows of {sliding_window} positions: the plan computes attention over the whole sequence",
          has_window),
-    Part("n_group topk_group topk_method", "expert groups: a token uses experts of {topk_group} of {n_group} groups; "
-         "the plan may send it to all groups, so it may count more bytes", lambda hf: (hf.get("n_group") or 1) > 1),
+    Part("topk_method", "expert groups: a token uses experts of {topk_group} of {n_group} groups; the plan counts "
+         "bytes as if it used all", lambda hf: (hf.get("n_group") or 1) > 1),
     Part("quantization_config", "quantized weights: the plan has weights of the dtype that model.precision sets",
          lambda hf: hf.get("quantization_config")),
     Part("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar swiglu_limit swiglu_alpha",

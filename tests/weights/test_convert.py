@@ -369,7 +369,7 @@ UNSUPPORTED = [
     ("llama", "rope_parameters", {"rope_theta": 5e5, "partial_rotary_factor": 0.5}),
     ("llama", "model_type", "lama"), ("llama", "sliding_window", 4096), ("llama", "window", 7),
     ("mixtral", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1),
-    ("deepseek_v3", "n_group", 8), ("deepseek_v3", "topk_group", 4), ("deepseek_v3", "num_experts_per_tok", 1),
+    ("deepseek_v3", "n_group", 3), ("deepseek_v3", "topk_group", 5), ("deepseek_v3", "num_experts_per_tok", 1),
     ("mixtral", "num_experts_per_tok", 1),
     ("deepseek_v3", "rope_interleave", False), ("deepseek_v3", "rms_norm_eps", 1e-5),
     ("deepseek_v3", "num_key_value_heads", 2),
@@ -389,8 +389,15 @@ UNSUPPORTED = [
 def test_what_our_model_cannot_do_is_refused_by_name(family, name, value):
     """Catches a setting that changes the function and is ignored: the logits would silently be wrong."""
     hf = folders.Folder(FIXTURES / family).json("config.json") | {name: value}
-    ours = {"n_shared_experts": "n_shared", "rotary_dim": "rope_dims", "num_experts_per_tok": "top_k",
-            "rope_parameters": "rope_scaling"}.get(name, name)  # fmt: skip
+    ours = {
+        "n_shared_experts": "n_shared",
+        "rotary_dim": "rope_dims",
+        "num_experts_per_tok": "top_k",
+        "rope_parameters": "rope_scaling",
+        "n_group": "n_groups",
+        "topk_group": "top_groups",
+    }
+    ours = ours.get(name, name)
     with pytest.raises(UserError, match=rf"{ours}=.*{str(value)[-4:].strip('})')}"):
         config_from_hf(hf)
 
@@ -444,10 +451,10 @@ def test_a_model_without_a_class_in_transformers_is_refused(family, tmp_path, ca
 
 
 DENSE_ONLY = ("d_rope d_value d_query_latent d_kv_latent top_k n_shared d_expert moe_every router normalize_gates "
-              "routed_scaling")  # fmt: skip
+              "routed_scaling n_groups top_groups")  # fmt: skip
 UNUSED = {"llama": DENSE_ONLY, "arcee": DENSE_ONLY, "qwen3": DENSE_ONLY,
-          "qwen3_moe": "d_rope d_value d_query_latent d_kv_latent",
-          "mixtral": "d_rope d_value d_query_latent d_kv_latent d_ff",
+          "qwen3_moe": "d_rope d_value d_query_latent d_kv_latent top_groups",
+          "mixtral": "d_rope d_value d_query_latent d_kv_latent d_ff top_groups",
           "deepseek_v3": "n_kv_heads",
           "gptj": DENSE_ONLY,
           "t5": DENSE_ONLY + " rope_dims rope_theta"}  # fmt: skip
