@@ -158,7 +158,6 @@ def _measure(args: Arguments, topology: hardware.Topology, text: str) -> tuple[d
         raise UserError(f"the program was compiled for {devices} devices (num_partitions={devices}), but {topology} "
                         f"has {topology.devices}; pass the topology that it was compiled for")  # fmt: skip
     program = Program(text)
-    ledger.refuse_unknown(program)
     mesh = hardware.NamedMesh.parse(args.mesh) if args.mesh else infer_mesh(program, devices)
     if mesh.devices != devices:
         raise UserError(f"mesh {mesh} has {mesh.devices} devices, and the program was compiled for {devices}")

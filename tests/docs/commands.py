@@ -45,6 +45,7 @@ LONGEST_S = 3600.0  # timeout per command: the longest takes 150 s alone, and 20
 
 # Commands that are not run, and why. Each row must be on a page, and each command must be here or be run.
 IN_A_BUCKET = "needs a bucket: tests/data/test_buckets.py trains in one"
+PROFILED = "prints seconds of this machine: tests/train/test_profile.py records steps and reads them"
 NOT_RUN = {
     "python main.py laptop --run.dir gs://BUCKET/runs": IN_A_BUCKET,
     "python -m train.checkpoint ls gs://BUCKET/runs/laptop": IN_A_BUCKET,
@@ -73,6 +74,9 @@ NOT_RUN = {
     "extra-parity`",
     'python -m data.prepare --source "text:*/*.py" --tokenizer bpe:tokens/own.bpe --out tokens/own-1024': "needs the "
     "output of the previous command",
+    "python main.py laptop --run.name profiled --run.steps 8 --run.profile 6:8 --mesh fsdp=4,tensor=2 "
+    "--devices 8": PROFILED,
+    "python -m train.profile runs/profiled --rows 3": PROFILED,
     "python main.py laptop --run.tracker wandb --run.name watched": "needs `make extra-wandb`",
     "python -m evaluate runs/laptop --tasks lambada_openai,hellaswag --limit 100 "
     "--cache runs/laptop/answers.jsonl": "needs `make extra-evaluate`, and downloads",
