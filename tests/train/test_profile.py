@@ -75,6 +75,7 @@ def test_communication_is_exposed_only_while_nothing_computes():
         "products": 5,
         "other ops": 3,
     }
+    assert attribute(("fusion", 0, 10), ("sum", 2, 7))[0] == {"products": 10}
 
 
 def test_kernels_in_a_cuda_graph_have_causes(monkeypatch):
