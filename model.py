@@ -291,8 +291,8 @@ class MoE:
 
 
 def in_best_groups(c: ModelConfig, scores_btE):
-    """Set the scores of experts outside a token's top_groups groups to -inf. A group's score is the sum of the
-    two highest scores in it. Source: arXiv:2412.19437, section 2.1.2, "node-limited routing"."""
+    """Set the scores of experts outside a token's top_groups groups to -inf. A group's score is the sum of
+    its two highest scores. Source: arXiv:2412.19437, section 2.1.2, "node-limited routing"."""
     if not c.n_groups:
         return scores_btE
     scores_btgX = scores_btE.reshape(*scores_btE.shape[:2], c.n_groups, -1)

@@ -1,0 +1,113 @@
+"""A config.json of Hugging Face becomes our settings and back, or is refused by name."""
+
+import dataclasses
+
+import pytest
+
+from config import ModelConfig, preset
+from errors import UserError
+from tests.weights.test_convert import FIXTURES, tiny
+from weights import families, folders, init_from
+from weights.families import FAMILIES
+from weights.hf_config import config_from_hf, config_to_hf
+
+UNSUPPORTED = [
+    ("llama", "attention_bias", True), ("llama", "mlp_bias", True), ("llama", "hidden_act", "gelu"),
+    ("mixtral", "rope_scaling", {"type": "linear", "factor": 2.0}), ("llama", "quantization_config", {"bits": 8}),
+    ("llama", "rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
+    ("llama", "rope_parameters", {"rope_theta": 5e5, "partial_rotary_factor": 0.5}),
+    ("llama", "model_type", "lama"), ("llama", "sliding_window", 4096), ("llama", "window", 7),
+    ("mixtral", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1),
+    ("deepseek_v3", "n_group", 3), ("deepseek_v3", "topk_group", 5), ("deepseek_v3", "num_experts_per_tok", 1),
+    ("mixtral", "num_experts_per_tok", 1),
+    ("deepseek_v3", "rope_interleave", False), ("deepseek_v3", "rms_norm_eps", 1e-5),
+    ("deepseek_v3", "num_key_value_heads", 2),
+    ("deepseek_v3", "quantization_config", {"quant_method": "fp8", "weight_block_size": [64, 64]}),
+    ("deepseek_v3", "n_shared_experts", 0), ("deepseek_v3", "scoring_func", "softmax"),
+    ("qwen3", "use_sliding_window", True), ("qwen3", "attention_bias", True),
+    ("qwen3", "layer_types", ["sliding_attention"]), ("mixtral", "rope_scaling", {"rope_type": "yarn"}),
+    ("qwen3_moe", "decoder_sparse_step", 2), ("qwen3_moe", "mlp_only_layers", [0]),
+    ("arcee", "hidden_act", "relu2"), ("arcee", "mlp_bias", True),
+    ("gptj", "activation_function", "relu"), ("gptj", "tie_word_embeddings", True), ("gptj", "rotary_dim", 16),
+    ("t5", "feed_forward_proj", "relu"), ("t5", "relative_attention_num_buckets", 64), ("t5", "is_decoder", True),
+    ("t5", "relative_attention_max_distance", 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, name, value", UNSUPPORTED)
+def test_what_our_model_cannot_do_is_refused_by_name(family, name, value):
+    """Catches a setting that changes the function and is ignored: the logits would silently be wrong."""
+    hf = folders.Folder(FIXTURES / family).json("config.json") | {name: value}
+    ours = {
+        "n_shared_experts": "n_shared",
+        "rotary_dim": "rope_dims",
+        "num_experts_per_tok": "top_k",
+        "rope_parameters": "rope_scaling",
+        "n_group": "n_groups",
+        "topk_group": "top_groups",
+    }
+    ours = ours.get(name, name)
+    with pytest.raises(UserError, match=rf"{ours}=.*{str(value)[-4:].strip('})')}"):
+        config_from_hf(hf)
+
+
+@pytest.mark.parametrize(
+    "family, name",
+    [("llama", "hidden_size"), ("deepseek_v3", "n_group"), ("gptj", "rotary_dim"), ("t5", "feed_forward_proj")],
+)
+def test_a_missing_setting_has_the_library_s_default(family, name):
+    """Catches our default in place of the library's: a missing n_group means 8 there."""
+    hf = folders.Folder(FIXTURES / family).json("config.json")
+    del hf[name]
+    with pytest.raises(UserError, match=name):
+        config_from_hf(hf)
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [("no_rope_every", 3), ("moe_every", 2), ("n_shared", 0), ("balance_rate", 0.0), ("activation", "gelu"),
+     ("norm_eps", 1e-5), ("capacity_factor", 1.5), ("top_k", 1)],
+)  # fmt: skip
+def test_what_the_library_s_model_cannot_do_is_refused_by_name(setting, value):
+    """Catches a folder that transformers loads and computes differently."""
+    c = tiny(**{f"model.{setting}": value, "model.n_layers": 5}).model
+    with pytest.raises(UserError, match=rf"\(deepseek_v3\) cannot express .*model\.{setting}={value!r}"):
+        config_to_hf(c)
+
+
+FITS = {"laptop": "deepseek_v3", "dense_124m": "arcee", "llama3_8b": "llama", "mixtral_8x7b": "mixtral",
+        "deepseek_v3": "deepseek_v3", "t5_base": "t5"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_preset_has_a_class_in_transformers(name):
+    """Catches a preset that `to-hf` could write before, and no longer can."""
+    c = preset(name).model
+    assert config_to_hf(c)["model_type"] == FITS[name] and families.pieces(c)
+
+
+DENSE_ONLY = ("d_rope d_value d_query_latent d_kv_latent top_k n_shared d_expert moe_every router normalize_gates "
+              "routed_scaling n_groups top_groups")  # fmt: skip
+UNUSED = {"llama": DENSE_ONLY, "arcee": DENSE_ONLY, "qwen3": DENSE_ONLY,
+          "qwen3_moe": "d_rope d_value d_query_latent d_kv_latent top_groups",
+          "mixtral": "d_rope d_value d_query_latent d_kv_latent d_ff top_groups",
+          "deepseek_v3": "n_kv_heads",
+          "gptj": DENSE_ONLY,
+          "t5": DENSE_ONLY + " rope_dims rope_theta"}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", UNUSED)
+def test_every_setting_of_ours_is_known_to_a_family(family):
+    """Catches a new setting that changes the model and that to-hf ignores. Each setting must map to one of Hugging
+    Face's, be fixed to an equivalent value, affect only training, or be unused in a model of this family."""
+    known = (
+        {s.field for s in FAMILIES[family].settings} | set(FAMILIES[family].fixed_fields) | set(init_from.KEPT_SETTINGS)
+    )
+    assert known | set(UNUSED[family].split()) == {f.name for f in dataclasses.fields(ModelConfig)}
+
+
+def test_unnormalized_gates_round_trip():
+    """Catches gates that only transformers renormalizes."""
+    c = tiny(**{"model.normalize_gates": False, "model.top_k": 1}).model
+    hf = config_to_hf(c)
+    assert hf["norm_topk_prob"] is False and config_from_hf(hf).normalize_gates is False
