@@ -275,9 +275,9 @@ for size in ((16, 8), (16, 4), (1, 8), (4, 2)):
 #
 # `planner.plan` does the same arithmetic in more detail, from the weight shapes in `model.py`. For TPUs it also
 # models what the compiler overlaps. For GPUs it does not, so all communication counts as exposed. So there are
-# three kinds of seconds: *estimated*, *planned* (`likely_s`) and *measured*. Published steps on TPUs took up to a
-# fifth longer than planned. `one.real` adds what was [missing in those plans](../published.md), with an
-# interval.
+# three kinds of seconds: *estimated*, *planned* (`likely_s`) and *measured*. Most published steps on TPUs took
+# up to a fifth longer than planned. `one.real` adds what was [missing in those plans](../published.md), with
+# an interval.
 #
 # The planner needs equal stages, so plan 128 layers instead of 126. These meshes recompute layers, as do the
 # estimates in the figure. (MFU, model FLOPs utilization, is the FLOP/s without recomputation, divided by the
