@@ -8,10 +8,9 @@ to another, or twice the batch. It suggests the change that makes a step faster 
 import dataclasses
 from dataclasses import dataclass
 
-from config import AUTO, AXES, MeshConfig, replace
+from config import AUTO, AXES, replace
 from errors import UserError
-from overlap.remat import REMAT
-from plan import expected, planner
+from plan import auto, expected, planner
 from plan.planner import MIN_SAVING, Plan, amount
 
 RECOMPUTED, NARROW = "recomputation and padding", "matmuls below the peak"
@@ -76,19 +75,19 @@ def sentence(one: Plan, cause: str) -> str:
 def changes(one: Plan):
     """Yield (flags, note) of single changes: execution settings, the mesh, the batch, and the balance loss."""
     work, mesh = one.cfg.work, one.cfg.mesh.sizes
-    for name, values in {"remat": tuple(REMAT), "gather": ("layer", "step"), "tensor_exchange": ("gather", "ring"),
-                         "context_attention": ("gather", "ring"), "schedule": ("gpipe", "1f1b", "interleaved", "zb"),
-                         "device_batch": (one.device_batch // 2, one.device_batch * 2)}.items():  # fmt: skip
-        for value in values:
-            if value and value != getattr(work, name):
-                yield {f"work.{name}": value}, ""
+    free = dataclasses.replace(work, **dict.fromkeys(work.baselines("least"), AUTO))
+    settings = auto.options(dataclasses.replace(one.cfg, work=free))
+    near = (one.device_batch / 2, one.device_batch * 2)
+    settings["device_batch"] = [size for size in settings.get("device_batch", ()) if size in near]
+    for name, values in settings.items():
+        yield from (({f"work.{name}": value}, "") for value in values if value != getattr(work, name))
     if mesh["stage"] > 1:
         yield {"work.microbatches": 2 * one.sched.microbatches}, ""
     for source in AXES:
         for target in AXES:
             if source != target and mesh[source] % 2 == 0:
                 moved = mesh | {source: mesh[source] // 2, target: mesh[target] * 2}
-                yield {"mesh": str(MeshConfig(**moved))}, ""
+                yield {"mesh": str(dataclasses.replace(one.cfg.mesh, **moved))}, ""
     yield {"data.batch_size": 2 * one.cfg.data.batch_size}, "a batch of twice the size may need other hyperparameters"
     model = one.cfg.model
     if one.balance_pass:
