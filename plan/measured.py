@@ -56,7 +56,7 @@ def kind_of(one) -> str:
     """Return the kind of step whose errors apply to a plan."""
     if not one.topology.chip.torus_dims:
         return "GPUs"
-    if getattr(one.topology, "slices", 1) > 1:
+    if one.topology.slices > 1:
         return "several slices"
     if one.cfg.model.n_experts:
         return "MoE"
@@ -66,7 +66,7 @@ def kind_of(one) -> str:
 @functools.cache
 def intervals() -> dict[str, dict]:
     """Return for each kind of step the interval of measured / estimated seconds, and the number of steps."""
-    return json.loads(INTERVALS.read_text(encoding="utf-8")) if INTERVALS.exists() else {}
+    return json.loads(INTERVALS.read_text(encoding="utf-8"))
 
 
 def held_up_seconds(one) -> float:
