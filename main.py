@@ -77,8 +77,8 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
     state = restore_or_init(cfg, mesh, directory, init_from.load_init_params, together)
     first = int(state.step)
     restore_s, begin = time.perf_counter() - begin, time.perf_counter()
-    places = runs.profile_directory(directory, together), str(plan.topology or "")
-    step_function = recorder.Recorder(ordered.compile(traced, mesh), cfg.run.profiled_steps, first, *places)
+    program, profile = ordered.compile(traced, mesh), runs.profile_directory(directory, together)
+    step_function = recorder.Recorder(program, cfg.run.profiled_steps, first, profile, plan.topology)
     compile_s = trace_s + time.perf_counter() - begin
     action = "restore" if first else "initialize"
     log(f"start-up   import {IMPORT_S:.1f} s, {action} {restore_s:.1f} s, compile {compile_s:.1f} s")

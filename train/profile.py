@@ -203,7 +203,8 @@ def compare(cfg: Config, processes: list[dict]) -> dict:
     by_cause, by_line = measured(spent, causes, steps * min(devices, cfg.mesh.devices), step_s)
     topology = hardware.Topology.parse(about["topology"]) if about["topology"] else None
     plan = planner.plan(cfg, topology) if topology else None
-    simulated = simulate(plan.cfg, topology, text) if plan and topology.chip.key in replayed.FLOPS_PER_CYCLE else None
+    known = plan and topology.chip.key in replayed.FLOPS_PER_CYCLE and topology.slices == 1
+    simulated = simulate(plan.cfg, topology, text) if known else None
     rows = replay.seconds_by_line(simulated, ledger.read(text, cfg.mesh.sizes)) if simulated else []
     seconds_of = lambda row: sum(row.get(name, 0.0) for name in ("matmuls_s", "other_s", "exposed_s"))
     lines = {row["source"]: seconds_of(row) for row in rows}
@@ -222,8 +223,7 @@ def compare(cfg: Config, processes: list[dict]) -> dict:
 
 
 def simulate(cfg: Config, topology: hardware.Topology, text: str) -> simulator.Replay:
-    places = hardware.coordinates(cfg.mesh, topology).reshape(cfg.mesh.devices, -1)[:, : len(topology.shape)]
-    machine = replayed.machine_at(topology, topology.torus, places)
+    machine = replayed.machine_at(topology, topology.torus, replay.device_places(cfg.mesh, topology))
     return simulator.replay(text, cfg.mesh.sizes, machine, replayed.critical_shares(cfg, text))
 
 

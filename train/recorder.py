@@ -22,10 +22,10 @@ from devices import log
 class Recorder:
     """Calls the compiled step, and runs the profiler during the steps to record."""
 
-    def __init__(self, program, steps: tuple[int, int] | None, taken: int, directory: Path, topology: str):
-        """program: the compiled step. taken: steps before the first call. topology: such as v5e:4x4, or "" """
+    def __init__(self, program, steps: tuple[int, int] | None, taken: int, directory: Path, topology=None):
+        """program: the compiled step. taken: steps before the first call. topology: a `hardware.Topology`, if known"""
         self.first, self.last = steps or (0, 0)
-        self.program, self.taken, self.directory, self.topology = program, taken, directory, topology
+        self.program, self.taken, self.directory, self.topology = program, taken, directory, str(topology or "")
         self.started = None
 
     def __call__(self, state, batch):

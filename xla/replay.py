@@ -121,8 +121,11 @@ def axis_boundaries(group: list[int]) -> set[int]:
     return found
 
 
-def device_places(mesh: hardware.NamedMesh, topology: hardware.Topology) -> np.ndarray:
-    """Return the torus coordinates of each device in the mesh's order, as JAX arranges them, [device, torus axis]."""
+def device_places(mesh, topology: hardware.Topology) -> np.ndarray:
+    """Return the torus coordinates of each device in the mesh's order, as JAX arranges them, [device, torus axis].
+
+    mesh  a `MeshConfig` or a `NamedMesh`
+    """
     if mesh.devices == 1:
         return np.zeros((1, len(topology.shape)), int)
     return hardware.coordinates(mesh, topology).reshape(mesh.devices, -1)[:, : len(topology.shape)]
