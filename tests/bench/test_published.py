@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from docs import pictures
 from plan import measured
 
 SLICE = "dense, one slice"
+ROOT = Path(__file__).parent.parent.parent
 
 
 def errors_of(kind, split="tested", without=()):
@@ -77,6 +79,14 @@ def test_the_page_and_the_intervals_are_those_of_the_rows():
     assert json.loads(measured.INTERVALS.read_text()) == published.intervals(rows)
     assert {chip: round(value, 2) for chip, value in published.fit(rows)["GPU_MATMULS"].items()} == measured.GPU_MATMULS
     assert min(published.rank_correlation(rows).values()) > 0.9
+    dense = [row for row in rows if (row.kind, row.split) == (SLICE, "tested")]
+    number, mean, _ = published.errors(dense)
+    for words in (
+        f"{len(rows)} steps that others",
+        f"{number} steps of dense models",
+        f"differ by {mean:.1%} on average",
+    ):
+        assert words in " ".join((ROOT / "README.md").read_text().split()), words
 
 
 def test_the_figure_names_its_numbers():
