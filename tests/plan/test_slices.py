@@ -8,7 +8,7 @@ import pytest
 
 from config import MeshConfig, preset
 from errors import UserError
-from plan import hardware, inference, planner, traced
+from plan import hardware, inference, networks, planner, traced
 from plan.hardware import CHIPS, Topology
 
 approx = pytest.approx
@@ -68,6 +68,19 @@ def test_a_pipeline_crosses_slices_on_request():
     assert row.axes == ("stage between slices",) and row.in_a_slot is False
     assert row.wire_bytes == row.count * one.device_batch * 256 * 768 * 2
     assert one.speed(row) == CHIPS["v4"].dcn_bytes_per_s
+
+
+def test_an_all_to_all_stays_inside_a_slice_with_its_share():
+    """Catches a whole array that is exchanged inside each slice although most of it goes to other slices.
+
+    Of 16 devices along fsdp, 8 are in each of 2 slices. A device keeps 1/16 of its 4,096 bytes, sends 7/16 inside its
+    slice, and 8/16 to the other one.
+    """
+    cfg = preset("dense_124m", **DENSE, mesh="fsdp=16,tensor=2,across=fsdp")
+    sums = networks.Sums(cfg, "tpu", "v4", slices=2)
+    sums.add("activations", "all-to-all", ("fsdp",), 4096, 3)
+    bytes_sent = {axes: sent for (_, _, axes), (_, sent, _) in sums.found.items()}
+    assert bytes_sent == {("fsdp",): 3 * 4096 * 7 / 16, ("fsdp between slices",): 3 * 4096 * 8 / 16}
 
 
 def test_links_name_the_network():
