@@ -457,8 +457,7 @@ for key in ("v5p", "h100"):
 # less time than the matmuls. Between v5p slices it takes nearly four times as long, and between H100 nodes
 # about as long. `stage` can cross the slow network: it needs 11 ms on v5p and 1 ms on H100. Hence the order
 # of axes in this project, from the slowest network to the fastest: `data, stage, fsdp, expert, context,
-# tensor`. Between TPU slices, `sharding.make_mesh` accepts only `data`. That is a rule of this project; other
-# trainers also run pipelines between slices.
+# tensor`. Between TPU slices, `sharding.make_mesh` places `data`, or, on request, `stage` or `fsdp`.
 #
 # ## Two axes on one dim: `context` x `tensor`
 #
@@ -570,9 +569,37 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 # replicas: 0.08 s on H100s (50 GB/s each), 0.64 s between v5p slices (6.25 GB/s per chip). `fsdp=16` over
 # both would send as much: half of the weights in bfloat16, forward and backward, and half of the gradients in
 # float32, (2 + 2 + 4) x 8.03e9/2 bytes over 8 devices. (Chapters 00 and 03 count 2 + 2 + 2, because they send
-# gradients in bfloat16.) **With two replicas, HSDP sends no fewer bytes, but once per step, and no layer
-# waits for them.** The cost is memory: the shards are twice as large. (With `--optim.shard_over_data`, each
-# replica stores and updates only its half of the parameters and moments, for the same bytes.)
+# gradients in bfloat16.) So for one microbatch, HSDP sends no fewer bytes. But it sends them once per step, and
+# `fsdp` over both slices gathers the weights again for each microbatch. `stage` sends activations for each
+# microbatch, and has a bubble. The planner (09) adds it up for two v5p slices of 8 chips, which are joined by
+# the network between data centers; `across` names the axis that spans them:
+
+# %%
+ACROSS = "data=2,fsdp=8", "fsdp=16,across=fsdp", "stage=2,fsdp=8,across=stage"
+likely, fastest = lambda one: one.likely_s, {}
+for microbatches in (1, 4):
+    print(f"{16 * microbatches} sequences, one per device and microbatch:")
+    for mesh in ACROSS:
+        settings = {"data.batch_size": 16 * microbatches, "data.seq_len": 8192}
+        settings |= {"work.device_batch": 1, "work.gather": "layer"}
+        settings |= {"mesh": mesh, "work.schedule": "1f1b"}
+        one = planner.plan(config.preset("llama3_8b", **settings), "2*v5p:2x2x2")
+        slow = {k: s for k, s in one.expected.items() if "between" in k}
+        slow |= {"bubble": one.expected.get("bubble", 0)}
+        slow = ", ".join(f"{k} {s:.2f} s" for k, s in slow.items() if s)
+        memory = one.peak_bytes / 2**30
+        print(f"  {mesh:27} {one.likely_s:.2f} s, {memory:.0f} GiB; {slow}")
+        fastest[microbatches] = min(fastest.get(microbatches, one), one, key=likely)
+
+# %% tags=["remove-cell"]
+assert fastest[1].cfg.mesh.fsdp == 16, "a plan has changed"
+assert fastest[4].cfg.mesh.data == 2, "a plan has changed"
+
+# %% [markdown]
+# `fsdp` is fastest for one microbatch, because part of its communication overlaps with compute. For four
+# microbatches it is slowest. **HSDP sends once per step, whatever the number of microbatches.** The cost is
+# memory: its shards are twice as large. (With `--optim.shard_over_data`, each replica stores and updates only
+# its half of the parameters and moments, for the same bytes.)
 #
 # ## Valid but slow
 #
@@ -1161,7 +1188,7 @@ assert resumed[0] > on[0] * 1.02, "the loss no longer jumps"
 # | devices | which axis goes where |
 # |---|---|
 # | any slow network | across it `data` if the batch is large, `stage` if it is small (05): `data` sends once per step, and `stage` once per microbatch, but the other axes in every layer |
-# | TPU slices | `data` between slices (6.25 GB/s per v5p chip, against 90 per link); this project accepts no other axis there, others also use `stage`; inside a slice all links are equal, and a bad order only adds hops |
+# | TPU slices | `data` between slices (6.25 GB/s per v5p chip, against 90 per link), or `fsdp` if a step has one microbatch; inside a slice all links are equal, and a bad order only adds hops |
 # | one node of 8 H100 | any order: all GPUs share NVLink at 450 GB/s |
 # | two nodes of 8 H100 | `tensor` and `context` inside, `stage` or `data` across; also `fsdp` if each GPU has its own 400 Gbit/s network card |
 #
