@@ -16,6 +16,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+import local_steps
 import parameters
 import pipeline
 import sharding
@@ -36,6 +37,7 @@ class TrainState:
     step: Any  # int32, number of steps so far, including skipped steps
     skipped_steps: Any  # int32, number of steps without an update, because the loss or a gradient was not finite
     skipped_in_a_row: Any  # int32, number of consecutive skipped steps up to now
+    replicas: Any = None  # with optim.outer_every: the TrainState of each replica; see `local_steps.with_replicas`
 
 
 def learning_rate(o: OptimConfig, steps: int) -> optax.Schedule:
@@ -229,6 +231,10 @@ def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
 
 def init(cfg: Config, mesh: Mesh, params=None) -> TrainState:
     """Build the state at step 0, with new or given parameters. Moments are sharded like their parameters."""
+    if cfg.optim.outer_every:
+        add_replicas = functools.partial(local_steps.with_replicas, count=cfg.mesh.data)
+        add_replicas = ordered.jit(add_replicas, mesh, out_shardings=state_shardings(cfg, mesh))
+        return add_replicas(init(local_steps.replica_config(cfg), mesh, params))
     params = parameters.init(declare_stored(cfg), mesh, cfg.run.seed) if params is None else params
     # Three separate arrays, because the training step donates each.
     return TrainState(
@@ -245,6 +251,9 @@ def compile_moments(cfg: Config, mesh: Mesh):
 
 def state_shapes(cfg: Config) -> TrainState:
     """Return the ShapeDtypeStruct of every array in the state, without touching a device."""
+    if cfg.optim.outer_every:
+        add_replicas = functools.partial(local_steps.with_replicas, count=cfg.mesh.data)
+        return jax.eval_shape(add_replicas, state_shapes(local_steps.replica_config(cfg)))
     params = sharding.shapes(declare(cfg.model))
     return TrainState(
         params, jax.eval_shape(make_optimizer(cfg).init, params), *[jax.ShapeDtypeStruct((), jnp.int32)] * 3
@@ -253,6 +262,8 @@ def state_shapes(cfg: Config) -> TrainState:
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the sharding of every array in the state: moments like their parameters, the rest replicated."""
+    if cfg.optim.outer_every:
+        return local_steps.with_replica_shardings(state_shardings(local_steps.replica_config(cfg), mesh))
     declared, everywhere = declare_stored(cfg), NamedSharding(mesh, P())
     is_params = lambda tree: isinstance(tree, type(declared))
 
@@ -316,7 +327,19 @@ def compute_updates_fn(cfg: Config, mesh: Mesh):
 
 
 def train_step(cfg: Config, mesh: Mesh):
-    """Compile fn(state, batch) -> (state, metrics). The old state is donated: do not use it again.
+    """Compile fn(state, batch) -> (state, metrics), see `step_fn`. The old state is donated: do not use it again."""
+    shardings, everywhere = state_shardings(cfg, mesh), NamedSharding(mesh, P())
+    xla_options = options.compiler_options(mesh, cfg.run.compiler_options)
+    if cfg.optim.outer_every:
+        declared, places = declare(cfg.model), shardings.replicas
+        return local_steps.LocalSteps(cfg, mesh, step_fn, declared, places, xla_options)
+    return ordered.jit(
+        step_fn(cfg, mesh), mesh, donate_argnums=0, out_shardings=(shardings, everywhere), compiler_options=xla_options
+    )
+
+
+def step_fn(cfg: Config, mesh: Mesh):
+    """Return fn(state, batch) -> (state, metrics), one training step.
 
     If the loss, the gradient or another metric is not finite, the step is skipped: only the counters change.
     The metrics are those of `model.loss`, and loss, grad_norm (before clipping), lr, skipped_steps, skipped_in_a_row
@@ -341,9 +364,7 @@ def train_step(cfg: Config, mesh: Mesh):
         metrics |= skipped | {"not_finite": blame}
         return TrainState(params, moments, state.step + 1, **skipped), metrics
 
-    shardings = state_shardings(cfg, mesh), NamedSharding(mesh, P())
-    xla_options = options.compiler_options(mesh, cfg.run.compiler_options)
-    return ordered.jit(step, mesh, donate_argnums=0, out_shardings=shardings, compiler_options=xla_options)
+    return step
 
 
 # Diagnostics of a step ------------------------------------------------------------------------------------------------

@@ -132,8 +132,6 @@ MeshFlag = Annotated[
         str_from_instance=lambda mesh: [str(mesh)],
     ),
 ]
-
-
 BARE = tyro.conf.arg(help="")  # no description for a group of flags, so that --help fits on two screens
 
 
@@ -280,10 +278,8 @@ class ModelConfig:
             has = f"attention={self.attention!r}" if self.attention != "gqa" else f"n_experts={self.n_experts}"
             self._refuse("parallel_residual", f"needs attention='gqa' and n_experts=0, but {has}")
         if self.encoder_layers:
-            needed = dict(
-                attention="gqa", n_experts=0, dense_prefix=0, parallel_residual=False, norm="rms", prefix_lm=False,
-                rope_scaling="", qk_norm=False,
-            )  # fmt: skip
+            needed = dict(attention="gqa", n_experts=0, dense_prefix=0, parallel_residual=False, norm="rms",
+                          prefix_lm=False, rope_scaling="", qk_norm=False)  # fmt: skip
             for name, allowed in needed.items():
                 if getattr(self, name) != allowed:
                     self._refuse(name, f"a model with an encoder needs {name}={allowed!r}")
@@ -393,6 +389,10 @@ class OptimConfig:
     frozen: str = ""  # names of parameters not to train, with wildcards, such as encoder.*,embedding_VD
     # store 1/data of the parameters and moments on each replica (ZeRO stage 1, arXiv:1910.02054)
     shard_over_data: Annotated[bool, Affects.SPEED] = False
+    outer_every: Count = 0  # steps of each replica along data between outer steps (DiLoCo, arXiv:2311.08105); 0: off
+    outer_lr: NotNegative = 0.7  # learning rate of the outer step, which is SGD
+    outer_momentum: ShareBelow1 = 0.9  # Nesterov momentum of the outer step
+    outer_fragments: Size = 1  # n: exchange 1/n of the layers every outer_every/n steps (arXiv:2501.18512)
 
     def __post_init__(self):
         check(self, "optim.")
@@ -444,7 +444,6 @@ class RunConfig:
         if is_remote(self.dir) and not re.match(r"gs://[^/]", self.dir):
             raise UserError(f"run.dir={self.dir!r}: use a directory on disk or gs://BUCKET/DIR, because Orbax supports "
                             "no other URLs for checkpoints; only tokenized data may be at other URLs")  # fmt: skip
-
         _ = self.profiled_steps  # raises if it cannot be parsed
 
     @property

@@ -10,6 +10,7 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import local_steps
 import pipeline
 import sharding
 from config import AUTO, AXES, Config, MeshConfig, replace
@@ -223,6 +224,7 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
     if topology:
         hardware.require_devices(cfg.mesh, topology)
         limit_bytes = limit_bytes or topology.chip.memory_bytes
+    local_steps.check(cfg)
     fit.split_batch(cfg)  # checked before the model's sizes, because a batch size is easier to change
     fit.check(cfg.model, cfg.mesh, cfg.work)
     if topology:

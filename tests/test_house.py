@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "encoder_decoder": "config sharding kernels overlap model",
     "architectures": "config sharding model encoder_decoder",
     "pipeline": "errors pictures config xla sharding overlap model encoder_decoder architectures",
-    "optimizer": "errors config xla sharding parameters model architectures pipeline",
+    "local_steps": "errors config xla sharding",
+    "optimizer": "errors config xla sharding parameters local_steps model architectures pipeline",
     "data.bucket": "errors devices",
     "data.packing": "",
     "data.order": "config",
@@ -51,7 +52,7 @@ MAY_IMPORT = {
     "weights.hf_config": "errors config weights.families",
     "weights.published": "errors config sharding architectures weights.families weights.hf_config",
     "plan": "errors devices pictures config xla sharding kernels overlap model encoder_decoder architectures pipeline "
-    "optimizer generate.cache weights.published",
+    "local_steps optimizer generate.cache weights.published",
     "xla.replay": "errors pictures xla plan",
     "train": "errors devices pictures config sharding model pipeline optimizer dataset data.bucket data.order",
     "weights": "errors devices config xla sharding kernels overlap model architectures data train "

@@ -51,11 +51,12 @@ def describe(cfg: Config) -> dict:
 def result_settings(about: dict) -> dict:
     """Return the part of `describe` that affects results. A run resumes only if this part is unchanged."""
     config = migrate(json.loads(json.dumps(about["config"])))
+    replicas = {"mesh": {"data": config["mesh"]["data"]}} if config.get("optim", {}).get("outer_every") else {}
     may_change = affecting(Affects.SPEED, Affects.RUN, Affects.START, Affects.ORDER)  # ORDER is checked separately
     for name in may_change:
         group, _, setting = name.partition(".")
         config.get(group, {}).pop(setting, None)
-    return {group: settings for group, settings in config.items() if settings} | {"tokens": about["data"]}
+    return {group: settings for group, settings in config.items() if settings} | {"tokens": about["data"]} | replicas
 
 
 def check_resumable(cfg: Config, directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> int | None:

@@ -35,12 +35,13 @@ class SkipWatch:
     def __init__(self, cfg: Config, write):
         """`write(kind, step, **values)` is called for each skipped step."""
         self.cfg, self.write, self.waiting = cfg, write, deque()
+        self.lag = math.inf if cfg.optim.outer_every else self.LAG  # reading makes the replicas wait for each other
 
     def add_step(self, taken: int, values: dict) -> None:
         self.waiting.append((taken, values))
-        self.check_pending(self.LAG)
+        self.check_pending(self.lag)
 
-    def check_pending(self, lag: int = 0) -> None:
+    def check_pending(self, lag: float = 0) -> None:
         """Check all but the latest `lag` steps. Raises: UserError after LIMIT skipped steps in a row."""
         while len(self.waiting) > lag:
             taken, values = self.waiting.popleft()
