@@ -10,7 +10,7 @@ from config.flags import command_line
 from devices import use_devices
 from errors import UserError, exit_status
 from pictures import check_picture
-from plan import budget, explain, front, hardware, inference, planner, show, why
+from plan import budget, constants, explain, front, hardware, inference, planner, show, why
 from plan.costs import parameters
 from plan.inference import DType
 from weights import published
@@ -48,6 +48,7 @@ class Arguments(Config):
     # mtbf=50000,disk=1,restart=600 (hours between failures of one chip, GB/s of one host's disk, seconds)
     goodput: str = ""
     batch_tokens: Count = 0  # tokens per step, instead of --data.batch_size; 0: not given
+    constants: str = ""  # a file that python -m train.profile --calibrate wrote: use its constants for the real step
     memory: float = 0.0  # memory of a device in GiB; 0: the memory of its chip
     json: str = ""  # write the numbers to this file as JSON; -: print only the JSON
     # draw memory, communication and schedule (or the layouts of a search, or inference by batch size) to this png, svg
@@ -111,6 +112,8 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
         has = f"--topology {topology} has {topology.devices}" if topology else "there is no --topology"
         raise UserError(f"--search {args.search} plans meshes of {args.search} devices, but {has}; pass a "
                         f"--topology with {args.search} devices")  # fmt: skip
+    if args.constants and not (topology and topology.chip.peak_flops_per_s):
+        raise UserError("--constants are those of a chip: pass a --topology of TPUs or GPUs")
     for name in ("price", "goodput"):
         if getattr(args, name) and not args.tokens:
             raise UserError(f"--{name} has an effect only with --tokens; add --tokens 15e12 or drop --{name}")
@@ -140,6 +143,7 @@ def check_effect(argv: list[str], answers: bool) -> None:
         "explain",
         "tokens",
         "batch_tokens",
+        "constants",
         *affecting(Affects.TRAINING, Affects.ORDER),
     }
     for name in flags:
@@ -184,7 +188,7 @@ def search_inference(cfg: Config, args: Arguments, topology, request, console) -
 
 def compare_topologies(cfg: Config, args: Arguments, console) -> tuple[dict, int]:
     """Search several topologies. Returns the Pareto front for JSON and the exit status."""
-    modes = "compile", "search", "max_batch", "why", "explain", "tokens", "goodput", "inference"
+    modes = "compile", "search", "max_batch", "why", "explain", "tokens", "goodput", "inference", "constants"
     if given := [f"--{name}" for name in modes if getattr(args, name)]:
         raise UserError(f"{given[0]} describes one topology; drop it, or pass a --topology without commas")
     if args.plot:
@@ -217,6 +221,8 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         return compare_topologies(cfg, args, console)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
     check(args, topology)
+    if args.constants:
+        topology = constants.read(args.constants, topology)
     if args.inference:
         return run_inference(cfg, args, topology, console)
     limit = round(args.memory * 2**30) or None

@@ -16,6 +16,7 @@ import numpy as np
 
 from config import MeshConfig
 from errors import UserError, suggest
+from plan.constants import Constants
 from xla import links
 
 MiB, GiB = 2**20, 2**30
@@ -109,6 +110,7 @@ class Topology:
     chips: int  # of all slices
     hosts: int
     slices: int = 1  # TPU slices of this shape, joined by the data center network
+    constants: Constants | None = None  # measured on this chip, in place of those in `measured.py`
 
     @classmethod
     def parse(cls, text: str) -> "Topology":

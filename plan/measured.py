@@ -8,6 +8,8 @@ of this file to those marked `fitted`, and writes the errors of the others to IN
   all-gathers that overlap with matmuls hold them up, as gradient reductions do (`expected.HELD_UP`).
 - On a GPU, compute reaches the fraction GPU_MATMULS of the peak. Communication over `tensor` and `expert` is exposed.
   All other communication overlaps with compute, and is exposed only if it takes longer.
+
+`fit` finds these constants for the recorded steps of one run; see `constants.py`.
 """
 
 import functools
@@ -15,8 +17,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from errors import UserError
 from plan import expected
 from sharding import EXPERT, TENSOR
+from xla import simulator
 
 # Fitted to the steps that bench/published.csv marks as `fitted`; tests/bench/test_published.py fits them again
 MATMULS, OTHERS = {"v4": 0.23, "v5e": 0.04, "v5p": -0.04, "v6e": 0.1, "tpu7x": 0.09}, {"v5p": 2.31}
@@ -33,8 +37,11 @@ class Estimate:
     low: float | None = None
     high: float | None = None
     steps: int = 0  # number of measured steps that the interval comes from
+    calibrated: str = ""  # the recorded steps that the constants were fitted to: see `constants.py`
 
     def __str__(self) -> str:
+        if self.calibrated:
+            return f"{self.seconds:.3g} s, with constants from {self.calibrated}; one run gives no interval"
         if not self.steps:
             return f"{self.seconds:.3g} s; no step of this kind ({self.kind}) was measured"
         between = f"{self.low:.3g} to {self.high:.3g} s"
@@ -45,7 +52,11 @@ def estimate(one) -> Estimate | None:
     """Return the estimate for a `planner.Plan`; None if the speed of its devices is unknown."""
     if not one.topology or not one.topology.chip.peak_flops_per_s:
         return None
-    seconds, kind = (tpu_seconds if one.expected else gpu_seconds)(one), kind_of(one)
+    known, kind, of_tpu = one.topology.constants, kind_of(one), bool(one.expected)
+    if known:
+        seconds = tpu_seconds(one, known.matmuls, known.others) if of_tpu else gpu_seconds(one, known.peak)
+        return Estimate(seconds / (1 - known.waits), kind, calibrated=str(known))
+    seconds = (tpu_seconds if of_tpu else gpu_seconds)(one)
     found = intervals().get(kind)
     if not found:
         return Estimate(seconds, kind)
@@ -75,9 +86,12 @@ def held_up_seconds(one) -> float:
     return expected.HELD_UP * hidden
 
 
-def tpu_seconds(one) -> float:
+def tpu_seconds(one, matmuls: float | None = None, others: float | None = None) -> float:
+    """Return the seconds of a step on a TPU. None: the constants of its chip."""
     parts, key = one.expected, one.topology.chip.key
-    slower = MATMULS.get(key, 0) * parts["products"] + OTHERS.get(key, 0) * parts["other ops"]
+    matmuls = MATMULS.get(key, 0) if matmuls is None else matmuls
+    others = OTHERS.get(key, 0) if others is None else others
+    slower = matmuls * parts["products"] + others * parts["other ops"]
     return one.likely_s + (slower + held_up_seconds(one)) / (1 - one.bubble)
 
 
@@ -90,7 +104,31 @@ def gpu_parts(one) -> tuple[float, float, float]:
     return compute, waits + optimizer, sum(parts.values()) - waits
 
 
-def gpu_seconds(one) -> float:
+def gpu_seconds(one, peak: float | None = None) -> float:
+    """Return the seconds of a step on GPUs. peak: the fraction of the peak that compute reaches"""
     compute, waits, overlapped = gpu_parts(one)
-    compute /= GPU_MATMULS.get(one.topology.chip.key, GPU_MATMULS["h100"])
+    compute /= peak or GPU_MATMULS.get(one.topology.chip.key, GPU_MATMULS["h100"])
     return (compute + waits) / (1 - one.bubble) + max(overlapped - compute, 0)
+
+
+def fit(one, seconds: dict[str, float], step_s: float) -> dict[str, float]:
+    """Return the constants with which a plan takes as long as a recorded step.
+
+    seconds  measured seconds by cause, with the names of `xla/simulator.py`
+    The time of matmuls and of other operations is that of the trace. `waits` is the rest: the fraction of the step in
+    which devices wait, for communication or the host, in addition to the plan.
+    Raises: UserError if the trace has no matmuls.
+    """
+    matmuls = seconds.get(simulator.PRODUCTS, 0.0)
+    others = seconds.get(simulator.OTHERS, 0.0) + seconds.get(simulator.COPIES, 0.0)
+    if not matmuls:
+        raise UserError("the trace has no matmuls, so nothing can be fitted; record steps 20 to 23 with: "
+                        "python main.py .. --run.profile 20:23")  # fmt: skip
+    if one.expected:
+        own = max(matmuls - held_up_seconds(one), 0.0)
+        found = {"matmuls": own / one.expected["products"] - 1, "others": others / one.expected["other ops"] - 1}
+        planned = tpu_seconds(one, **found)
+    else:
+        found = {"peak": gpu_parts(one)[0] / (matmuls + others)}
+        planned = gpu_seconds(one, **found)
+    return found | {"waits": 1 - planned / step_s}

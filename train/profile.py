@@ -9,6 +9,7 @@ library's kernel, whose source line is unknown.
 """
 
 import collections
+import dataclasses
 import functools
 import gzip
 import itertools
@@ -26,7 +27,7 @@ import tyro
 
 from config import Config
 from errors import UserError, exit_status
-from plan import hardware, planner, replayed
+from plan import constants, hardware, measured as real_step, planner, replayed
 from plan.planner import amount
 from plan.show import make_table
 from xla import ledger, replay, simulator
@@ -38,7 +39,8 @@ Print where the time of recorded steps went: seconds by cause (planned, simulate
 
 Record them with python main.py .. --run.profile 20:23. Times are for one step, averaged over steps and devices.
 
-Only TPU slices have a plan and a simulation."""
+Only TPU slices have a plan and a simulation. --calibrate writes the constants with which a plan takes as long as the
+recorded steps; python -m plan .. --constants FILE uses them."""
 IDLE, BUBBLE = "idle", "bubble"
 # What the kernels of libraries do, by a part of their names; "?": a collective over unknown mesh axes
 KERNELS = (("nvjet|gemm|cutlass|cublas|xmma|cudnn", simulator.PRODUCTS), ("nccl", "?"))
@@ -50,6 +52,7 @@ class Arguments:
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     rows: int = 10  # number of source lines to print, those that take the most time first
     json: bool = False  # print only JSON, with all rows
+    calibrate: str = ""  # write the constants that fit the recorded steps to this file
 
 
 # The trace ------------------------------------------------------------------------------------------------------------
@@ -227,6 +230,23 @@ def simulate(cfg: Config, topology: hardware.Topology, text: str) -> simulator.R
     return simulator.replay(text, cfg.mesh.sizes, machine, replayed.critical_shares(cfg, text))
 
 
+def fit_constants(run: Path, cfg: Config, processes: list[dict], found: dict) -> constants.Constants:
+    """Return the constants with which a plan takes as long as the recorded steps. found: the result of `compare`
+
+    Raises: UserError if the speed of the devices is unknown, or if the trace has no matmuls.
+    """
+    about = processes[0]
+    if not about["topology"]:
+        raise UserError(f"--calibrate: {run} ran on devices whose speed is unknown, so it has no plan; record a run on "
+                        "TPUs or GPUs")  # fmt: skip
+    one = planner.plan(cfg, about["topology"])
+    fitted = {name: float(f"{value:.5g}") for name, value in
+              real_step.fit(one, found["measured"], found["step_s"]).items()}  # fmt: skip
+    date = Path(about["trace"]).parent.name[:10].replace("_", "-")  # JAX names the folder 2026_11_28_03_20_11
+    return constants.Constants(one.topology.chip.key, str(run), date, *found["steps"], found["step_s"],
+                               about["topology"], str(cfg.mesh), **fitted)  # fmt: skip
+
+
 def print_result(found: dict, most: int, console) -> None:
     first, last = found["steps"]
     console.print(f"steps      {first} to {last}, {amount(found['step_s'], 's')} each on average")
@@ -256,8 +276,17 @@ def main(argv: list[str] | None = None) -> None:
 
     args = tyro.cli(Arguments, args=argv, prog="python -m train.profile", description=HELP, use_underscores=True)
     console = Console(quiet=args.json, highlight=False, width=None if sys.stdout.isatty() else 120)
-    found = compare(*read_run(Path(args.run)))
+    run = Path(args.run)
+    cfg, processes = read_run(run)
+    found = compare(cfg, processes)
     print_result(found, args.rows, console)
+    if args.calibrate:
+        fitted = fit_constants(run, cfg, processes, found)
+        constants.write(fitted, args.calibrate)
+        console.print(f"constants  {fitted.values()}", soft_wrap=True)
+        console.print(f"           python -m plan .. --topology {fitted.topology} --constants {args.calibrate}",
+                      soft_wrap=True)  # fmt: skip
+        found["constants"] = dataclasses.asdict(fitted)
     if args.json:
         print(json.dumps(found))
 

@@ -1,5 +1,6 @@
 """`--run.profile` records steps, and `python -m train.profile` tells on what their time was spent."""
 
+import gzip
 import json
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import main
 from config import preset
 from errors import UserError
+from plan import __main__ as plan_command, measured, planner
 from tests.train.small_run import flags
 from train import profile
 from train.profile import Event
@@ -153,3 +155,87 @@ def test_a_run_without_a_profile_names_the_flag(tmp_path, capsys):
     assert (
         "has no profile; record steps 20 to 23 with: python main.py .. --run.profile 20:23" in capsys.readouterr().err
     )
+
+
+WORK = {"data.batch_size": 32, "data.seq_len": 1024, "work.remat": "full", "work.gather": "layer"}
+CFG = preset("dense_124m", mesh="fsdp=2,tensor=2", **WORK)
+
+
+def record_run(folder, topology, monkeypatch, matmuls_s, others_s, exposed_s, step_s):
+    """Write the profile of a run of CFG, whose trace has these seconds for each of 2 steps and 4 devices."""
+    process = folder / "profile/process-00"
+    trace = process / "plugins/profile/2026_11_28_03_20_11/host.xplane.pb"
+    trace.parent.mkdir(parents=True)
+    trace.touch()
+    (folder / "config.json").write_text(json.dumps({"config": CFG.to_dict()}))
+    about = {"first": 3, "last": 4, "seconds": 2 * step_s, "devices": 4, "topology": topology}
+    (process / "steps.json").write_text(json.dumps(about))
+    (process / "step.hlo.gz").write_bytes(gzip.compress(TEXT.encode()))
+    parts = (("fusion", matmuls_s), ("tanh.2", others_s), ("sum", exposed_s))
+    starts = [0.0, matmuls_s, matmuls_s + others_s]
+    events = [Event(str(device), 1e9 * (step * step_s + start), 1e9 * (step * step_s + start + time), name)
+              for device in range(4) for step in range(2)
+              for start, (name, time) in zip(starts, parts, strict=True)]  # fmt: skip
+    monkeypatch.setattr(profile, "read_events", lambda path, program: events)
+    monkeypatch.setattr(profile, "simulate", lambda *_: SimpleNamespace(causes={}, lines=[]))
+    monkeypatch.setattr(profile.replay, "seconds_by_line", lambda *_: [])
+
+
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "h100:4"])
+def test_a_plan_with_the_constants_of_a_run_takes_as_long_as_the_run(tmp_path, capsys, monkeypatch, topology):
+    """Catches constants of one cause fitted to another, an interval without errors, and a file that is ignored."""
+    run, file = tmp_path / "run", tmp_path / "constants.json"
+    one = planner.plan(CFG, topology)
+    if topology == "h100:4":
+        compute, waits, longer = measured.gpu_parts(one)
+        seconds, wanted = (0.3 * compute / 0.4, 0.7 * compute / 0.4), {"peak": 0.4}
+        planned = compute / 0.4 + waits + max(longer - compute / 0.4, 0)
+    else:
+        products, others = one.expected["products"], one.expected["other ops"]
+        held_up = measured.held_up_seconds(one)
+        assert held_up > 0
+        seconds, wanted = (1.5 * products + held_up, 3 * others), {"matmuls": 0.5, "others": 2.0}
+        planned = one.likely_s + 0.5 * products + 2 * others + held_up
+    step_s = 1.25 * planned
+    record_run(run, topology, monkeypatch, *seconds, 0.1 * planned, step_s)
+    assert profile.main([str(run), "--calibrate", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert f"--topology {topology} --constants {file}" in printed and "devices wait +20.0% of the step" in printed
+    found = json.loads(file.read_text())
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-4)
+    assert found["waits"] == pytest.approx(0.2, rel=1e-4) and found["step_s"] == pytest.approx(step_s)
+    flags = [f"--{name}={value}" for name, value in WORK.items()]
+    words = [
+        "dense_124m",
+        "--topology",
+        topology,
+        "--mesh",
+        str(CFG.mesh),
+        *flags,
+        "--constants",
+        str(file),
+        "--json",
+        "-",
+    ]
+    assert plan_command.main(words) == 0
+    real = json.loads(capsys.readouterr().out)["real"]
+    assert real["seconds"] == pytest.approx(step_s, rel=1e-3)
+    assert (real["low"], real["high"], real["steps"]) == (None, None, 0)
+    assert plan_command.main([*words[:-2], "--tokens", "1e9"]) == 0
+    printed = capsys.readouterr().out
+    said = f"with constants from steps 3 to 4 of {run}, 2026-11-28, {CFG.mesh} on {topology}; one run gives no interval"
+    assert said in printed and "days, " in printed, "a budget without an interval"
+
+
+def test_a_run_without_a_plan_gives_no_constants(tmp_path, capsys, monkeypatch):
+    """Catches a file with constants of nothing."""
+    record_run(tmp_path / "run", "", monkeypatch, 1e-3, 1e-3, 1e-3, 4e-3)
+    file = tmp_path / "constants.json"
+    assert profile.main([str(tmp_path / "run"), "--calibrate", str(file)]) == 2
+    assert capsys.readouterr().err == (
+        f"error: --calibrate: {tmp_path}/run ran on devices whose speed is unknown, so it has no plan; record a run on "
+        "TPUs or GPUs\n"
+    )
+    with pytest.raises(UserError, match="the trace has no matmuls, so nothing can be fitted"):
+        measured.fit(planner.plan(CFG, "v4:2x2x1"), {"other ops": 1.0}, 1.0)
+    assert not file.exists()

@@ -1,0 +1,81 @@
+"""The constants of a chip that fit the recorded steps of one run, in a JSON file.
+
+`python -m train.profile RUN --calibrate FILE` writes the file, and `python -m plan --constants FILE` replaces the
+constants of `measured.py`, which come from published steps, with those in the file.
+"""
+
+import json
+import math
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from pathlib import Path
+
+from errors import UserError, suggest
+
+HOW = "write it with python -m train.profile RUN --calibrate FILE"
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constants of a chip, and the steps that they come from. A TPU has `matmuls` and `others`, a GPU has `peak`."""
+
+    chip: str  # a key of `hardware.CHIPS`
+    run: str
+    date: str  # of the recording
+    first_step: int
+    last_step: int
+    step_s: float  # seconds of one recorded step
+    topology: str
+    mesh: str
+    waits: float  # fraction of the step in which devices waited longer than planned; below 0: shorter
+    matmuls: float | None = None  # matmuls take this fraction of their planned time longer
+    others: float | None = None  # other operations take this fraction of their planned time longer
+    peak: float | None = None  # fraction of the peak that compute reaches
+
+    def __str__(self) -> str:
+        return f"steps {self.first_step} to {self.last_step} of {self.run}, {self.date}, {self.mesh} on {self.topology}"
+
+    def values(self) -> str:
+        """Return the constants as text."""
+        named = {"matmuls": self.matmuls, "other operations": self.others}
+        parts = [f"{name} take {value:+.1%}" for name, value in named.items() if value is not None]
+        if self.peak is not None:
+            parts.append(f"compute reaches {self.peak:.1%} of the peak")
+        return ", ".join([*parts, f"devices wait {self.waits:+.1%} of the step longer than planned"])
+
+
+def write(found: Constants, path: str) -> None:
+    given = {name: value for name, value in asdict(found).items() if value is not None}
+    Path(path).write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: str, topology):
+    """Return the topology with the constants in a file. Raises: UserError if the file is not valid for its chip."""
+    refuse = lambda why: UserError(f"--constants {path}: {why}")
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise refuse(f"{error.strerror}; {HOW}") from error
+    except ValueError as error:
+        raise refuse(f"not JSON ({error}); {HOW}") from error
+    chip = topology.chip
+    types = {f.name: f.type for f in fields(Constants) if f.default is MISSING}
+    types |= dict.fromkeys(("peak",) if chip.domain else ("matmuls", "others"), float)
+    if not isinstance(given, dict) or "chip" not in given:
+        raise refuse(f"it names no chip; {HOW}")
+    if given["chip"] != chip.key:
+        raise refuse(f"its constants are of {given['chip']}, and {topology} has {chip.key}; use a --topology of "
+                     f"{given['chip']}, or record a run on {chip.key}")  # fmt: skip
+    for name in given:
+        if name not in types:
+            raise refuse(f"unknown key {name!r}; {suggest(name, types)}")
+    for name, kind in types.items():
+        value = given.get(name)
+        right = isinstance(value, str) if kind is str else type(value) in (int, float) and math.isfinite(value)
+        if not right:
+            what = "text" if kind is str else "a number"
+            raise refuse(f"{name} should be {what}, and is {json.dumps(value)}; {HOW}")
+    if given["waits"] >= 1 or any(given.get(name, 0) < -1 for name in ("matmuls", "others")):
+        raise refuse(f"{Constants(**given).values()}: nothing takes less than no time; {HOW}")
+    if given.get("peak", 1) <= 0:
+        raise refuse(f"peak should be above 0, and is {given['peak']}; {HOW}")
+    return replace(topology, constants=Constants(**given))
