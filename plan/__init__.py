@@ -8,8 +8,9 @@ memory, `hiding.py` which communication overlaps with compute, `expected.py` the
 `hardware.py` lists chips and links with sources, and `tiers.py` splits bytes between NVLink and InfiniBand. `auto.py`
 chooses the settings that are `auto`.
 `compiled.py` compiles for devices that are not attached, and `replayed.py` simulates the compiled program.
-`inference.py` plans inference. `show.py` prints and draws. `why.py` compares the plan with the traced step.
-`explain.py` says what a step loses time to, `budget.py` computes days and dollars, and `front.py` compares topologies.
+`inference.py` plans inference, and `serving.py` finds its cheapest layout. `show.py` prints and draws. `why.py`
+compares the plan with the traced step. `explain.py` says what a step loses time to, `budget.py` computes days and
+dollars, and `front.py` compares topologies.
 
 `traced.py` plans any JAX program, with any mesh axes: `rows.py` walks its trace and lists the operations, `program.py`
 adds up their costs, and `user_file.py` imports the user's file. `formulas.py` turns the planner's arithmetic into

@@ -10,7 +10,7 @@ from config.flags import command_line
 from devices import use_devices
 from errors import UserError, exit_status
 from pictures import check_picture
-from plan import budget, constants, explain, front, hardware, inference, planner, show, why
+from plan import budget, constants, explain, front, hardware, inference, planner, serving, show, why
 from plan.costs import parameters
 from plan.inference import DType
 from weights import published
@@ -24,6 +24,7 @@ HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan moe1b --topology v4:4x4x2,h100:32       # search several topologies, and compare
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
      python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
+     python -m plan llama3_70b --inference --topology v5e:8x8 --search 64 --token_ms 60   # the cheapest that is so fast
 
 Predict memory, communication and step time before you pay for accelerators; with --inference, for text generation.
 
@@ -43,7 +44,9 @@ class Arguments(Config):
     why: bool = False  # explain the plan: compare the FLOPs and bytes of each line of the model with the traced step
     explain: bool = False  # name the three largest losses of the plan, and what would recover each
     tokens: float = 0.0  # tokens to train on, such as 15e12: print days, chip hours and dollars
-    price: str = ""  # --tokens, or several topologies: dollars per chip hour, such as 2.1, or v5p=4.2,h100=2.1
+    price: str = (
+        ""  # --tokens, --token_ms, or several topologies: dollars per chip hour, such as 2.1, or v5p=4.2,h100=2.1
+    )
     # --tokens: fraction of the time in which the run makes progress, such as 0.95, or what it follows from:
     # mtbf=50000,disk=1,restart=600 (hours between failures of one chip, GB/s of one host's disk, seconds)
     goodput: str = ""
@@ -60,6 +63,9 @@ class Arguments(Config):
     piece: Count = 64  # --inference: prompt tokens per prefill chunk
     weights_dtype: DType = AUTO  # --inference: dtype of the stored weights; auto: the dtype of activations
     cache_dtype: DType = AUTO  # --inference: dtype of the KV cache; auto: the dtype of activations
+    # --inference: milliseconds per generated token, such as 20: with --search or several topologies, find the cheapest
+    # layout that is this fast; its cost is in dollars with --price, else in chip seconds
+    token_ms: str = ""
     # --inference: batch sizes; none: powers of two up to the largest batch that fits, but 1 sequence with --search
     batch: tuple[int, ...] = ()
 
@@ -114,9 +120,11 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
                         f"--topology with {args.search} devices")  # fmt: skip
     if args.constants and not (topology and topology.chip.peak_flops_per_s):
         raise UserError("--constants are those of a chip: pass a --topology of TPUs or GPUs")
-    for name in ("price", "goodput"):
-        if getattr(args, name) and not args.tokens:
-            raise UserError(f"--{name} has an effect only with --tokens; add --tokens 15e12 or drop --{name}")
+    if args.price and not (args.tokens or args.token_ms):
+        needs = "--token_ms; add --token_ms 20" if args.inference else "--tokens; add --tokens 15e12"
+        raise UserError(f"--price has an effect only with {needs} or drop --price")
+    if args.goodput and not args.tokens:
+        raise UserError("--goodput has an effect only with --tokens; add --tokens 15e12 or drop --goodput")
     for name in ("tokens", "explain"):
         if getattr(args, name) and (args.max_batch or args.search):
             raise UserError(f"--{name} describes one plan; drop --search or --max_batch")
@@ -130,7 +138,7 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
                         "a --topology of TPUs or GPUs")  # fmt: skip
 
 
-INFERENCE_FLAGS = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "batch")
+INFERENCE_FLAGS = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "token_ms", "batch")
 
 
 def check_effect(argv: list[str], answers: bool) -> None:
@@ -153,11 +161,17 @@ def check_effect(argv: list[str], answers: bool) -> None:
             raise UserError(f"--{name} has an effect only with --inference; add --inference or drop --{name}")
 
 
+def request_of(cfg: Config, args: Arguments) -> inference.Request:
+    T = cfg.data.seq_len
+    return inference.Request(args.prompt or max(3 * T // 4, 1), args.answer or max(T // 4, 1), args.weights_dtype,
+                             args.cache_dtype, args.piece)  # fmt: skip
+
+
 def run_inference(cfg: Config, args: Arguments, topology: hardware.Topology | None, console) -> tuple[dict, int]:
     """Plan inference. Returns the numbers for JSON and the exit status: 1 if a batch does not fit."""
-    T = cfg.data.seq_len
-    request = inference.Request(args.prompt or max(3 * T // 4, 1), args.answer or max(T // 4, 1), args.weights_dtype,
-                                args.cache_dtype, args.piece)  # fmt: skip
+    request = request_of(cfg, args)
+    if args.token_ms:
+        return search_offers(cfg, args, [topology], request, console)
     if args.search:
         return search_inference(cfg, args, topology, request, console)
     one = inference.plan(cfg, topology, request, round(args.memory * 2**30) or None)
@@ -186,14 +200,32 @@ def search_inference(cfg: Config, args: Arguments, topology, request, console) -
     return {"layouts": layouts, "too_large": len(large), "refused": refused}, 0 if fit else 1
 
 
+def search_offers(cfg: Config, args: Arguments, topologies, request, console) -> tuple[dict, int]:
+    """Search for the cheapest layout that is fast enough. Returns the numbers for JSON, and 1 if there is none."""
+    token_s = budget.number(args.token_ms, "--token_ms", "milliseconds per generated token, such as 20") / 1e3
+    several = len(topologies) > 1
+    if not (args.search or several) or args.batch or args.plot:
+        raise UserError("--token_ms finds the largest batch of every mesh: pass --search N or several topologies, and "
+                        "no --batch or --plot")  # fmt: skip
+    if several and not args.price and len({one.chip.key for one in topologies}) > 1:
+        raise UserError("--token_ms compares the costs of different chips: add --price, such as "
+                        f"{','.join(f'{one.chip.key}=DOLLARS' for one in topologies)}")  # fmt: skip
+    found = serving.search(cfg, topologies, request, round(args.memory * 2**30) or None, token_s, args.price)
+    serving.print_offers(found, token_s, console)
+    return {"token_ms": 1e3 * token_s, **found.to_json()}, 0 if found.fast else 1
+
+
 def compare_topologies(cfg: Config, args: Arguments, console) -> tuple[dict, int]:
     """Search several topologies. Returns the Pareto front for JSON and the exit status."""
-    modes = "compile", "search", "max_batch", "why", "explain", "tokens", "goodput", "inference", "constants"
+    modes = "compile", "search", "max_batch", "why", "explain", "tokens", "goodput", "constants"
+    modes += ("inference",) * (not args.token_ms)
     if given := [f"--{name}" for name in modes if getattr(args, name)]:
         raise UserError(f"{given[0]} describes one topology; drop it, or pass a --topology without commas")
     if args.plot:
         check_picture(args.plot)
     topologies = [hardware.Topology.parse(text) for text in args.topology.split(",")]
+    if args.inference:
+        return search_offers(cfg, args, topologies, request_of(cfg, args), console)
     limit = round(args.memory * 2**30) or None
     best, fastest = front.search(cfg, topologies, args.price, limit, log)
     front.print_front(best, fastest, console)

@@ -76,7 +76,8 @@ ROOMS = {
     "data": "bucket packing order objectives features examples files hub sources hf_json sp_model tokenizers shards "
     "units engine progress prepare check train_tokenizer tasks",
     "plan": "formulas constants hardware hiding compiled rows program weights traced_layer networks costs memory "
-    "expected replayed auto measured tiers planner inference show user_file traced why budget explain front __main__",
+    "expected replayed auto measured tiers planner inference show user_file traced why budget "
+    "explain front serving __main__",
     "train": "storage steps checkpoint guard tracking report pace board agreement watchdog processes "
     "directory interruptions start progress selfcheck preflight recorder profile",
     "weights": "folders families hf_config published card convert slim init_from __main__",
