@@ -24,7 +24,7 @@ HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan moe1b --topology v4:4x4x2,h100:32       # search several topologies, and compare
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
      python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
-     python -m plan llama3_70b --inference --topology v5e:8x8 --search 64 --token_ms 60   # the cheapest that is so fast
+     python -m plan llama3_70b --inference --topology v5e:8x8 --search 64 --token_ms 60
 
 Predict memory, communication and step time before you pay for accelerators; with --inference, for text generation.
 

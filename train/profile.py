@@ -39,8 +39,7 @@ Print where the time of recorded steps went: seconds by cause (planned, simulate
 
 Record them with python main.py .. --run.profile 20:23. Times are for one step, averaged over steps and devices.
 
-Only TPU slices have a plan and a simulation. --calibrate writes the constants with which a plan takes as long as the
-recorded steps; python -m plan .. --constants FILE uses them."""
+Only TPU slices have a plan and a simulation. A plan with the constants of --calibrate takes as long as these steps."""
 IDLE, BUBBLE = "idle", "bubble"
 # What the kernels of libraries do, by a part of their names; "?": a collective over unknown mesh axes
 KERNELS = (("nvjet|gemm|cutlass|cublas|xmma|cudnn", simulator.PRODUCTS), ("nccl", "?"))
