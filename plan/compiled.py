@@ -6,12 +6,13 @@ slice would run, with its memory, collectives and FLOPs. Only to measure time do
 
 import contextlib
 import importlib.util
+import math
 import os
 import re
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -201,23 +202,32 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
     """
     fit.check(cfg.model, cfg.mesh, cfg.work)
     begin = time.perf_counter()
-    lowered = optimizer.train_step(cfg, mesh).lower(*shapes(cfg, mesh))
+    state, batch = shapes(cfg, mesh)
+    lowered, whole, outer, held = optimizer.train_step(cfg, mesh).lower(state, batch), mesh, [], 0
+    if cfg.optim.outer_every:  # the step of the first replica; while it runs, a device also holds the outer state
+        lowered, mesh, outer = lowered.steps[0], lowered.meshes[0], lowered.outer
+        outer_state = jax.tree.leaves((state.params, state.optimizer))
+        held = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in outer_state)
     lower_s, begin = time.perf_counter() - begin, time.perf_counter()
     say(f"lowered in {lower_s:.1f} s; compiling for {mesh.size} x {mesh.devices.flat[0].device_kind} ...")
     step, warnings = compile_lowered(lowered, advice(cfg))
     compile_s = time.perf_counter() - begin
     say(f"compiled in {compile_s:.1f} s")
     memory, text = step.memory_analysis(), step.as_text()
-    live = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    live = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + held
     # The TPU compiler reports the peak of live bytes, which determines whether the step fits, and may be less than
     # `temp_bytes`. The CPU compiler does not report it.
     on_tpu = mesh.devices.flat[0].platform == "tpu"
-    peak_bytes = memory.peak_memory_in_bytes if on_tpu else live + memory.temp_size_in_bytes
+    peak_bytes = memory.peak_memory_in_bytes + held if on_tpu else live + memory.temp_size_in_bytes
     known = shares(cfg, text)
     counted = ledger.read(text, mesh, known)
+    for one in outer:
+        found = ledger.read(compile_lowered(one)[0].as_text(), whole).collectives
+        found = [replace(x, count=x.count / cfg.optim.outer_every) for x in found]
+        counted = replace(counted, collectives=counted.collectives + found)
     return Compiled(
-        lower_s, compile_s, memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.output_size_in_bytes,
-        memory.alias_size_in_bytes, peak_bytes, counted, known,
+        lower_s, compile_s, memory.argument_size_in_bytes + held, memory.temp_size_in_bytes,
+        memory.output_size_in_bytes, memory.alias_size_in_bytes, peak_bytes, counted, known,
         unexpected(counted.collectives, reported_bytes(cfg)) + warnings, step,
     )  # fmt: skip
 

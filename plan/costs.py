@@ -28,7 +28,7 @@ from plan.formulas import present
 from plan.hiding import WHOLE
 from plan.networks import Traffic
 from plan.weights import LAYERS, Weights, declared, weights
-from sharding import CONTEXT, EXPERT, SLICED, STAGE, TENSOR
+from sharding import CONTEXT, DATA, EXPERT, SLICED, STAGE, TENSOR
 
 # Parameters and model FLOPs -------------------------------------------------------------------------------------------
 
@@ -428,6 +428,8 @@ def traffic(
     for w in weights(cfg):
         for row in weight_collectives(w, cfg, sched, platform):
             add(row.part, row.kind, row.axes, row.size, row.count, row.when, row.of)
+        if cfg.optim.outer_every:
+            add(networks.OUTER, "all-reduce", (DATA,), 4 * w.local_size, 1 / cfg.optim.outer_every)
     return [Traffic(*key, *value, is_in_slot(c, key[0], key[2])) for key, value in sums.found.items()]
 
 

@@ -158,9 +158,12 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     tokens = logits_tokens(z)
     logits = tokens * vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
     freed = where(one_piece, where(on_tpu, gradients, 0), 0)
+    # The outer parameters of local steps, and their momentum in float32
+    outer = sum(x.local_size * (x.d.dtype.itemsize + 4) for x in w) if cfg.optim.outer_every else 0
     return {
         "parameters": state,
         "optimizer": moments_bytes(cfg, stored),
+        **({"outer": outer} if cfg.optim.outer_every else {}),
         "batch": 4 * z.b * sched.microbatches * (5 * z.s + 3 * z.S + z.s * c.prefix_lm),
         "gradients": gradients,
         "weights": where(step, sum(x.gathered_size * x.width for x in w), 2 * of_layer + gathered),

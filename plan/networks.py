@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from config import AXES, Config
 from plan import formulas, hiding
 from plan.formulas import present
+from sharding import DATA
+
+OUTER = "outer step"
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,12 @@ class Sums:
     def __init__(self, cfg: Config, platform: str, chip: str, slices: int):
         self.c, self.mesh, self.platform, self.chip, self.slices = cfg.at_work, cfg.mesh, platform, chip, slices
         self.sizes = cfg.mesh.in_slice(slices).sizes if slices > 1 else cfg.mesh.sizes  # of one slice
+        self.alone = DATA if cfg.optim.outer_every else ""  # with local steps, only an outer step sends over this axis
         self.found: dict[tuple, tuple] = {}
 
     def add(self, part, kind, axes, size, count, when="once", of=""):
         """Add `count` executions of a collective of `size` bytes. `when` and `of`: arguments of `hiding.exposed`."""
+        axes = axes if part == OUTER else tuple(axis for axis in axes if axis != self.alone)
 
         def compiled():
             split = tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)

@@ -23,7 +23,7 @@ from plan.formulas import maximum, minimum
 from sharding import TENSOR
 from xla import ledger
 
-STATE = ("parameters", "optimizer", "batch")  # parts of memory that exist before and after a step
+STATE = ("parameters", "optimizer", "outer", "batch")  # parts of memory that exist before and after a step
 
 # Plan -----------------------------------------------------------------------------------------------------------------
 

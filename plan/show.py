@@ -10,7 +10,7 @@ from plan.planner import STATE, Plan, amount
 
 def compare(one: Plan, found: dict) -> list[tuple[str, str, float, float | None]]:
     """List (quantity, unit, predicted, compiled); compiled is None if the compiler stopped because of memory."""
-    state = sum(one.memory_bytes[part] for part in STATE)
+    state = sum(one.memory_bytes.get(part, 0) for part in STATE)
     rows = [
         ("parameters, optimizer, batch", "bytes", state, found.get("argument_bytes")),
         ("temporary", "bytes", one.temp_bytes, found.get("temp_bytes")),
@@ -56,6 +56,9 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
             console.print(f"note       {line}")
         for line in tiers.notes(one):
             console.print(f"note       {line}", soft_wrap=True)
+    if every := cfg.optim.outer_every:
+        console.print(f"local      each of {cfg.mesh.data} replicas takes {every} steps alone, then an outer step; the "
+                      f"bytes over data are those of an outer step, divided by {every}", soft_wrap=True)  # fmt: skip
     ratio = one.hardware_flops / one.model_flops
     console.print(f"compute    {amount(one.model_flops, 'FLOPs')} per device and step; "
                   f"with recomputation and padding, {ratio:.2f} times as many")  # fmt: skip
