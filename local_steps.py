@@ -31,7 +31,7 @@ def check(cfg: Config) -> None:
     """Raises: UserError for settings that do not work with local steps."""
     o, asked = cfg.optim, f"optim.outer_every={cfg.optim.outer_every}"
     refused = {
-        f"{asked}: with {cfg.mesh} there is one replica; use a mesh with data=2 or more": cfg.mesh.data == 1,
+        f"{asked} needs several replicas; use a mesh with data=2 or more, not {cfg.mesh}": cfg.mesh.data == 1,
         f"{asked}: the replicas' parameters differ, so they cannot share the shards of optim.shard_over_data; "
         "remove one of the two settings": o.shard_over_data,
         f"{asked} has no gradient statistics; remove --run.gradient_stats_every": cfg.run.gradient_stats_every,

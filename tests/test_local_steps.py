@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import local_steps
 import optimizer
 import sharding
-from config import preset
+from config import first_difference, preset
 from errors import UserError
 from sharding import Declaration
 from tests import helpers
-from train import checkpoint
+from train import checkpoint, directory
 from xla import ledger
 
 # A linear model of two layers' weights, small enough to compile in no time. Letters: B sequences, T inputs, L layers
@@ -206,8 +206,21 @@ def test_a_run_resumes_in_the_middle_of_a_round(tmp_path):
     assert len(drawn) == len(first), "a parameter has not changed"
 
 
+def test_a_run_resumes_only_with_as_many_replicas():
+    """Catches a checkpoint that is read with another number of replicas, and a refusal of any other change of mesh."""
+
+    def result_settings(mesh: str, every: int) -> dict:
+        cfg = preset("tiny", **{"mesh": mesh, "optim.outer_every": every})
+        return directory.result_settings({"config": cfg.to_dict(), "data": {}})
+
+    differs = lambda here, there, every: first_difference(result_settings(here, every), result_settings(there, every))
+    assert differs("data=4", "data=2", 3) == "mesh.data is 4 here and 2 there"
+    assert differs("data=4", "data=4,fsdp=2", 3) is None
+    assert differs("data=4", "data=2", 0) is None
+
+
 @pytest.mark.parametrize("settings, message", [
-    ({"mesh": "fsdp=2"}, "optim.outer_every=6: with fsdp=2 there is one replica; use a mesh with data=2 or more"),
+    ({"mesh": "fsdp=2"}, "optim.outer_every=6 needs several replicas; use a mesh with data=2 or more, not fsdp=2"),
     ({"optim.shard_over_data": True}, "cannot share the shards of optim.shard_over_data; remove one"),
     ({"optim.outer_fragments": 4}, "optim.outer_every=6 is not a multiple of optim.outer_fragments=4; use 8"),
     ({"run.gradient_stats_every": 5}, "has no gradient statistics; remove --run.gradient_stats_every"),
