@@ -17,7 +17,7 @@ from config import first_difference, preset
 from errors import UserError
 from sharding import Declaration
 from tests import helpers
-from train import checkpoint, directory
+from train import checkpoint, directory, guard
 from xla import ledger
 
 # A linear model of two layers' weights, small enough to compile in no time. Letters: B sequences, T inputs, L layers
@@ -160,6 +160,18 @@ def test_metrics_are_means_over_replicas():
     assert np.isfinite(metrics["loss"]) and np.asarray(metrics["loss"]).tolist() == float(metrics["loss"])
     several = local_steps.ReplicaMetric(jnp.int32([1, 3]), step.merge)
     assert int(several) == 3
+
+
+def test_replicas_wait_for_each_other_only_for_a_row():
+    """Catches a training loop that reads the metrics of every step, for which all replicas would have to finish it."""
+    asked = []
+    merge = lambda x_R: asked.append(x_R) or np.max(x_R)
+    watch = guard.SkipWatch(config(outer_every=50), None)
+    for number in range(30):
+        watch.add_step(number, {"skipped_in_a_row": local_steps.ReplicaMetric(np.int32([0, 0]), merge)})
+    assert not asked
+    watch.check_pending()
+    assert len(asked) == 30
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
