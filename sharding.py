@@ -223,8 +223,12 @@ class DoesNotSplit(UserError):
 
 
 def check_divides(declarations, mesh: Mesh) -> None:
-    """Raises: DoesNotSplit for the first dim whose size is not divisible by its mesh axes."""
-    for name, d in flatten_named(declarations).items():
+    """Raises: DoesNotSplit for the first dim whose size is not divisible by its mesh axes.
+
+    declarations  a tree, or the result of `flatten_named`
+    """
+    named = declarations if isinstance(declarations, dict) else flatten_named(declarations)
+    for name, d in named.items():
         for letter, size, axes in zip(d.dims, d.shape, d.spec, strict=True):
             axes = as_tuple(axes)
             parts = math.prod(mesh.shape[axis] for axis in axes)

@@ -23,7 +23,7 @@ def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work)
     try:
         sharding.check_divides(declare(c), SimpleNamespace(shape=mesh.sizes))
     except sharding.DoesNotSplit as error:
-        others = ", ".join(name for name in PRESETS if fits(declare_preset(name), mesh)) or "none"
+        others = ", ".join(name for name in PRESETS if fits(name, mesh)) or "none"
         raise UserError(f"{error.what}; use {remedy(c, error)}, or a smaller {'*'.join(error.axes)}; "
                         f"presets that split over {mesh}: {others}") from None  # fmt: skip
 
@@ -45,13 +45,14 @@ def check_heads(c: ModelConfig, mesh: MeshConfig) -> None:
 
 
 @functools.cache
-def declare_preset(name: str):
-    return declare(preset(name).model)
+def declare_preset(name: str) -> dict:
+    return sharding.flatten_named(declare(preset(name).model))
 
 
-def fits(declarations, mesh: MeshConfig) -> bool:
+def fits(name: str, mesh: MeshConfig) -> bool:
+    """Return whether a preset splits over a mesh."""
     try:
-        return sharding.check_divides(declarations, SimpleNamespace(shape=mesh.sizes)) is None
+        return sharding.check_divides(declare_preset(name), SimpleNamespace(shape=mesh.sizes)) is None
     except sharding.DoesNotSplit:
         return False
 

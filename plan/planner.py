@@ -230,7 +230,7 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
     if topology:
         hardware.layout(cfg.mesh, topology)
     one, why = auto.choose(cfg, lambda settled: plan_settled(settled, topology, limit_bytes))
-    return dataclasses.replace(one, why=why)
+    return dataclasses.replace(one, why=why) if why else one  # a copy would compute its times again
 
 
 def plan_settled(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None) -> Plan:

@@ -296,6 +296,15 @@ def test_search_ranks_what_fits_and_counts_what_does_not():
     assert any("H=12" in reason for reason in refused)  # 8 devices do not divide 12 heads
 
 
+def test_a_plan_computes_its_times_once(monkeypatch):
+    """Catches a copy of a plan that computes them again, which took a third of a search."""
+    settled, calls = preset("tiny", mesh="fsdp=4", **{"data.batch_size": 8, "work.remat": "full"}), []
+    settled = dataclasses.replace(settled, work=settled.work.resolved)
+    seconds = planner.expected.seconds
+    monkeypatch.setattr(planner.expected, "seconds", lambda one: calls.append(one) or seconds(one))
+    assert planner.plan(settled, "v4:2x2x1").likely_s > 0 and len(calls) == 1
+
+
 @pytest.mark.parametrize("true", [4, 45, 700, 1234, 9000])
 def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, true):
     """Catches a search that trusts the arithmetic, is off by one step, or compiles for hours."""
