@@ -61,7 +61,7 @@ def random_plans(seed: int):
 
 def search_plans(cfg: Config, topology: str, most: int):
     """Yield (description, plan) of the `most` fastest layouts of a search."""
-    fit, _, _ = planner.search(cfg, hardware.Topology.parse(topology), None, say)
+    fit, _, _ = planner.search(cfg, hardware.Topology.parse(topology), None)
     for one in fit[:most]:
         yield f"{one.cfg.mesh} {one.sched.name if one.cfg.mesh.stage > 1 else ''}".strip(), one
 

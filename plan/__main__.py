@@ -109,6 +109,10 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def bar(args: Arguments):
+    return show.progress_bar(args.json != "-")
+
+
 def check(args: Arguments, topology: hardware.Topology | None) -> None:
     """Raises: UserError for flags that are mutually exclusive, and for a figure that cannot be written."""
     modes = [name for name in ("search", "max_batch", "why", "compile") if getattr(args, name)]
@@ -194,7 +198,7 @@ def search_inference(cfg: Config, args: Arguments, topology, request, console) -
         raise UserError("--search with --inference ranks meshes by the time of a decode step: pass one --batch and a "
                         "--topology of TPUs or GPUs, and no --plot")  # fmt: skip
     limit = round(args.memory * 2**30) or None
-    fit, large, refused = inference.search(cfg, topology, request, limit, *(args.batch or (1,)))
+    fit, large, refused = inference.search(cfg, topology, request, limit, (args.batch or (1,))[0], bar(args))
     show.inference_search_table(fit, large, refused, console)
     layouts = [{"mesh": str(one.cfg.mesh)} | summary for one, summary in fit]
     return {"layouts": layouts, "too_large": len(large), "refused": refused}, 0 if fit else 1
@@ -210,7 +214,8 @@ def search_offers(cfg: Config, args: Arguments, topologies, request, console) ->
     if several and not args.price and len({one.chip.key for one in topologies}) > 1:
         raise UserError("--token_ms compares the costs of different chips: add --price, such as "
                         f"{','.join(f'{one.chip.key}=DOLLARS' for one in topologies)}")  # fmt: skip
-    found = serving.search(cfg, topologies, request, round(args.memory * 2**30) or None, token_s, args.price)
+    limit = round(args.memory * 2**30) or None
+    found = serving.search(cfg, topologies, request, limit, token_s, args.price, bar(args))
     serving.print_offers(found, token_s, console)
     return {"token_ms": 1e3 * token_s, **found.to_json()}, 0 if found.fast else 1
 
@@ -227,7 +232,7 @@ def compare_topologies(cfg: Config, args: Arguments, console) -> tuple[dict, int
     if args.inference:
         return search_offers(cfg, args, topologies, request_of(cfg, args), console)
     limit = round(args.memory * 2**30) or None
-    best, fastest = front.search(cfg, topologies, args.price, limit, log)
+    best, fastest = front.search(cfg, topologies, args.price, limit, log, bar(args))
     front.print_front(best, fastest, console)
     if args.plot:
         front.plot_front(best, fastest, args.plot)
@@ -261,7 +266,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     if (args.compile or args.max_batch) and not planner.is_tpu(topology and topology.chip):
         use_devices(cfg.mesh.devices)
     if args.search:
-        fit, large, refused = planner.search(cfg, topology, limit, log)
+        fit, large, refused = planner.search(cfg, topology, limit, bar(args))
         better = planner.faster_layout((fit or large)[0]) if fit or large else None
         show.search_table(fit, large, refused, better, console)
         names = ("mesh", "step_s", "likely_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")

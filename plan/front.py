@@ -54,8 +54,10 @@ def pareto(layouts: list[Layout]) -> list[Layout]:
     return front
 
 
-def search(cfg: Config, topologies: list[Topology], price: str, limit_bytes: int | None, say) -> tuple[list, list]:
+def search(cfg: Config, topologies: list[Topology], price: str, limit_bytes: int | None, say, track=planner.untracked):
     """Search every topology. Returns the Pareto front, and the fastest layout of each topology.
+
+    track  as in `planner.search`
 
     Raises: UserError if the speed of a chip is unknown, or if no layout fits on any topology.
     """
@@ -64,7 +66,7 @@ def search(cfg: Config, topologies: list[Topology], price: str, limit_bytes: int
         if not topology.chip.peak_flops_per_s:
             raise UserError(f"--topology {topology}: the speed of {topology.chip.name} is unknown, so it cannot be "
                             "compared; use TPUs or GPUs")  # fmt: skip
-        fit, large, refused = planner.search(cfg, topology, limit_bytes, lambda text, at=topology: say(f"{at}: {text}"))
+        fit, large, refused = planner.search(cfg, topology, limit_bytes, track)
         layouts = [layout(one, price) for one in fit]
         found += layouts
         best += [min(layouts, key=lambda x: x.seconds)] if layouts else []

@@ -359,21 +359,25 @@ def count_refusal(refused: dict[str, int], error: UserError) -> None:
 REFINED = 20  # a search chooses the `auto` settings only for this many layouts, the fastest
 
 
-def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, say=lambda text: None):
+def untracked(items, _what: str):
+    return items
+
+
+def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, track=untracked):
     """Plan every mesh of the topology's devices and, for meshes with stages, every pipeline schedule.
 
     First, all `auto` settings get the values that need the least memory. Then they are chosen for the twenty fastest
     layouts. Returns the plans that fit, fastest first; the plans that do not fit, smallest first; and for meshes that
     the model cannot use, {reason: number}.
+
+    track  fn(items, what) -> the same items; it may show progress, as `show.progress_bar` does
     """
     fit, large, refused = [], [], {}
     autos = cfg.work.auto_settings
     least = {name: value for name, value in cfg.work.baselines("least").items() if name in autos}
     candidates = candidate_meshes(cfg, topology)
     names = TWO_STACKS if cfg.model.encoder_layers else tuple(schedules.SCHEDULES)
-    for number, mesh in enumerate(candidates):
-        if number % 50 == 0:
-            say(f"{number} of {len(candidates)} meshes planned ...")
+    for mesh in track(candidates, f"meshes of {topology}"):
         for schedule in names if mesh.stage > 1 and "schedule" in autos else [cfg.work.schedule]:
             work = dataclasses.replace(cfg.work, **least, schedule=schedule).resolved
             try:
@@ -385,7 +389,7 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, sa
     order = lambda one: one.likely_s or one.wire_bytes
     fit.sort(key=order)
     large.sort(key=lambda one: one.peak_bytes)
-    for place, one in enumerate(fit[:REFINED]):
+    for place, one in enumerate(track(fit[:REFINED], f"settings on {topology}")):
         work = one.cfg.work
         free = dataclasses.replace(cfg.work, schedule=work.schedule, chunks=work.chunks)
         fit[place] = plan(dataclasses.replace(one.cfg, work=free), topology, limit_bytes)

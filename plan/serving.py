@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from config import Config
 from errors import UserError
-from plan import inference
+from plan import inference, planner
 from plan.budget import parse_price
 from plan.hardware import Topology
 from plan.planner import amount
@@ -68,8 +68,9 @@ def largest_batch(one: inference.Plan, token_s: float) -> int:
     return low * one.unit
 
 
-def search(cfg: Config, topologies: list[Topology], request, limit_bytes: int | None, token_s: float, price: str):
-    """Search every mesh of every topology. Returns `Offers`.
+def search(cfg: Config, topologies: list[Topology], request, limit_bytes: int | None, token_s: float, price: str,
+           track=planner.untracked) -> Offers:  # fmt: skip
+    """Search every mesh of every topology. track: as in `planner.search`
 
     Raises: UserError if the speed of a chip is unknown, or if it has no price.
     """
@@ -79,10 +80,10 @@ def search(cfg: Config, topologies: list[Topology], request, limit_bytes: int | 
             raise UserError(f"--topology {topology}: the speed of {topology.chip.name} is unknown, so no layout has a "
                             "time per token; use TPUs or GPUs")  # fmt: skip
         parse_price(price, topology.chip.key)  # raises before the search
-        fit, more, reasons = inference.search(cfg, topology, request, limit_bytes, 1)
+        fit, more, reasons = inference.search(cfg, topology, request, limit_bytes, 1, track)
         large += more
         refused |= {reason: refused.get(reason, 0) + many for reason, many in reasons.items()}
-        for one, found in fit:
+        for one, found in track(fit, f"batches on {topology}"):
             batch = largest_batch(one, token_s) if found["step_s"] <= token_s else 0
             (fast if batch else slow).append(offer(one, batch or one.unit, price))
     fast.sort(key=lambda one: one.cost)
