@@ -226,7 +226,7 @@ What is not here: PaLM, DeepSeek-V3 on H800, GPT-NeoX, OLMo, and the tables of t
 that states the mesh, the batch and the time of these steps together. NVIDIA's recipes and MaxText have changed some of
 the tables since; the history of each file has the numbers used here.
 """
-COLUMNS = ("step", "mesh", "measured", "compiled step", "real step", "error", "interval", "split",
+COLUMNS = ("step", "mesh", "batch", "sequence", "measured", "compiled step", "real step", "error", "interval", "split",
            "planned differently")  # fmt: skip
 TABLE = "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, ("---",) * len(COLUMNS)))
 
@@ -253,7 +253,8 @@ def table_line(row: Row) -> str:
     times = (f"{time:.2f} s" for time in (row.measured_s, row.one.likely_s, one.seconds))
     between = f"{one.low:.1f} to {one.high:.1f} s" if one.steps else ""
     name = f"[`{row.name}`]({row.source}) on `{row.topology}`"
-    return f"| {' | '.join((name, f'`{row.mesh}`', *times, error, between, row.split, row.lacks))} |"
+    sizes = (f"{int(size):,}" for size in (row.batch, row.seq_len))
+    return f"| {' | '.join((name, f'`{row.mesh}`', *sizes, *times, error, between, row.split, row.lacks))} |"
 
 
 def unplanned_line(row: Row) -> str:

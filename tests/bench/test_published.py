@@ -61,6 +61,14 @@ def test_a_row_that_cannot_be_planned_has_the_reason():
     assert published.to_json(row)["expected_s"] is None and published.errors([row]) == (0, 0.0, 0.0)
 
 
+def test_the_page_states_the_batch_of_each_step():
+    """Catches seconds of a step whose number of tokens the page does not say, and cells under the wrong heading."""
+    row = next(row for row in published.plan_rows(SLICE) if (row.name, row.topology) == ("22b", "v4:4x4x4"))
+    cells = dict(zip(published.COLUMNS, published.table_line(row).split(" | "), strict=True))
+    assert (cells["batch"], cells["sequence"], cells["measured"]) == ("832", "2,048", "26.80 s")
+    assert cells["mesh"] == "`fsdp=64`" and cells["split"] == "tested"
+
+
 def test_intervals_are_those_of_the_tested_steps():
     """Catches intervals of another version of the rows, and an interval that no measured step has."""
     rows = published.plan_rows(SLICE)
