@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels import blocks
 from kernels.attention_gpu import gpu_attention, gpu_attention_grads
 from kernels.blocks import HIDDEN, Starts, dot, pad_to_multiple, query_positions, visits
 from sharding import by_platform, vary
@@ -103,7 +104,7 @@ def count_visits(s: int, S: int, starts: Starts, K: int, U: int, width: int, pla
     """Count the visits and blocks of one head. width: bytes per number"""
     block = tpu_block(s, S, starts) if platform == "tpu" else cpu_block_rows(s, starts)
     span = blocks_per_span(S, K, U, block, width) if platform == "tpu" else -(-S // block)
-    ahead, back = (visits(s, S, starts, block, of).shape[-1] for of in (None, span))
+    ahead, back = (blocks.count_visits(s, S, starts, block, of) for of in (None, span))
     return Counted(ahead, back, block, -(-S // (span * block)))
 
 

@@ -59,6 +59,24 @@ def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, 
     return np.stack([head, query, number * span + key], axis=1)
 
 
+def count_visits(s: int, S: int, starts: Starts, block: int, span: int | None = None) -> int:
+    """Count what `visits` lists for one head, without listing it. A planner calls this often."""
+    nk, chunk = -(-S // block), s // len(starts[0])
+    span = span or nk
+
+    def of_device(chunks: tuple[int, ...]) -> int:
+        count = 0
+        for first in range(0, s, block):
+            places = range(first, min(first + block, s))
+            ends = {places[-1], *range(places[0] // chunk * chunk + chunk - 1, places[-1], chunk)}
+            last = max(chunks[place // chunk] + place % chunk for place in ends)
+            seen = min(last // block + 1, nk)
+            count += sum(max(min(seen - before, span), 1) for before in range(0, nk, span))
+        return count
+
+    return max(map(of_device, starts))
+
+
 class Visits(NamedTuple):
     """The expert and the tile of each visit, sorted by both."""
 

@@ -16,8 +16,6 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from errors import UserError, suggest
 
@@ -425,11 +423,28 @@ def routes(S: int, v: int) -> list[list[tuple[int, int, int, int]]]:
     rounds = []
     while left:
         # Every stage has as many groups left to send as to receive, so a perfect matching exists (König's theorem).
-        graph = np.zeros((S, S))
-        for sender, _, receiver, _ in left:
-            graph[sender, receiver] = 1
-        match = maximum_bipartite_matching(csr_matrix(graph), perm_type="column")
+        # A stage's own groups first: a round in which every stage keeps its group sends nothing.
+        receivers = [sorted((edge[2] for edge in left if edge[0] == s), key=lambda to, s=s: to != s) for s in range(S)]
+        match = perfect_matching(receivers)
         chosen = [next(edge for edge in left if edge[0] == s and edge[2] == match[s]) for s in range(S)]
         rounds.append(chosen)
         left = [edge for edge in left if edge not in chosen]
     return rounds
+
+
+def perfect_matching(receivers: list[list[int]]) -> list[int]:
+    """Assign each sender one of its possible receivers, so that no two have the same (augmenting paths)."""
+    sender_of: dict[int, int] = {}
+
+    def assign(sender: int, tried: set[int]) -> bool:
+        for receiver in receivers[sender]:
+            if receiver not in tried:
+                tried.add(receiver)
+                if receiver not in sender_of or assign(sender_of[receiver], tried):
+                    sender_of[receiver] = sender
+                    return True
+        return False
+
+    for sender in range(len(receivers)):
+        assign(sender, set())
+    return sorted(sender_of, key=sender_of.get)

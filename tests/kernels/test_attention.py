@@ -172,6 +172,9 @@ def test_fully_masked_blocks_are_not_visited(n):
     seen = [blocking.query_positions(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
     assert np.array_equal(meets, [x.reshape(-1, block, blocks, block).any(axis=(1, 3)) for x in seen])
     assert [np.count_nonzero(one) for one in meets] == [attention.visits(T // n, T, starts, block).shape[-1]] * n
+    for span in (None, 1, 2, 3):  # the planner counts, and the kernels list
+        listed = attention.visits(T // n, T, starts, block, span).shape[-1]
+        assert attention.blocks.count_visits(T // n, T, starts, block, span) == listed
     for here, met in enumerate(meets):  # GPU programs visit the same blocks
         _, visits_i, first_j = attention_gpu.program_tables(starts, T // n, T, here, block)
         assert np.array_equal(visits_i, np.count_nonzero(met, axis=1))
