@@ -111,7 +111,8 @@ def prime_sized_model(c: ModelAtWork, kind: str) -> ModelAtWork:
         n_experts=n["e"] * n["expert"] * is_moe, top_k=n["k"], n_shared=n["x"] * bool(c.n_shared and is_moe),
         d_expert=n["m"] * n["tensor"], moe_every=1, dense_prefix=0, router="sigmoid", n_groups=0, normalize_gates=True,
         routed_scaling=1.0, balance_loss=0.0, balance_over="batch", balance_rate=0.0, z_loss=0.0, label_smoothing=0.0,
-        tie_embeddings=False, dropout=0.0, norm_eps=1e-6,
+        tie_embeddings=False, dropout=0.0, norm="rms", norm_eps=1e-6, qk_norm=False, bias=False, top_groups=1,
+        activation="swiglu" if model.gated(c) else "gelu",
         capacity_factor=bool(c.capacity_factor and is_moe) * n["X"] * n["e"] * n["expert"] / (n["k"] * positions),
     )  # fmt: skip
     work = replace(type(c.work)().resolved, remat=c.work.remat, tensor_exchange=c.work.tensor_exchange,
@@ -341,11 +342,15 @@ def code_hash() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files) + jax.__version__.encode()).hexdigest()
 
 
+def cache_file(c: ModelAtWork, kind: str, cached: bool = False) -> Path:
+    name = hashlib.sha256(repr((code_hash(), c, c.work, kind, cached)).encode()).hexdigest()
+    return Path(devices.cache_directory(), "layers", name)
+
+
 @functools.cache
 def cached_on_disk(c: ModelAtWork, kind: str, cached: bool = False) -> list[LayerRow]:
     """Return `from_trace(..)`, from the user's cache directory if it is there: a trace takes half a second."""
-    name = hashlib.sha256(repr((code_hash(), c, c.work, kind, cached)).encode()).hexdigest()
-    file = Path(devices.cache_directory(), "layers", name)
+    file = cache_file(c, kind, cached)
     with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
         return pickle.loads(file.read_bytes())
     result = from_trace(c, kind, cached)
