@@ -1,10 +1,12 @@
-// The controls and bars of the planner page; planner.js evaluates the formulas.
+// The controls and bars of the planner page. planner_worker.js runs the planner itself, in Python.
 "use strict";
 
 (function () {
   const form = document.querySelector("#planner");
   if (!form) return;
-  const { plan, ownModel, readConfig, AXES } = globalThis.AxisPlanner, data = globalThis.PLANNER_DATA, output = form.querySelector("output");
+  const data = JSON.parse(form.querySelector("script[type='application/json']").textContent), output = form.querySelector("output");
+  const AXES = ["data", "stage", "fsdp", "expert", "context", "tensor"], TYPED = ["tokens", "price", "goodput"];
+  const WORK = ["schedule", "remat", "gather", "tensor_exchange", "context_attention"];
   const AXIS_COLOURS = Object.fromEntries(AXES.map((axis) => [axis, form.querySelector(`[name=${axis}]`).parentElement.style.getPropertyValue("--axis")]));
   const GRAYS = ["#4a5361", "#6b7280", "#8b93a0", "#a3abb8", "#b9c0ca", "#cdd3da", "#dfe3e8", "#eceff2"];  // a color means a mesh axis
   const MEANS = { parameters: "this device's shards", optimizer: "two moments of each parameter", gradients: "of the shards, or unsharded if gathered once a step",
@@ -18,35 +20,62 @@
 
   const nameOf = (mesh) => AXES.filter((axis) => mesh[axis] > 1).map((axis) => `${axis}=${mesh[axis]}`).join(",") || "data=1";
 
-  const ownFields = [...form.querySelectorAll(".own .selects input")], value = (name) => form.elements[name].value;
+  const field = form.elements, value = (name) => field[name].value.trim();
+
+  // The planner in its worker: questions are answered one after the other ---------------------------------------------
+
+  const waiting = new Map(), worker = new Worker(new URL("planner_worker.js", document.currentScript.src), { type: "module" });
+  let asked = 0;
+  worker.onmessage = ({ data: [number, answer] }) => {
+    if (number === "failed") output.innerHTML = `<p class="verdict refused">The planner did not load: ${escape(answer)}</p>`;
+    waiting.get(number)?.(answer);
+    waiting.delete(number);
+  };
+  worker.onerror = (error) => { output.innerHTML = `<p class="verdict refused">The planner did not load: ${escape(error.message ?? "")}</p>`; };
+  const ask = (question) => new Promise((answered) => {
+    waiting.set(++asked, answered);
+    worker.postMessage([asked, question]);
+  });
+
+  // The controls -----------------------------------------------------------------------------------------------------
+
+  const sizesOf = (mesh) => new Map(mesh.split(",").map((one) => one.trim().split("=")));
+  const ofSliders = () => nameOf(Object.fromEntries(AXES.map((axis) => [axis, 2 ** Number(value(axis))])));
+  const devicesOf = (mesh) => AXES.reduce((n, axis) => n * (Number(sizesOf(mesh).get(axis)) || 1), 1);
+
+  function moveSliders() {
+    const sizes = sizesOf(value("mesh"));
+    for (const axis of AXES) {
+      const size = Number(sizes.get(axis)) || 1;
+      field[axis].value = String(Math.floor(Math.log2(size)));
+      form.querySelector(`[data-size="${axis}"]`).textContent = size;
+    }
+  }
+
+  // Keep the kind of chips, and change their number to that of the mesh, if there is a slice of this size.
+  function fitTopology() {
+    const [, slices, key] = value("topology").match(/^(?:(\d+)\s*\*)?\s*([a-z0-9]+)/) ?? [], chip = data.chips[key];
+    if (!chip) return;
+    const several = slices && chip.torus_dims ? Number(slices) : 1, shape = chip.shapes[devicesOf(value("mesh")) / several];
+    if (shape) field.topology.value = `${several > 1 ? `${several}*` : ""}${key}:${shape}`;
+  }
 
   function read() {
-    const cfg = { mesh: Object.fromEntries(AXES.map((axis) => [axis, 2 ** Number(value(axis))])) };
-    for (const name of ["preset", "chip", "schedule", "remat", "gather", "tensor_exchange", "context_attention"]) cfg[name] = value(name);
-    for (const name of ["batch_size", "seq_len"]) cfg[name] = Number(value(name));
-    if (cfg.preset !== "own") return cfg;
-    const numbers = ownFields.filter((one) => one.type === "number").map((one) => [one.name, one.value]);
-    return { ...cfg, ...ownModel(Object.fromEntries(numbers), form.elements.tied.checked) };
+    const question = { preset: value("preset"), explain: field.explain.checked ? "1" : "" };
+    for (const name of ["topology", "mesh", "batch_size", "seq_len", ...WORK, ...TYPED]) question[name] = value(name);
+    if (question.preset === "config") question.config = value("config") || "{}";
+    return question;
   }
 
-  function write(cfg) {
-    for (const [name, value] of Object.entries(cfg)) if (form.elements[name]) choose(form.elements[name], String(value));
-    for (const axis of AXES) form.elements[axis].value = String(Math.log2(cfg.mesh[axis]));
+  function write(state) {
+    for (const [name, value] of Object.entries(state)) if (field[name] && name !== "explain") field[name].value = value;
+    if ("explain" in state) field.explain.checked = Boolean(state.explain);
+    moveSliders();
   }
 
-  function choose(control, value) {  // a preset's batch of 480 is not in the list, so it is added
-    if (control.tagName === "SELECT" && ![...control.options].some((one) => one.value === value)) {
-      control.add(new Option(Number(value).toLocaleString("en"), value));
-    }
-    control.value = value;
-  }
-
-  function startOf(name, chip) {
-    const { start: least, mesh, batch_size, seq_len } = data.presets[name] ?? data.presets.llama3_8b;
-    const start = { laptop: { fsdp: 4 }, dense_124m: { fsdp: 16 }, llama3_8b: { fsdp: 32 }, llama3_70b: { fsdp: 64 }, own: { fsdp: 64 },
-                    mixtral_8x7b: { fsdp: 32, tensor: 2 }, deepseek_v3: { fsdp: 32, tensor: 4 } }[name] ?? {};
-    const size = { dense_124m: 512, llama3_8b: 64, llama3_70b: 64, own: 64, mixtral_8x7b: 64, deepseek_v3: 64 }[name] ?? batch_size;
-    return { preset: name, chip, mesh: { ...mesh, ...start }, batch_size: size, seq_len, schedule: "gpipe", ...least };
+  function startOf(preset) {
+    const { batch_size, seq_len, mesh, topology } = data.presets[preset] ?? data.presets.llama3_8b;
+    return { preset, topology, mesh, batch_size, seq_len: preset in data.presets ? seq_len : "", ...Object.fromEntries(WORK.map((name) => [name, "auto"])) };
   }
 
   const escape = (text) => text.replace(/[&<>]/g, (sign) => `&#${sign.charCodeAt(0)};`);
@@ -66,11 +95,8 @@
 
   const colourOf = (axes) => AXIS_COLOURS[axes.split("*")[0]] ?? "#7d7d7d";
 
-  const planOf = (cfg) => (cfg.error ? cfg : plan(data, cfg));
-
   function show(one, cfg) {
-    const preset = data.presets[cfg.preset], chip = data.chips[cfg.chip];
-    const mesh = nameOf(cfg.mesh);
+    const { mesh } = cfg, { chip } = one;
     if (one.error) return `<p class="verdict refused"><code>${mesh}</code></p><p>${escape(one.error)}</p>`;
     const memory = Object.entries(one.memory_bytes).sort((a, b) => b[1] - a[1]).map(([part, size], i) => [part, size, GRAYS[i], bytes(size)]);
     const wires = Object.entries(one.wire_by_axes).sort((a, b) => b[1] - a[1]).map(([axes, size]) => [axes, size, colourOf(axes), bytes(size)]);
@@ -82,30 +108,25 @@
         .map(([what, s]) => [names[what] ?? `exposed communication over ${what}`, s, paint[what] ?? colourOf(what), `${time(s)}, ${percent(s / step_s)}`]);
       return bar(spent, step_s) + legend(spent);
     };
-    const { device_batch, microbatches } = one.split;
+    const { device_batch, microbatches } = one;
     const expected = one.expected
-      ? `<h3>Expected time of a step: ${time(one.likely_s)}, MFU ${percent(one.likely_mfu)}</h3>${timed(one.expected, one.likely_s)}`
-      : `<p>How long a compiled step takes on a GPU is not modeled here, so only the roofline is shown.</p>`;
-    // The page's settings as flags, because each of them defaults to auto on the command line.
-    const pinned = ["remat", "gather", ...(cfg.mesh.tensor > 1 ? ["tensor_exchange"] : []),
-                    ...(cfg.mesh.context > 1 ? ["context_attention"] : [])];
-    const own = Object.entries(cfg.sizes ?? {}).map(([name, size]) => ` --model.${name} ${size}`).join("") + (cfg.tied ? " --model.tie_embeddings" : "");
-    const flags = own + pinned.map((name) => ` --work.${name} ${cfg[name]}`).join("")
-      + (cfg.batch_size !== preset.batch_size ? ` --data.batch_size ${cfg.batch_size}` : "")
-      + (cfg.seq_len !== preset.seq_len ? ` --data.seq_len ${cfg.seq_len}` : "")
-      + (cfg.mesh.stage > 1 ? ` --work.schedule ${cfg.schedule}${cfg.schedule === "interleaved" ? " --work.chunks 2" : ""}` : "");
+      ? `<h3>Expected time of the compiled step: ${time(one.likely_s)}, MFU ${percent(one.likely_mfu)}</h3>${timed(one.expected, one.likely_s)}`
+      : "<p>How long a compiled step takes on a GPU is not modeled; the roofline and measured steps give the time of a real step.</p>";
+    const { real } = one, between = real?.steps ? ` (${time(real.low)} to ${time(real.high)} by ${real.steps} measured steps)` : "";
     const verdict = one.fits ? `fits: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}` : `does not fit: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}`;
     return `<p class="verdict ${one.fits ? "fits" : "refused"}"><strong>${one.expected ? "expected" : "at best"}: step ${time(one.likely_s)}, MFU ${percent(one.likely_mfu)}</strong>
         <span>${verdict}</span></p>
-      <p><code>${mesh}</code> on ${one.devices} ${chip.name}${chip.torus_dims ? ` (${cfg.chip}:${chip.shapes[one.devices]}${chip.devices_per_chip > 1 ? `, ${chip.devices_per_chip} devices a chip` : ""})` : ", of whose memory JAX takes 75%"}. Each device has
+      <p><strong>real step: ${time(real.seconds)}</strong>${between}</p>
+      <p><code>${one.mesh}</code> on ${one.devices} ${chip.name} (${one.topology}${chip.devices_per_chip > 1 ? `, ${chip.devices_per_chip} devices a chip` : ""}). Each device has
       ${number(device_batch, 9)} sequence${device_batch > 1 ? "s" : ""} at once${microbatches > 1 ? `, ${microbatches} microbatches` : ""}.
-      ${cfg.mesh.stage > 1 ? `The pipeline bubble is ${percent(one.bubble)}.` : ""}</p>
+      ${one.bubble > 1e-6 ? `The pipeline bubble is ${percent(one.bubble)}.` : ""}</p>
+      <pre class="lines">${escape(one.lines.join("\n"))}</pre>
       ${expected}
       <h3>${one.expected ? "Roofline (at best)" : "Time of a step, at best (roofline)"}: ${time(one.step_s)}, MFU ${percent(one.mfu)}</h3>${timed(one.seconds, one.step_s)}
       <h3>Memory of a device</h3>${bar(memory, Math.max(one.peak_bytes, one.limit_bytes), one.limit_bytes)}${legend(memory, (part) => MEANS[part])}
       <h3>Sent by a device in a step: ${bytes(one.wire_bytes)}, of which ${bytes(one.exposed_bytes)} exposed</h3>${wires.length ? bar(wires, one.wire_bytes) + legend(wires) : "<p>Nothing.</p>"}
       <p>To get the same numbers on the command line (add <code>--compile</code> to compare them with the compiler's):</p>
-      <pre>python -m plan ${cfg.preset} --topology ${cfg.chip}:${chip.shapes[one.devices] ?? one.devices} --mesh ${mesh}${flags}</pre>`;
+      <pre>${escape(one.command)}</pre>`;
   }
 
   // The search: every mesh of as many devices, with the other settings as they are ----------------------------------------
@@ -120,20 +141,14 @@
   let searching = 0;  // number of the search that runs, so that a new one stops the old one
 
   async function search() {
-    const cfg = read();
-    if (cfg.error) return;
-    const own = ++searching, devices = AXES.reduce((n, axis) => n * cfg.mesh[axis], 1), found = [];
-    const sparse = data.presets[cfg.preset].dims.some(([, letter]) => letter === "E");  // without experts, expert is one more fsdp
-    const all = meshes(devices).filter((mesh) => sparse || mesh.expert === 1);
-    const box = form.querySelector(".found");
-    for (let i = 0; i < all.length; i++) {
-      const one = plan(data, { ...cfg, mesh: all[i] });
-      if (!one.error) found.push({ mesh: all[i], one });
-      if (i % 40 === 39) {
-        box.textContent = `${i + 1} of ${all.length} meshes ..`;
-        await new Promise((done) => setTimeout(done));
-        if (own !== searching) return;
-      }
+    const cfg = read(), own = ++searching, devices = devicesOf(cfg.mesh), found = [], box = form.querySelector(".found");
+    const { across = "" } = Object.fromEntries(sizesOf(cfg.mesh)), sparse = data.presets[cfg.preset]?.sparse ?? true;
+    const all = meshes(devices).filter((mesh) => sparse || mesh.expert === 1);  // without experts, expert is one more fsdp
+    for (const [i, mesh] of all.entries()) {
+      const one = await ask({ ...cfg, mesh: nameOf(mesh) + (across && `,across=${across}`), brief: true });
+      if (own !== searching) return;
+      if (!one.error) found.push({ mesh, one });
+      box.textContent = `${i + 1} of ${all.length} meshes ..`;
     }
     const fit = found.filter(({ one }) => one.fits).sort((a, b) => a.one.likely_s - b.one.likely_s), best = fit[0]?.one.likely_s;
     const rows = fit.slice(0, 10).map(({ mesh, one }) => `<tr><th scope="row"><button type="button" data-mesh="${nameOf(mesh)}">${nameOf(mesh)}</button></th>
@@ -147,64 +162,50 @@
     form.querySelector(".found").textContent = "";
   }
 
+  let last = 0;  // number of the newest update
+
+  async function update() {
+    const cfg = read(), own = ++last;
+    form.querySelector(".own").hidden = cfg.preset !== "config";
+    globalThis.AxisAddress?.write({ ...cfg, config: cfg.config && compact(cfg.config) });
+    form.dataset.state = "busy";
+    await new Promise((done) => setTimeout(done, 60));  // while a slider moves or somebody types, only the last one counts
+    if (own !== last) return;
+    const one = await ask(cfg);
+    if (own !== last) return;
+    output.innerHTML = show(one, cfg);
+    form.dataset.state = "ready";
+  }
+
+  function compact(text) {
+    try {
+      return JSON.stringify(JSON.parse(text));
+    } catch {
+      return text;
+    }
+  }
+
   form.querySelector("[name=search]").addEventListener("click", search);
   form.querySelector(".found").addEventListener("click", (event) => {
-    const mesh = event.target.dataset.mesh;
-    if (!mesh) return;
-    const sizes = new Map(mesh.split(",").map((one) => one.split("=")));
-    for (const axis of AXES) form.elements[axis].value = String(Math.log2(Number(sizes.get(axis) ?? 1)));
+    if (!event.target.dataset.mesh) return;
+    write({ mesh: event.target.dataset.mesh });
     update();
-    remember();
   });
-
-  function update() {
-    const cfg = read(), one = planOf(cfg);
-    form.querySelector(".own").hidden = value("preset") !== "own";
-    for (const axis of AXES) form.querySelector(`[data-size="${axis}"]`).textContent = cfg.mesh[axis];
-    output.innerHTML = show(one, cfg);
-    const count = (x) => x.toLocaleString("en");
-    form.querySelector(".own-size").textContent = one.error ? "" : `${count(one.params_total)} parameters, ${count(one.params_active)} active per token.`;
-  }
-
-  function remember() {
-    const { mesh, sizes, tied, error, ...rest } = read(), preset = value("preset");
-    const own = preset === "own" ? Object.fromEntries(ownFields.map((one) => [one.name, one.type === "checkbox" ? one.checked || "" : one.value])) : {};
-    globalThis.AxisAddress?.write({ ...rest, preset, mesh: nameOf(mesh), ...own });
-  }
-
-  // ?preset=llama3_8b&chip=v5p&mesh=fsdp=16,tensor=2&batch_size=64, and any other control by its name
-  function start() {
-    const asked = new URLSearchParams(location.search);
-    const known = (name, choices, or) => choices.includes(asked.get(name)) ? asked.get(name) : or;
-    const cfg = startOf(known("preset", [...Object.keys(data.presets), "own"], "moe1b"), known("chip", Object.keys(data.chips), "v4"));
-    for (const field of cfg.preset === "own" ? ownFields : []) {
-      if (field.type === "checkbox") field.checked = asked.has(field.name);
-      else if (asked.has("d_model")) field.value = asked.get(field.name) ?? "";
-    }
-    for (const name of ["schedule", "remat", "gather", "tensor_exchange", "context_attention"]) {
-      cfg[name] = known(name, [...form.elements[name].options].map((one) => one.value), cfg[name]);
-    }
-    for (const name of ["batch_size", "seq_len"]) if (Number(asked.get(name)) >= 1) cfg[name] = Math.floor(Number(asked.get(name)));
-    if (asked.get("mesh")) {
-      const sizes = new Map(asked.get("mesh").split(",").map((one) => one.split("=")));
-      cfg.mesh = Object.fromEntries(AXES.map((axis) => [axis, 2 ** Math.min(Math.max(Math.floor(Math.log2(Number(sizes.get(axis)) || 1)), 0), 7)]));
-    }
-    return cfg;
-  }
-
-  form.addEventListener("input", (event) => {
-    if (event.target.matches("textarea")) {  // fill in the numbers
-      const found = readConfig(event.target.value), said = form.querySelector(".own-model");
-      said.textContent = found.error ?? ["The numbers above are those of this file", ...found.notes].join("; ") + ".";
-      if (found.error) return;
-      for (const field of ownFields) if (field.type === "number") field.value = found.sizes[field.name];
-      form.elements.tied.checked = found.tied;
-    }
-    if (event.target.name === "preset") write(startOf(event.target.value, form.elements.chip.value));
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("input", ({ target }) => {
+    if (target.name === "preset") write(startOf(target.value));
+    if (AXES.includes(target.name)) field.mesh.value = ofSliders();
+    if (AXES.includes(target.name) || target.name === "mesh") moveSliders();
+    if (AXES.includes(target.name)) fitTopology();
     forget();
     update();
-    remember();
   });
-  write(start());
+
+  // ?preset=llama3_8b&topology=v5p:4x4x4&mesh=fsdp=16,tensor=2&batch_size=64, and any other control by its name
+  const start = Object.fromEntries(new URLSearchParams(location.search)), known = [...field.preset.options].map((one) => one.value);
+  if (start.chip && !start.topology) start.topology = `${start.chip}:`;  // as in older links
+  write({ ...startOf(known.includes(start.preset) ? start.preset : "moe1b"), ...start, preset: known.includes(start.preset) ? start.preset : "moe1b" });
+  if (/:$|^$/.test(value("topology"))) fitTopology();
+  for (const name of WORK) if (!field[name].value) field[name].value = "auto";
   update();
 })();

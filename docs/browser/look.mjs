@@ -23,6 +23,9 @@ chromium.setGraphicsMode = false;
 const args = chromium.args.filter((arg) => !/single-process|web-security|insecure/.test(arg));
 const browser = await puppeteer.launch({ executablePath: await chromium.executablePath(), args, headless: "shell" });
 
+// The planner's page loads the planner, and then plans in a worker.
+const planned = (page) => page.waitForFunction(() => (document.querySelector("#planner")?.dataset.state ?? "ready") === "ready", { timeout: 120000 });
+
 async function open(url, viewport, log) {
   const page = await browser.newPage();
   await page.setViewport(viewport);
@@ -35,6 +38,7 @@ async function open(url, viewport, log) {
   });
   page.on("response", (response) => { if (response.status() >= 400) log.errors.push(`${response.status()} ${response.url()}`); });
   await page.goto(url, { waitUntil: "networkidle0" });
+  await planned(page);
   return page;
 }
 
@@ -120,6 +124,7 @@ async function widget(base) {
     axis.value = String(Number(axis.value) + 1);
     axis.dispatchEvent(new Event("input", { bubbles: true }));
   });
+  await planned(page);
   log.after = await read();
   await page.close();
   return log;
@@ -228,6 +233,7 @@ async function evaluate(base, { page: name, script, phone, dark, scripting = tru
   await page.setJavaScriptEnabled(scripting);
   if (still) await page.emulateMediaFeatures([{ name: "prefers-reduced-motion", value: "reduce" }]);
   await page.goto(base + name, { waitUntil: "load" });
+  if (scripting) await planned(page);
   if (dark) await page.evaluate(() => { document.documentElement.dataset.theme = document.documentElement.dataset.mode = "dark"; });
   if (print) await page.pdf();
   const result = await page.evaluate(`(async () => {${script}})()`);
