@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from config import AXES
+from config import AXES, Config, replace
 from docs import build
 from plan import costs, planner
-from plan.__main__ import parse
 from tests.site.browser import evaluate
+from weights import published
 
 pytestmark = pytest.mark.site
 
@@ -241,6 +241,8 @@ const set = (name, value) => {
   field[name].value = value;
   for (const kind of ["input", "change"]) field[name].dispatchEvent(new Event(kind, { bubbles: true }));
 };
+const pause = () => new Promise((done) => setTimeout(done, 20));
+const planned = async () => { while (form.dataset.state === "busy") await pause(); };
 """
 STATE = """const state = () => Object.fromEntries([...new FormData(document.querySelector(".explorer, #planner"))]);
 """
@@ -250,8 +252,8 @@ MOVES = {
     "schedule_explorer": """set("schedule", "interleaved"); set("stages", "2"); set("microbatches", "6");
       set("time", "5");""",
     "layer_timeline": """set("mesh", "fsdp=16,tensor=2"); set("tensor_exchange", "ring");""",
-    "planner_widget": """set("preset", "llama3_8b"); set("chip", "v5p"); set("fsdp", "4"); set("tensor", "1");
-      set("batch_size", "128"); set("remat", "dots");""",
+    "planner_widget": """set("preset", "llama3_8b"); set("topology", "v5p:4x4x4"); set("fsdp", "4"); set("tensor", "1");
+      set("batch_size", "128"); set("remat", "dots"); set("tokens", "15e12"); set("price", "2.1"); await planned();""",
 }
 
 
@@ -280,15 +282,17 @@ def test_the_planner_searches_all_meshes():
         + """
       form.querySelector("[name=search]").click();
       const box = form.querySelector(".found");
-      for (let i = 0; i < 200 && !box.querySelector("td"); i++) await new Promise((done) => setTimeout(done, 50));
+      for (let i = 0; i < 2000 && !box.querySelector("td"); i++) await new Promise((done) => setTimeout(done, 50));
       const rows = [...box.querySelectorAll("tbody tr")].map((row) => [...row.children].map((one) => one.innerText));
       box.querySelector("tbody tr:nth-child(3) button").click();
       const text = box.querySelector("p").innerText;
       set("batch_size", "1024");
+      await planned();
       return { rows, text, verdict: document.querySelector("#planner .verdict").innerText, left: box.innerText,
                address: location.search };"""
     )
-    [seen] = evaluate({"page": "planner_widget.html?preset=llama3_8b&chip=v5p&mesh=fsdp=16", "script": script})
+    page = "planner_widget.html?preset=llama3_8b&topology=v5p:2x2x4&mesh=fsdp=16&batch_size=64"
+    [seen] = evaluate({"page": page, "script": script})
     assert "Of 70 meshes of 16 devices" in seen["text"]
     slower = [float(row[2].strip("+%")) for row in seen["rows"]]
     assert len(slower) == 10 and slower == sorted(slower) and slower[0] == 0
@@ -297,42 +301,26 @@ def test_the_planner_searches_all_meshes():
     assert seen["left"] == ""
 
 
-def test_a_pasted_config_json_is_planned():
-    """Catches numbers that a config.json does not fill in, a command for another model, and a link that loses it."""
+def test_a_link_restores_a_plan_of_a_pasted_config_json():
+    """Catches a link that loses the model or a setting, and an error that is not the planner's line."""
     config = {"model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 1536, "num_hidden_layers": 12,
-              "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 50304,
-              "num_local_experts": 8}  # fmt: skip
-    script = (
-        MOVE
-        + STATE
-        + f"""
-      set("preset", "own"); set("tensor", "1");
-      const box = form.querySelector("textarea"), said = () => form.querySelector(".own-model").innerText;
-      const paste = (text) => {{
-        box.value = text;
-        box.dispatchEvent(new Event("input", {{ bubbles: true }}));
-        return said();
-      }};
-      const refused = paste("{{"), read = paste({json.dumps(json.dumps(config))});
-      const plan = {{ state: state(), verdict: form.querySelector(".verdict").innerText,
-        command: form.querySelector("output pre").innerText, size: form.querySelector(".own-size").innerText }};
-      const address = location.search;
-      set("n_kv_heads", "3");
-      return {{ refused, read, plan, address, wrong: form.querySelector("output").innerText }};"""
-    )
-    [seen] = evaluate({"page": "planner_widget.html", "script": script})
-    assert "not valid JSON" in seen["refused"] and seen["read"] == "The numbers above are those of this file."
-    argv = seen["plan"]["command"].removeprefix("python -m plan ").split()
-    cfg, _ = parse(argv)
-    total, active = costs.parameters(cfg.model)
-    assert seen["plan"]["size"] == f"{total:,} parameters, {active:,} active per token."
-    one = planner.plan(cfg, argv[argv.index("--topology") + 1])
-    assert seen["plan"]["verdict"].startswith(f"expected: step {1e3 * one.likely_s:.3g} ms")
-    assert "n_heads=16: must be a multiple of n_kv_heads (16 % 3 = 1)." in seen["wrong"]
-    again = (
-        MOVE
-        + STATE
-        + """return { state: state(), verdict: form.querySelector(".verdict").innerText,
-        command: form.querySelector("output pre").innerText, size: form.querySelector(".own-size").innerText };"""
-    )
-    assert evaluate({"page": "planner_widget.html" + seen["address"], "script": again}) == [seen["plan"]]
+              "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 50304, "num_local_experts": 8,
+              "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}  # fmt: skip
+    shown = """{ state: state(), text: form.querySelector("output").innerText }"""
+    script = f"""
+      set("preset", "config"); set("topology", "2*v5p:2x2x4"); set("mesh", "data=2,fsdp=8,tensor=2");
+      set("batch_size", "64"); set("config", "{{"); await planned();
+      const refused = form.querySelector("output").innerText;
+      set("config", {json.dumps(json.dumps(config))}); await planned();
+      return {{ refused, address: location.search, ...{shown} }};"""
+    [seen] = evaluate({"page": "planner_widget.html", "script": MOVE + STATE + script})
+    assert "config.json: not JSON" in seen["refused"]
+    cfg = replace(Config(), model=published.describe(config)[1], mesh="data=2,fsdp=8,tensor=2",
+                  **{"data.batch_size": 64, "data.seq_len": 4096})  # fmt: skip
+    one = planner.plan(cfg, "2*v5p:2x2x4")
+    assert f"real step  {one.real}" in seen["text"]
+    assert f"mixtral with {costs.parameters(cfg.model)[0]:,} parameters, from config.json" in seen["text"]
+    assert "python -m plan config.json --topology 2*v5p:2x2x4 --mesh data=2,fsdp=8,tensor=2" in seen["text"]
+    [again] = evaluate({"page": "planner_widget.html" + seen["address"], "script": MOVE + STATE + f"return {shown};"})
+    assert json.loads(again["state"].pop("config")) == json.loads(seen["state"].pop("config")) == config
+    assert again == {"state": seen["state"], "text": seen["text"]}
