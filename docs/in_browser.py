@@ -6,7 +6,7 @@ stand-ins of `docs/in_page` for JAX and NumPy, and the traced layers of every ki
 
 import base64
 import hashlib
-import importlib.util
+import inspect
 import io
 import itertools
 import tarfile
@@ -92,12 +92,13 @@ def layers(models: list[ModelAtWork], settings: dict = SETTINGS) -> Iterator[tup
 def files(layers) -> dict[str, bytes]:
     """Return the files that the page unpacks, by their path."""
     import jax
+    from jax.experimental import mesh_utils
 
-    mesh_utils = Path(importlib.util.find_spec("jax._src.mesh_utils").origin)
+    neighbors = Path(inspect.getsourcefile(mesh_utils.create_device_mesh))
     ours = [path for pattern in MODULES for path in sorted(ROOT.glob(pattern))]
     found = {str(path.relative_to(ROOT)): path.read_bytes() for path in ours}
     found |= {path.name: path.read_bytes() for path in sorted(ROOT.glob(PAGE))}
-    found |= {"mesh_utils.py": mesh_utils.read_bytes(), "jax_version": jax.__version__.encode()}
+    found |= {"mesh_utils.py": neighbors.read_bytes(), "jax_version": jax.__version__.encode()}
     return found | {f"layers/{name}": content for name, content in layers}
 
 
