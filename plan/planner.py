@@ -208,7 +208,7 @@ class Plan:
             **{name: getattr(self, name) for name in names}, "mfu": self.mfu(step_s), "seconds": self.seconds(),
             "expected": self.expected, "likely_s": likely_s, "likely_mfu": self.mfu(likely_s),
             "real": self.real and dataclasses.asdict(self.real), "balance_pass": self.balance_pass,
-            "between_nodes": tiers.between_nodes_by_axes(self),
+            "between_nodes": tiers.between_nodes_by_axes(self), "algorithms": tiers.algorithms(self),
             "traffic": [dataclasses.asdict(one) for one in self.traffic],
         }  # fmt: skip
 

@@ -112,6 +112,22 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
             row += [amount(counted, unit), difference]
         table.add_row(*row)
     console.print(table)
+    tiers_table(one, console)
+
+
+def tiers_table(one: Plan, console, most: int = 10) -> None:
+    """Print the algorithms of NCCL with their bytes and steps by tier, if any group of GPUs spans nodes."""
+    found = sorted(tiers.algorithms(one), key=lambda row: -row["wire_bytes"])
+    if not any(row["between_bytes"] for row in found):
+        return
+    title = "collectives by tier, those that send the most first; steps in nodes + between, and latency, of one"
+    table = make_table(title, "part", "collective", "algorithm", "steps", "sent", "between nodes",
+                       "latency", words=3)  # fmt: skip
+    for row in found[:most]:
+        table.add_row(row["part"], f"{row['count']:,.0f} x {row['kind']} over {row['axes']}", row["name"],
+                      f"{row['steps_inside']} + {row['steps_between']}", amount(row["wire_bytes"], "bytes"),
+                      amount(row["between_bytes"], "bytes"), f"{1e6 * row['latency_s']:,.1f} us")  # fmt: skip
+    console.print(table)
 
 
 def balance_line(one: Plan) -> str:

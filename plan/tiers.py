@@ -4,14 +4,65 @@ The tiers are NVLink inside a node, and InfiniBand between nodes. NCCL passes th
 reduce-scatter or an all-reduce around rings through all GPUs, and both tiers work at the same time, so the slower one
 determines the speed (`hardware.Link.bytes_per_s`). A group with k GPUs in each node has k rings, and each ring leaves a
 node through the NIC of another GPU.
+
+NCCL sums small arrays over several nodes in two trees instead: a chain in each node and a binary tree between nodes,
+up and down again. A tree has fewer steps than a ring and a little less bandwidth. `algorithm` chooses what takes less
+time, as NCCL does. The times of a plan leave out latency, so they are those of the ring.
 """
 
 import math
+from dataclasses import asdict, dataclass
 
 from plan import costs, hardware
-from sharding import EXPERT
+from sharding import EXPERT, TENSOR
 
+# NCCL's estimates for trees with the LL protocol: at the start, and per step to another node; the share of a ring's
+# bandwidth. https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc: baseLat, hwLat and ncclTopoTuneModel
+TREE_BEGIN_S, TREE_NETWORK_STEP_S, TREE_SHARE = 6.8e-6, 5e-6, 0.92
 COUNTS = 0.01  # mention the latency of a row if it is at least this fraction of the step
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """How NCCL executes one collective on GPUs, and what that costs."""
+
+    name: str  # ring, tree, or direct: to each receiver
+    steps_inside: int  # over NVLink
+    steps_between: int  # over InfiniBand
+    latency_s: float
+    transfer_s: float
+
+
+def algorithm(kind: str, wire_bytes: float, link: hardware.Link, n: int, speed: float) -> Algorithm:
+    """Return the algorithm of one collective over n GPUs in which a device sends `wire_bytes` at `speed`."""
+    times, between = 2 if kind == "all-reduce" else 1, link.nodes - 1
+    latency_s = hardware.latency_seconds(kind, link)
+    if kind in ("collective-permute", "all-to-all"):
+        here = -(-n // link.nodes)
+        steps = (here - 1, n - here) if kind == "all-to-all" else (int(not between), int(between > 0))
+        return Algorithm("direct", *steps, latency_s, wire_bytes / speed)
+    ring = Algorithm("ring", times * (n - 1 - between), times * between, latency_s, wire_bytes / speed)
+    if kind != "all-reduce" or not between:
+        return ring
+    inside, levels = 2 * (n // link.nodes - 1), 2 * int(math.log2(link.nodes))
+    latency_s = TREE_BEGIN_S + inside * hardware.NVLINK_STEP_S + levels * TREE_NETWORK_STEP_S
+    array = wire_bytes * n / (2 * (n - 1))
+    tree = Algorithm("tree", inside, levels, latency_s, 2 * array / (TREE_SHARE * speed))
+    return min(ring, tree, key=lambda one: one.latency_s + one.transfer_s)
+
+
+def algorithms(one) -> list[dict]:
+    """List the algorithm of each collective of a plan on GPUs, with its bytes by tier. one: a `planner.Plan`"""
+    if not one.topology or not one.topology.chip.domain:
+        return []
+    found = []
+    for row in one.traffic:
+        n, link = math.prod(one.cfg.mesh.sizes[axis] for axis in row.axes), one.link(row.axes)
+        way = algorithm(row.kind, row.wire_bytes / row.count, link, n, one.speed(row))
+        found.append({"part": row.part, "kind": row.kind, "axes": "*".join(row.axes), "count": row.count,
+                      "wire_bytes": row.wire_bytes, "between_bytes": between_nodes(row, link, n),
+                      **asdict(way)})  # fmt: skip
+    return found
 
 
 def between_nodes(row: costs.Traffic, link: hardware.Link, n: int) -> float:
@@ -35,6 +86,16 @@ def between_nodes_by_axes(one) -> dict[str, float]:
     return found
 
 
+def exposed_line(one, name: str) -> str:
+    """Say why a step on GPUs waits for the mesh axes `name`, such as fsdp*tensor: bytes, tier and overlap."""
+    axes, gib = tuple(name.split("*")), 2**30
+    sent, between = one.wire_by_axes[name], between_nodes_by_axes(one).get(name, 0.0)
+    network = f", {between / gib:,.3f} GiB of them to other nodes over InfiniBand" if between else ", all over NVLink"
+    overlap = "none of it overlaps with compute" if {TENSOR, EXPERT} & {*axes} else (
+        "it overlaps with compute, and takes longer")  # fmt: skip
+    return f"a device sends {sent / gib:,.3f} GiB over {' and '.join(axes)}{network}; {overlap}"
+
+
 def notes(one) -> list[str]:
     """List what the tiers mean for a plan, one line each."""
     return [line for line in (latency_line(one), expert_line(one)) if line]
@@ -49,10 +110,15 @@ def latency_line(one) -> str:
         return ""
     found = []
     for row in one.traffic:
-        latency = row.count * hardware.latency_seconds(row.kind, one.link(row.axes))
+        latency, name = row.count * hardware.latency_seconds(row.kind, one.link(row.axes)), row.kind
         transfer = row.wire_bytes / one.speed(row)
+        if one.topology.chip.domain:
+            n = math.prod(one.cfg.mesh.sizes[axis] for axis in row.axes)
+            way = algorithm(row.kind, row.wire_bytes / row.count, one.link(row.axes), n, one.speed(row))
+            latency, transfer = row.count * way.latency_s, row.count * way.transfer_s
+            name += " in a tree" * (way.name == "tree")
         if latency > max(transfer, COUNTS * one.likely_s):
-            found.append((latency, f"{row.part} over {'*'.join(row.axes)} ({row.count:,.0f} x {row.kind}: latency "
+            found.append((latency, f"{row.part} over {'*'.join(row.axes)} ({row.count:,.0f} x {name}: latency "
                           f"{1e3 * latency:,.1f} ms, transfer {1e3 * transfer:,.1f} ms)"))  # fmt: skip
     most = ", ".join(text for _, text in sorted(found, reverse=True)[:2])
     return f"latency, which the times below leave out, is longer than the transfer of {most}" if found else ""

@@ -1,11 +1,13 @@
 """Test the bytes and latencies by tier of a GPU cluster: NVLink inside a node, InfiniBand between nodes."""
 
 import itertools
+import math
 
 import pytest
+from rich.console import Console
 
 from config import preset
-from plan import planner, tiers
+from plan import planner, show, tiers
 from plan.hardware import CHIPS, NCCL_BEGIN_S, NETWORK_STEP_S, NVLINK_STEP_S
 
 approx = pytest.approx
@@ -54,6 +56,40 @@ def test_half_of_an_all_to_all_stays_in_one_of_two_nodes():
         "the 2 experts of a token are on 1.5 of 2 nodes on average; its 2 copies are sent separately"
     )
     assert tiers.expert_line(plan("fsdp=2,expert=8", "2*h100", "moe1b", **{"data.batch_size": 16})) == ""
+
+
+@pytest.mark.parametrize("size, name", [(1e4, "tree"), (1e9, "ring")])
+def test_small_sums_over_nodes_go_through_trees(size, name):
+    """Catches the 2 x 127 steps of a ring for a few bytes, and a tree for many, which has less bandwidth."""
+    link = plan("fsdp=128", "16*h100").link(("fsdp",))
+    sent = 2 * 127 / 128 * size
+    found = tiers.algorithm("all-reduce", sent, link, 128, link.bytes_per_s)
+    ring_s, tree_s = 2 * link.latency_s, 6.8e-6 + 2 * 7 * 0.6e-6 + 2 * 4 * 5e-6
+    times = {"ring": ring_s + sent / link.bytes_per_s, "tree": tree_s + 2 * size / 0.92 / link.bytes_per_s}
+    assert found.name == name == min(times, key=times.get)
+    assert found.latency_s + found.transfer_s == approx(times[name])
+    assert (found.steps_inside, found.steps_between) == {"ring": (2 * 112, 2 * 15), "tree": (2 * 7, 2 * 4)}[name]
+
+
+def test_every_collective_has_its_algorithm_and_bytes_by_tier(capsys):
+    """Catches a tree for a gather, bytes between nodes that the totals do not have, and steps of another tier."""
+    one = plan("data=2,fsdp=8", "2*h100")
+    rows, between = one.to_json()["algorithms"], one.to_json()["between_nodes"]
+    assert sum(row["wire_bytes"] for row in rows) == approx(one.wire_bytes)
+    sums = {axes: sum(row["between_bytes"] for row in rows if row["axes"] == axes) for axes in between}
+    assert between == approx(sums)
+    for row in rows:
+        n = math.prod(one.cfg.mesh.sizes[axis] for axis in row["axes"].split("*"))
+        times = 2 if row["kind"] == "all-reduce" else 1
+        names = {"all-to-all": {"direct"}, "all-reduce": {"ring", "tree"}}
+        assert row["name"] in names.get(row["kind"], {"ring"})
+        if row["name"] == "ring":
+            assert row["steps_inside"] + row["steps_between"] == times * (n - 1)
+            assert (row["steps_between"] > 0) == ("data" in row["axes"]) == (row["between_bytes"] > 0)
+    assert plan("fsdp=8", "v5e:2x4").to_json()["algorithms"] == []
+    for mesh, topology, shown in (("data=2,fsdp=8", "2*h100", True), ("fsdp=8", "h100:8", False)):
+        show.tables(plan(mesh, topology), None, None, Console(width=120, highlight=False))
+        assert ("collectives by tier" in capsys.readouterr().out) == shown
 
 
 @pytest.mark.parametrize("nodes, experts", [(2, 1), (3, 2), (4, 3)])
