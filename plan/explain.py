@@ -1,8 +1,9 @@
 """Explain a plan: the largest losses of a step, which change would recover each, and what the change costs.
 
-A step at the chips' peak would take the time of the model's FLOPs alone. All other time is lost to a cause. For each
-cause, `explain` plans single changes: another value of one execution setting, one factor of two moved from a mesh axis
-to another, or twice the batch. It suggests the change that makes a step faster and reduces this cause the most.
+The step is that of `expected.py`, and on GPUs the real step of `measured.py`. At the chips' peak it would take the time
+of the model's FLOPs alone. All other time is lost to a cause. For each cause, `explain` plans single changes: another
+value of one execution setting, one factor of two moved from a mesh axis to another, or twice the batch. It suggests the
+change that makes a step faster and reduces this cause the most.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from config import AUTO, AXES, replace
 from errors import UserError
-from plan import auto, expected, planner
+from plan import auto, expected, measured, planner, tiers
 from plan.planner import MIN_SAVING, Plan, amount
 
 RECOMPUTED, NARROW = "recomputation and padding", "matmuls below the peak"
@@ -50,18 +51,31 @@ class Loss:
     change: Change | None
 
 
+def causes(one: Plan) -> dict[str, float]:
+    """Return the seconds of a step by cause."""
+    return dict(one.expected or measured.gpu_causes(one))
+
+
+def step_seconds(one: Plan) -> float:
+    return sum(causes(one).values())
+
+
 def losses(one: Plan) -> dict[str, float]:
     """Return the seconds that a step loses to each cause. Together with the FLOPs at the peak, they are the step."""
     peak = one.topology.chip.peak_flops_per_s
-    causes = dict(one.expected or one.seconds())
-    matmuls = causes.pop("products" if one.expected else "compute")
-    slowdown = expected.matmul_slowdown(one.topology.chip) if one.expected else 1.0
+    by_cause = causes(one)
+    matmuls = by_cause.pop("products" if one.expected else "compute")
+    slowdown = expected.matmul_slowdown(one.topology.chip) if one.expected else 1 / measured.gpu_peak(one)
     repeated = slowdown * (one.hardware_flops - one.model_flops) / peak
     found = {RECOMPUTED: repeated, NARROW: matmuls - one.model_flops / peak - repeated}
-    return found | causes
+    return found | by_cause
 
 
 def sentence(one: Plan, cause: str) -> str:
+    if cause == NARROW and not one.expected:
+        return f"compute reaches {measured.gpu_peak(one):.0%} of the peak in measured steps"
+    if cause not in SENTENCES and not one.expected:
+        return tiers.exposed_line(one, cause)
     if cause not in SENTENCES:
         exposed = sum(x.exposed_bytes for x in one.traffic if "*".join(x.axes) == cause)
         return (f"the device waits for communication over {cause.replace('*', ' and ')}: {amount(exposed, 'bytes')} "
@@ -119,26 +133,26 @@ def explain(one: Plan, most: int = 3) -> list[Loss]:
     if one.likely_s is None:
         raise UserError("--explain needs the time of a step: pass a --topology of TPUs or GPUs")
     others = alternatives(one)
-    found = losses(one)
+    found, step_s = losses(one), step_seconds(one)
     per_token = lambda x, seconds: seconds * one.tokens_per_step / x.tokens_per_step
 
     def best(cause: str) -> Change | None:
         def helps(other: Plan) -> bool:
             less = found[cause] - per_token(other, losses(other).get(cause, 0.0))
-            saved = one.likely_s - per_token(other, other.likely_s)
-            return less > 0.5 * MIN_SAVING * one.likely_s and saved > MIN_SAVING * one.likely_s
+            saved = step_s - per_token(other, step_seconds(other))
+            return less > 0.5 * MIN_SAVING * step_s and saved > MIN_SAVING * step_s
 
         helpful = [row for row in others if helps(row[2])]
         if not helpful:
             return None
-        flags, note, other = min(helpful, key=lambda row: per_token(row[2], row[2].likely_s))
+        flags, note, other = min(helpful, key=lambda row: per_token(row[2], step_seconds(row[2])))
         text = " ".join(f"--{name} {value}" for name, value in flags.items())
-        saves = one.likely_s - per_token(other, other.likely_s)
+        saves = step_s - per_token(other, step_seconds(other))
         return Change(text, saves, other.peak_bytes - one.peak_bytes, note)
 
     largest = sorted(found, key=found.get, reverse=True)[:most]
     return [Loss(cause, found[cause], sentence(one, cause), chapter(cause), best(cause))
-            for cause in largest if found[cause] >= SMALL * one.likely_s]  # fmt: skip
+            for cause in largest if found[cause] >= SMALL * step_s]  # fmt: skip
 
 
 def chapter(cause: str) -> str:
@@ -149,9 +163,9 @@ def lines(found: list[Loss], one: Plan) -> list[str]:
     """Return the lines that `--explain` prints."""
     ideal = one.model_flops / one.topology.chip.peak_flops_per_s
     text = [f"explain    the model's FLOPs at the chips' peak take {amount(ideal, 's')} of "
-            f"{amount(one.likely_s, 's')}; the largest losses are:"]  # fmt: skip
+            f"{amount(step_seconds(one), 's')}; the largest losses are:"]  # fmt: skip
     for number, loss in enumerate(found, 1):
-        share = loss.seconds / one.likely_s
+        share = loss.seconds / step_seconds(one)
         text.append(f"  {number}. {loss.cause}, {amount(loss.seconds, 's')} ({share:.0%}): {loss.sentence} (chapter "
                     f"{loss.chapter})")  # fmt: skip
         text.append(f"     {change_line(loss.change, one)}")
@@ -164,4 +178,4 @@ def change_line(change: Change | None, one: Plan) -> str:
     more = "more" if change.memory_bytes >= 0 else "less"
     costs = f"it needs {amount(abs(change.memory_bytes), 'bytes')} {more} memory per device"
     note = f"; {change.note}" if change.note else ""
-    return f"{change.flags} saves {change.saves_s / one.likely_s:.0%} of the time per token; {costs}{note}"
+    return f"{change.flags} saves {change.saves_s / step_seconds(one):.0%} of the time per token; {costs}{note}"

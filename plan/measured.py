@@ -104,11 +104,30 @@ def gpu_parts(one) -> tuple[float, float, float]:
     return compute, waits + optimizer, sum(parts.values()) - waits
 
 
+def gpu_peak(one) -> float:
+    """Return the fraction of the peak that compute reaches on a GPU."""
+    known, key = one.topology.constants, one.topology.chip.key
+    return known.peak if known else GPU_MATMULS.get(key, GPU_MATMULS["h100"])
+
+
+def gpu_causes(one, peak: float | None = None) -> dict[str, float]:
+    """Return the seconds of a step on GPUs by cause, with the names of `Plan.seconds`. peak: None: that of the chip
+
+    Communication that overlaps with compute is exposed for the time by which all of it takes longer than compute.
+    """
+    found = dict(one.seconds())
+    found["compute"] /= peak or gpu_peak(one)
+    optimizer, _ = found.pop("optimizer"), found.pop("bubble")
+    overlapped = {axes for axes in found if axes != "compute" and not {TENSOR, EXPERT} & {*axes.split("*")}}
+    sent = sum(found[axes] for axes in overlapped)
+    exposed = max(sent - found["compute"], 0) / sent if sent else 0.0
+    in_slots = optimizer + sum(time for name, time in found.items() if name not in overlapped)
+    found |= {axes: exposed * found[axes] for axes in overlapped}
+    return found | {"optimizer": optimizer, "bubble": in_slots * one.bubble / (1 - one.bubble)}
+
+
 def gpu_seconds(one, peak: float | None = None) -> float:
-    """Return the seconds of a step on GPUs. peak: the fraction of the peak that compute reaches"""
-    compute, waits, overlapped = gpu_parts(one)
-    compute /= peak or GPU_MATMULS.get(one.topology.chip.key, GPU_MATMULS["h100"])
-    return (compute + waits) / (1 - one.bubble) + max(overlapped - compute, 0)
+    return sum(gpu_causes(one, peak).values())
 
 
 def fit(one, seconds: dict[str, float], step_s: float) -> dict[str, float]:

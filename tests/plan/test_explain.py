@@ -13,11 +13,31 @@ CFG = preset(
 )
 
 
+def seconds(one):
+    """Return the seconds that are explained: on TPUs those of the compiled step, and on GPUs those of the real one."""
+    return one.likely_s if one.expected else one.real.seconds
+
+
+def test_the_losses_of_gpus_are_those_of_the_real_step():
+    """Catches a roofline, in which compute reaches the peak, and communication that waits although it overlaps."""
+    wide, narrow = (planner.plan(replace(CFG, mesh=mesh), "h100:32") for mesh in ("fsdp=32", "fsdp=8,tensor=4"))
+    found = explain.losses(narrow)
+    assert found["fsdp"] == 0 and found["tensor"] == pytest.approx(narrow.seconds()["tensor"]) and found["tensor"] > 0
+    below = (1 / 0.59 - 1) * narrow.model_flops / narrow.topology.chip.peak_flops_per_s
+    assert found[explain.NARROW] >= below and explain.losses(wide)["fsdp"] == 0
+    few = planner.plan(replace(CFG, mesh="fsdp=32", **{"data.batch_size": 32, "data.seq_len": 256}), "h100:32")
+    sent, between = few.wire_by_axes["fsdp"] / 2**30, few.to_json()["between_nodes"]["fsdp"] / 2**30
+    fsdp = next(loss for loss in explain.explain(few) if loss.cause == "fsdp")
+    over = f"a device sends {sent:,.3f} GiB over fsdp, {between:,.3f} GiB of them to other nodes over InfiniBand"
+    assert fsdp.sentence == f"{over}; it overlaps with compute, and takes longer"
+    assert fsdp.seconds == pytest.approx(few.seconds()["fsdp"] - few.seconds()["compute"] / 0.59)
+
+
 @pytest.mark.parametrize("topology, mesh", [("v5p:2x4x4", "fsdp=16,tensor=2"), ("h100:32", "stage=2,fsdp=8,tensor=2")])
 def test_losses_and_the_peak_add_up_to_the_step(topology, mesh):
     one = planner.plan(replace(CFG, mesh=mesh), topology)
     found = explain.losses(one)
-    assert sum(found.values()) + one.model_flops / one.topology.chip.peak_flops_per_s == pytest.approx(one.likely_s)
+    assert sum(found.values()) + one.model_flops / one.topology.chip.peak_flops_per_s == pytest.approx(seconds(one))
     assert min(found.values()) >= 0
 
 
@@ -37,7 +57,7 @@ def test_a_suggested_change_saves_what_it_says(topology, mesh, settings, flag):
         flags = {name: int(value) if value.isdigit() else value}
         other = planner.plan(replace(one.cfg, **flags), one.topology)
         tokens = one.tokens_per_step / other.tokens_per_step
-        assert one.likely_s - tokens * other.likely_s == pytest.approx(change.saves_s)
+        assert seconds(one) - tokens * seconds(other) == pytest.approx(change.saves_s)
         assert other.peak_bytes - one.peak_bytes == pytest.approx(change.memory_bytes)
 
 
