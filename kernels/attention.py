@@ -92,7 +92,7 @@ _attention.defvjp(_forward, _backward)
 
 
 class Counted(NamedTuple):
-    """How one head of a sequence is split into blocks on a device. The fields may be formulas (`plan/formulas.py`)."""
+    """How one head of a sequence is split into blocks on a device."""
 
     ahead: int  # visits of the forward pass
     back: int  # visits of the backward pass

@@ -83,7 +83,6 @@ class BatchSplit:
                 f"{microbatches}x {self.accumulation} accumulation passes")  # fmt: skip
 
 
-@functools.singledispatch
 def split_batch(cfg: Config) -> BatchSplit:
     """Derive microbatches and gradient accumulation passes from the global batch, the mesh and `cfg.work`.
 

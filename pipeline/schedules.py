@@ -285,7 +285,6 @@ def in_lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> S
     return Simulation(begin, 1 - sum(cost[op.kind] for op in sched.orders[0]) / begin, live_activations(sched), spans)
 
 
-@functools.singledispatch
 def lock_step(sched: Schedule, F: float = 1, B: float = 1, W: float = 0) -> float:
     """Return the makespan in lock-step."""
     cost = op_times(sched, F, B, W)
@@ -405,7 +404,6 @@ def last_use(own: dict, m: int, c: int, moment) -> int:
     return moment(own[op], op.kind)
 
 
-@functools.singledispatch
 def forward_only(sched: Schedule) -> Schedule:
     """Return a schedule of only the forward passes, to run them in advance or without a backward pass."""
     keep = lambda order: tuple(op for op in order if op.kind == "F")

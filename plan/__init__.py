@@ -13,8 +13,7 @@ compares the plan with the traced step. `explain.py` says what a step loses time
 dollars, and `front.py` compares topologies.
 
 `traced.py` plans any JAX program, with any mesh axes: `rows.py` walks its trace and lists the operations, `program.py`
-adds up their costs, and `user_file.py` imports the user's file. `formulas.py` turns the planner's arithmetic into
-formulas, for the planner's web page.
+adds up their costs, and `user_file.py` imports the user's file.
 
 From outside: `planner.plan`, `costs.parameters`, the tables of `hardware`, `traced.read`, and `compiled`.
 """

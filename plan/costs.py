@@ -19,12 +19,10 @@ import sharding
 from architectures import as_stored
 from config import Config, ModelAtWork
 from kernels import attention as attending, grouped
-from overlap import weights as slicing
 from overlap.context import chunk_starts
-from overlap.weights import tokens_go_to_table
+from overlap.weights import tokens_go_to_table, vocabulary_slices
 from pipeline import fit, schedules
-from plan import formulas, hiding, networks, traced_layer
-from plan.formulas import present
+from plan import hiding, networks, traced_layer
 from plan.hiding import WHOLE
 from plan.networks import Traffic
 from plan.weights import LAYERS, Weights, declared, weights
@@ -102,9 +100,6 @@ class Sizes:
         return math.prod(self.mesh[axis] for axis in axes)
 
 
-vocabulary_slices = formulas.table(2)(slicing.vocabulary_slices)
-
-
 @dataclass(frozen=True)
 class Matmul:
     """A matmul in one layer's forward pass."""
@@ -135,7 +130,6 @@ class Exchange:
         return networks.wire_bytes(self.kind, self.size, n)
 
 
-@formulas.by_cases
 def grouped_rows(A: int, e: int, platform: str) -> int:
     """Return how many rows the grouped matmul of e experts computes for A assignments, with padding and repetition."""
     return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
@@ -166,7 +160,7 @@ def as_int(x):
     return int(x) if isinstance(x, float) else x
 
 
-@formulas.table(4)
+@functools.cache
 def visits(s: int, S: int, n: int, earlier: int, K: int, U: int, width: int, platform: str) -> attending.Counted:
     """Count the visits and blocks of one head and sequence.
 
@@ -189,7 +183,7 @@ def attention_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: S
     gathers = CONTEXT in keys.letters and CONTEXT not in queries.letters
     # A ring has two kinds of rows: with the local keys, and with another device's keys, which all precede the queries.
     n, earlier = (z.mesh[CONTEXT], 0) if gathers else (1, int(queries != keys))
-    counted = attending.Counted(*visits(s, S, n, earlier, in_lanes(K), in_lanes(U), z.width, z.platform))
+    counted = visits(s, S, n, earlier, in_lanes(K), in_lanes(U), z.width, z.platform)
     moved = attending.hbm_bytes(counted, s, S, h, g, K, U, z.width)
     ahead, back = zip(attending.flops(counted, h, K, U), moved, strict=True)
     if z.platform != "tpu" and row.recomputed and z.T <= attending.BLOCK and z.mesh[CONTEXT] == 1:
@@ -242,7 +236,6 @@ def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
     )
 
 
-@functools.singledispatch  # for formulas, see docs/planner_formulas.py
 @functools.cache
 def with_attention(c: ModelAtWork, way: str) -> ModelAtWork:
     return replace(c, work=replace(c.work, context_attention=way))
@@ -262,26 +255,10 @@ def layer_costs(c: ModelAtWork, z: Sizes, kind: str, shared: bool = False) -> li
     ]
 
 
-def for_each_setting(*settings: str):
-    """Decorate a function that lists rows: given symbolic arguments, it lists the rows for each value of `settings`."""
-
-    def decorate(rows):
-        @functools.wraps(rows)
-        def of(c: ModelAtWork, z: Sizes) -> list:
-            return list(
-                rows(formulas.with_decided_choices(c, settings), formulas.with_decided_choices(z, ("platform",)))
-            )
-
-        return formulas.by_cases(of)
-
-    return decorate
-
-
 def sends_tokens_to_table(c: ModelAtWork, z: Sizes) -> bool:
     return tokens_go_to_table(c, z.b * z.s, c.vocab_size // z.mesh[TENSOR])
 
 
-@for_each_setting("gather")
 def embedding_rows(c: ModelAtWork, z: Sizes):
     """List the collectives of the embedding, which sums partial results over TENSOR."""
     yield Exchange("activations", "reduce-scatter", (TENSOR,), z.b * z.s * c.d_model * z.width, again=False)
@@ -295,7 +272,6 @@ def logits_tokens(z: Sizes) -> int:
     return -(-z.b * z.t // z.mesh[STAGE]) * z.mesh[TENSOR]
 
 
-@for_each_setting()
 def logits_rows(c: ModelAtWork, z: Sizes):
     """List the matmuls and collectives of logits and loss. Each stage computes them for 1/stages of the tokens."""
     n, tokens = z.mesh[TENSOR], logits_tokens(z)
@@ -323,7 +299,6 @@ class Passes:
     weights: int  # gradients of weights
 
 
-@formulas.by_cases
 def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
     """Count the passes through the layers of a stage.
 
@@ -337,7 +312,6 @@ def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
     return Passes(M * (2 if once_more else 1), M * halves, M * halves, M)
 
 
-@formulas.by_cases
 def has_balance_pass(cfg: Config, sched: schedules.Schedule) -> bool:
     """Return True if the balance loss costs an additional forward pass; see `passes`."""
     c = cfg.at_work
@@ -353,12 +327,11 @@ def layer_counts(c: ModelAtWork, z: Sizes) -> dict[str, int]:
     return {"dense": dense, "moe": z.blocks if c.n_experts else 0}
 
 
-@for_each_setting("remat", "tensor_exchange", "context_attention")
 def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:
     """List (number of layers, rows of one layer) for each kind of layer on the first stage, and the rows that all
     layers of an encoder or of a decoder share."""
     counts = layer_counts(c, z)
-    found = [(many, layer_costs(c, z, kind) if present(many) else []) for kind, many in counts.items()]
+    found = [(many, layer_costs(c, z, kind) if many else []) for kind, many in counts.items()]
     return found + [(1, layer_costs(c, z, kind, shared=True)) for kind in counts if c.encoder_layers]
 
 
@@ -433,7 +406,6 @@ def traffic(
     return [Traffic(*key, *value, is_in_slot(c, key[0], key[2])) for key, value in sums.found.items()]
 
 
-@formulas.by_cases
 def messages(cfg: Config, sched: schedules.Schedule) -> int:
     """Count the sends of a stage to a neighboring stage: one after each tick, forward and backward."""
     if sched.stages == 1:
@@ -442,13 +414,11 @@ def messages(cfg: Config, sched: schedules.Schedule) -> int:
     return sched.ticks * (1 if sched.turns else 2) + ahead
 
 
-@formulas.by_cases
 def lookups(cfg: Config, sched: schedules.Schedule) -> int:
     """Count the microbatches whose tokens are embedded in a step."""
     return sched.microbatches * (2 if has_balance_pass(cfg, sched) else 1)
 
 
-@formulas.by_cases
 def is_in_slot(c: ModelAtWork, part: str, axes: tuple[str, ...]) -> bool:
     rare = part in ("batch", "replicas") or (part in ("weights", "gradients") and c.work.gather == "step")
     return not rare and not any(axis.startswith(STAGE) for axis in axes)
@@ -501,7 +471,6 @@ class WeightCollective:
     of: str = ""
 
 
-@formulas.by_cases
 def weight_collectives(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str):
     """Yield the collectives of one parameter: all-gathers of weights and reductions of gradients."""
     once, M = cfg.at_work.work.gather == "step", sched.microbatches
@@ -539,11 +508,10 @@ def slots(cfg: Config, sched: schedules.Schedule) -> tuple[float, float, float]:
     return (1.0, again + 1, again + 2) if sched.splits_backward else (1.0, again + 2, 0.0)
 
 
-@formulas.by_cases
 def bubble(cfg: Config, sched: schedules.Schedule) -> float:
     """Return the fraction of the layers' time in which a stage waits. After every tick all wait for the slowest."""
     F, B, W = slots(cfg, sched)
     busy, whole = sched.microbatches * (F + B + W), schedules.lock_step(sched, F, B, W)
     if has_balance_pass(cfg, sched):
         busy, whole = busy + sched.microbatches * F, whole + schedules.lock_step(schedules.forward_only(sched), F)
-    return formulas.maximum(1 - busy / whole, 0.0)  # rounding
+    return max(1 - busy / whole, 0.0)  # rounding

@@ -15,9 +15,8 @@ difference. Their numbers were fitted to simulated steps of four presets on TPU 
   the TPU that can run collectives), which exposes the fraction HELD_UP of its time.
 """
 
-from plan import costs, formulas, hardware, hiding
+from plan import costs, hardware, hiding
 from plan.costs import Sizes
-from plan.formulas import maximum, present, where
 from sharding import SLICED, TENSOR
 
 # Fitted to the seconds by cause of simulated steps (`python -m bench.plan --json` has both): MOVED, STREAM, SAVED and
@@ -47,21 +46,20 @@ def seconds(one) -> dict[str, float] | None:
         speed, name = one.speed(row), "*".join(row.axes)
         waits = row.exposed_bytes / speed
         if row.part == "gradients" and {*row.axes} <= {*SLICED}:
-            waits = where(scatters, maximum(waits, HELD_UP * row.wire_bytes / speed), waits)
+            waits = max(waits, HELD_UP * row.wire_bytes / speed) if scatters else waits
         elif row.part == "weights":
             hidden = (row.wire_bytes - row.exposed_bytes) / speed
-            waits += maximum(hidden - use_weights * found["products"], 0)
-        elif row.kind == "collective-permute" and row.axes == (TENSOR,) and present(ring):
-            waits = where(ring, ring_seconds(one, speed, chip), waits)
+            waits += max(hidden - use_weights * found["products"], 0)
+        elif row.kind == "collective-permute" and row.axes == (TENSOR,) and ring:
+            waits = ring_seconds(one, speed, chip)
         found[name] = found.get(name, 0.0) + waits
         in_slots += waits * row.in_a_slot
     found["bubble"] = in_slots * one.bubble / (1 - one.bubble)
     return found
 
 
-@formulas.by_cases
 def chip_value(numbers: dict[str, float], chip: hardware.Chip) -> float:
-    return next((number for key, number in numbers.items() if chip.key == key), numbers["v5p"])
+    return numbers.get(chip.key, numbers["v5p"])
 
 
 def matmul_slowdown(chip: hardware.Chip) -> float:
@@ -74,13 +72,10 @@ def matmul_seconds(one, chip: hardware.Chip) -> float:
     total = 0.0
     for row in one.work:
         computing, moving = row.flops / chip.peak_flops_per_s, row.hbm_bytes / chip.hbm_bytes_per_s
-        total += (
-            maximum(computing, moving) if row.part == "experts" else matmul_slowdown(chip) * computing + MOVED * moving
-        )
+        total += max(computing, moving) if row.part == "experts" else matmul_slowdown(chip) * computing + MOVED * moving
     return total
 
 
-@formulas.by_cases
 def other_bytes(one, chip: hardware.Chip) -> float:
     """Return the bytes that operations other than matmuls read and write."""
     cfg, c, sched = one.cfg, one.cfg.at_work, one.sched
@@ -103,17 +98,16 @@ def ring_seconds(one, speed: float, chip: hardware.Chip) -> float:
     return exposed_ring_seconds(one, speed, chip.peak_flops_per_s / matmul_slowdown(chip))
 
 
-@formulas.by_cases
 def exposed_ring_seconds(one, speed: float, peak: float) -> float:
     cfg, c = one.cfg, one.cfg.at_work
     z, run, n = Sizes.from_config(cfg, "tpu"), costs.passes(cfg, one.sched), cfg.mesh.tensor
     waits = 0.0
-    for many, rows in filter(lambda layer: present(layer[0]), costs.layers(c, z)):
+    for many, rows in costs.layers(c, z):
         exchanges = [row for row in rows if isinstance(row, costs.Exchange) and row.axes == (TENSOR,)
                      and row.kind == "collective-permute"]  # fmt: skip
         for exchange, product in zip(exchanges, overlapped_flops(rows)[: len(exchanges)], strict=True):
             part = product * (n - 1) / n
-            wait = lambda times, row=exchange, part=part: maximum(0.0, row.times * row.size / speed - times * part)
+            wait = lambda times, row=exchange, part=part: max(0.0, row.times * row.size / speed - times * part)
             ahead = run.forward + run.again * exchange.again
             waits += many * (ahead * wait(1 / peak) + run.inputs * wait(2 / peak))
     return waits

@@ -8,7 +8,6 @@ all communication counts as exposed.
 import math
 
 from config import ModelAtWork
-from plan import formulas
 from sharding import STAGE, TENSOR
 
 WHOLE = ("full", "branches")  # remat policies that recompute matmuls
@@ -45,12 +44,10 @@ def gradient_collective(dims: str, width: int, platform: str) -> str:
     return "reduce-scatter" if whole or (dims == "VD" and width > LANES) else "all-reduce"
 
 
-@formulas.by_cases
 def overlaps(chip: str, what: str) -> bool:
-    return any(chip == key and what in found for key, found in HIDES.items())
+    return what in HIDES.get(chip, ())
 
 
-@formulas.by_cases
 def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, when: str, of: str) -> float:
     """Return the fraction of a collective's bytes that is exposed: not overlapped with compute.
 
@@ -59,7 +56,7 @@ def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, wh
     of    the part of a layer that the collective is for, or vocabulary. Empty: the collective is outside of loops and
           on the critical path
     """
-    if not of or not any(chip == key for key in HIDES):
+    if not of or chip not in HIDES:
         return 1
     if axes == (TENSOR,):
         waits = kind == "collective-permute" and not rings_overlap(mesh, chip)
@@ -71,7 +68,6 @@ def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, wh
     return 1
 
 
-@formulas.by_cases
 def rings_overlap(mesh: dict[str, int], chip: str) -> bool:
     """Return True if rings overlap with matmuls. For v5e, the compiler runs collective-permutes one after the other,
     except inside the lax.cond branches of pipeline parallelism."""

@@ -10,7 +10,7 @@ from config import Config, ModelAtWork
 from encoder_decoder import BUCKETS
 from kernels import grouped
 from pipeline import schedules
-from plan import formulas, hiding
+from plan import hiding
 from plan.costs import (
     LAYERS,
     WHOLE,
@@ -23,11 +23,9 @@ from plan.costs import (
     vocabulary_slices,
     weights,
 )
-from plan.formulas import maximum, present, where
 from sharding import CONTEXT, EXPERT, TENSOR
 
 
-@formulas.by_cases
 def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool = False) -> float:
     """Return the bytes of activations that one layer saves for the backward pass of one microbatch.
 
@@ -71,7 +69,7 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool
             less = stream + whole
         if on_tpu and c.attention == "mla" and one_piece:
             made += keys * h * c.d_rope
-        outputs = whole * ((2 if present(dense) else 1) + crosses)
+        outputs = whole * ((2 if dense else 1) + crosses)
         return (branches * stream + outputs - less + N * latent + N * h * score + made
                 + crossed + dense * (1 + model.gated(c))) * z.width  # fmt: skip
     matrices, activation = 2 + model.gated(c), 6 - model.gated(c)
@@ -129,35 +127,31 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     state = sum(x.local_size * x.d.dtype.itemsize for x in stored)
     # What optim.shard_over_data shards is gathered for a step. With gather=step, it is then gathered over fsdp too.
     gathered = sum(x.local_size * x.d.dtype.itemsize for x, held in zip(w, stored, strict=True) if x.d is not held.d)
-    there = [(many, kind) for kind, many in layer_counts(c, z).items() if present(many)]
-    scores = where(c.work.remat == "none", SCORES_SAVED, 0)
+    there = [(many, kind) for kind, many in layer_counts(c, z).items() if many]
+    scores = SCORES_SAVED if c.work.remat == "none" else 0
     each = [many * (saved_bytes(c, z, kind, c.work.remat, one_piece) + scores * score_bytes(c, z, kind))
             for many, kind in there]  # fmt: skip
     saved = sum(each)
     on_tpu = platform == "tpu"
-    work = maximum(
-        *(
-            where(on_tpu, *(saved_bytes(c, z, kind, remat) for remat in ("fused", "none")))
-            + SCORES_AT_WORK * score_bytes(c, z, kind)
-            for _, kind in there
-        )
-    )
-    of_layer = maximum(*(sum(x.gathered_size * x.width // x.layers for x in w if x.name.startswith(part))
-                   for part in ("prefix.", "blocks.dense.", "blocks.moe.", *LAYERS[2:])))  # fmt: skip
+    at_work = "fused" if on_tpu else "none"
+    work = max(saved_bytes(c, z, kind, at_work) + SCORES_AT_WORK * score_bytes(c, z, kind) for _, kind in there)
+    of_layer = max(sum(x.gathered_size * x.width // x.layers for x in w if x.name.startswith(part))
+                   for part in ("prefix.", "blocks.dense.", "blocks.moe.", *LAYERS[2:]))  # fmt: skip
     positions = z.t + z.S // z.mesh[TENSOR] if c.encoder_layers else z.t
     buffers, stream = sched.slots, z.b * positions * c.d_model * z.width
     if c.encoder_layers and not one_piece:  # a pass saves its input; its backward pass saves what its layers save
         saved = max(each) + buffers.kept * stream
     else:
-        saved = (buffers.kept + where(one_piece, 0, 1)) * saved / sched.chunks
+        saved = (buffers.kept + (not one_piece)) * saved / sched.chunks
     step = c.work.gather == "step"
-    table = maximum(*(x.gathered_size * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV")))
+    table = max(x.gathered_size * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV"))
     # With gather=step, gradients are summed over microbatches in float32. A CPU has a second copy while it sends them.
-    widths = where(on_tpu, 4, 8)
-    gradients = sum(where(step, x.gathered_size * where(one_piece, x.width, widths), x.local_size * 4) for x in w)
+    summed = 4 if on_tpu else 8
+    whole = lambda x: x.gathered_size * (x.width if one_piece else summed)
+    gradients = sum(whole(x) if step else x.local_size * 4 for x in w)
     tokens = logits_tokens(z)
     logits = tokens * vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
-    freed = where(one_piece, where(on_tpu, gradients, 0), 0)
+    freed = gradients if one_piece and on_tpu else 0
     # The outer parameters of local steps, and their momentum in float32
     outer = sum(x.local_size * (x.d.dtype.itemsize + 4) for x in w) if cfg.optim.outer_every else 0
     return {
@@ -166,10 +160,10 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         **({"outer": outer} if cfg.optim.outer_every else {}),
         "batch": 4 * z.b * sched.microbatches * (5 * z.s + 3 * z.S + z.s * c.prefix_lm),
         "gradients": gradients,
-        "weights": where(step, sum(x.gathered_size * x.width for x in w), 2 * of_layer + gathered),
+        "weights": sum(x.gathered_size * x.width for x in w) if step else 2 * of_layer + gathered,
         "saved": saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
         # The temporary arrays of one layer, or of the logits. In one piece, no layer has a gradient yet when the logits
         # are computed (`freed`).
-        "at work": maximum(work, where(on_tpu, 1, 3) * logits + table - freed) + bias_bytes(c, z),
+        "at work": max(work, (1 if on_tpu else 3) * logits + table - freed) + bias_bytes(c, z),
     }

@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass
 
 from config import AXES, Config
-from plan import formulas, hiding
-from plan.formulas import present
+from plan import hiding
 from sharding import DATA
 
 OUTER = "outer step"
@@ -33,7 +32,7 @@ class Traffic:
 
 def wire_bytes(kind: str, size: float, n: int) -> float:
     """Return the bytes that each of n devices sends in one collective. size: bytes of the gathered array"""
-    share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": formulas.minimum(n - 1, 1)}
+    share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": min(n - 1, 1)}
     return share.get(kind, (n - 1) / n) * size
 
 
@@ -50,18 +49,15 @@ class Sums:
         """Add `count` executions of a collective of `size` bytes. `when` and `of`: arguments of `hiding.exposed`."""
         axes = axes if part == OUTER else tuple(axis for axis in axes if axis != self.alone)
 
-        def compiled():
-            split = tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)
-            return split and (part, hiding.compiled_kind(kind, split, self.sizes, self.platform), split)
-
         if self.slices > 1 and self.mesh.across in axes:
             self.add_between_slices(part, kind, axes, size, count, when, of)
             if kind == "collective-permute":  # the busiest device sends only to another slice
                 return
             size = size / self.slices if kind == "all-to-all" else size
-        for here, key in formulas.cases(compiled) if present(count) and present(size) else ():
-            if key:
-                self.put(key, size, self.group(key[2]), count, when, of, here)
+        split = tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)
+        if split and count and size:
+            key = part, hiding.compiled_kind(kind, split, self.sizes, self.platform), split
+            self.put(key, size, self.group(split), count, when, of)
 
     def add_between_slices(self, part, kind, axes, size, count, when, of):
         """Add the part of a collective that crosses slices."""
@@ -73,9 +69,9 @@ class Sums:
     def group(self, axes) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def put(self, key, size, n, count, when, of, here=True):
-        """Add one row. here: the condition under which it exists, if sizes are letters."""
+    def put(self, key, size, n, count, when, of):
+        """Add one row."""
         wire = count * wire_bytes(key[1], size, n)
         waits = wire * hiding.exposed(self.c, self.mesh.sizes, self.chip, *key[1:], when, of)
         sums = zip(self.found.get(key, (0, 0, 0)), (count, wire, waits), strict=True)
-        self.found[key] = tuple(old + formulas.where(here, new, 0) for old, new in sums)
+        self.found[key] = tuple(old + new for old, new in sums)

@@ -19,7 +19,6 @@ from pipeline import fit, schedules
 from pipeline.step import TWO_STACKS
 from plan import auto, compiled, costs, expected, hardware, measured, memory, tiers
 from plan.costs import model_flops_per_token, parameters
-from plan.formulas import maximum, minimum
 from sharding import TENSOR
 from xla import ledger
 
@@ -128,7 +127,7 @@ class Plan:
         chip = self.topology and self.topology.chip
         if not chip or not chip.peak_flops_per_s:
             return None
-        compute = sum(maximum(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s) for x in self.work)
+        compute = sum(max(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s) for x in self.work)
         if flops is not None:
             compute += (flops - self.hardware_flops) / chip.peak_flops_per_s
         found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: a stage's seconds inside pipeline slots
@@ -139,7 +138,7 @@ class Plan:
             hidden[name] = hidden.get(name, 0) + (one.wire_bytes - exposed_bytes) / speed
             waits += exposed_bytes / speed * one.in_a_slot
         for name, time in hidden.items():
-            longer = maximum(time - compute, 0)
+            longer = max(time - compute, 0)
             found[name], waits = found[name] + longer, waits + longer
         state = sum(self.memory_bytes[part] for part in ("parameters", "optimizer"))
         found["optimizer"] = (2 * state + self.memory_bytes["parameters"]) / chip.hbm_bytes_per_s
@@ -154,7 +153,7 @@ class Plan:
         if one.kind == "collective-permute":
             n = self.cfg.mesh.tensor
             both_ways = (n - 1) / (n // 2) if one.axes == (TENSOR,) else 1
-            return minimum(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
+            return min(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
         return link.bytes_per_s
 
     def link(self, axes: tuple[str, ...]) -> hardware.Link:

@@ -70,7 +70,6 @@ class Weights:
         return math.prod(sizes.get(letter, 1) for letter in "PLJI") // stages
 
 
-@functools.singledispatch  # for formulas, see docs/planner_formulas.py
 @functools.cache
 def declared(c: ModelAtWork) -> dict[str, sharding.Declaration]:
     return sharding.flatten_named(declare(c))

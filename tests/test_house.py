@@ -75,7 +75,7 @@ ROOMS = {
     "pipeline": "schedules check draw fit ticks step __main__",
     "data": "bucket packing order objectives features examples files hub sources hf_json sp_model tokenizers shards "
     "units engine progress prepare check train_tokenizer tasks",
-    "plan": "formulas constants hardware hiding compiled rows program weights traced_layer networks costs memory "
+    "plan": "constants hardware hiding compiled rows program weights traced_layer networks costs memory "
     "expected replayed auto measured tiers planner inference show user_file traced why budget "
     "explain front serving __main__",
     "train": "storage steps checkpoint guard tracking report pace board agreement watchdog processes "
