@@ -28,8 +28,8 @@ HELP = """e.g. python -m docs.build
 
 Build the guide into docs/_build/html, from executed chapters.
 
-A chapter runs again only if it, or a module of the project, has changed. Neither the build nor the pages access other
-hosts. Needs `make extra-site`."""
+A chapter runs again only if it, or a module of the project, has changed. The first build downloads Pyodide from npm
+into the user's cache folder. The pages access no other host. Needs `make extra-site`."""
 
 DOCS = ROOT / "docs"
 BUILD = DOCS / "_build"

