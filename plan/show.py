@@ -49,31 +49,34 @@ def make_table(title: str, *columns: str, words: int = 1, **more):
     return table
 
 
+def heading(one: Plan) -> list[str]:
+    """Return the lines above the tables of a plan: the model, the mesh and its links, and what to know about them."""
+    cfg, ratio = one.cfg, one.hardware_flops / one.model_flops
+    lines = [
+        f"model      {one.params_total:,} parameters, {one.params_active:,} active per token",
+        f"mesh       {cfg.mesh} on {one.topology or f'{cfg.mesh.devices} devices of unknown kind'}",
+        f"batch      {fit.split_batch(cfg)}; {one.tokens_per_step:,} tokens per step",
+        f"settings   {one.settings()}",
+    ]
+    if cfg.mesh.stage > 1:
+        lines.append(f"pipeline   {one.sched.name}: stages wait {one.bubble:.1%} of the time")
+    if one.topology:
+        links = hardware.layout(cfg.mesh, one.topology).values()
+        lines += [f"{'' if number else 'links':10} {link.note}" for number, link in enumerate(links)]
+        notes = hardware.check(cfg.mesh, one.topology) + hardware.chip_notes(one.topology) + tiers.notes(one)
+        lines += [f"note       {line}" for line in notes]
+    if every := cfg.optim.outer_every:
+        lines.append(f"local      each of {cfg.mesh.data} replicas takes {every} steps alone, then an outer step; the "
+                     f"bytes over data are those of an outer step, divided by {every}")  # fmt: skip
+    lines.append(f"compute    {amount(one.model_flops, 'FLOPs')} per device and step; "
+                 f"with recomputation and padding, {ratio:.2f} times as many")  # fmt: skip
+    return lines + ([balance_line(one)] if one.balance_pass is not None else [])
+
+
 def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, console) -> None:
     """Print a plan as tables, with the compiler's counts (`found`) and faster settings (`better`), if given."""
-    cfg, seconds = one.cfg, one.seconds()
-    console.print(f"model      {one.params_total:,} parameters, {one.params_active:,} active per token")
-    devices = str(one.topology) if one.topology else f"{cfg.mesh.devices} devices of unknown kind"
-    console.print(f"mesh       {cfg.mesh} on {devices}")
-    console.print(f"batch      {fit.split_batch(cfg)}; {one.tokens_per_step:,} tokens per step")
-    console.print(f"settings   {one.settings()}", soft_wrap=True)
-    if cfg.mesh.stage > 1:
-        console.print(f"pipeline   {one.sched.name}: stages wait {one.bubble:.1%} of the time")
-    if one.topology:
-        for number, link in enumerate(hardware.layout(cfg.mesh, one.topology).values()):
-            console.print(f"{'' if number else 'links':10} {link.note}")
-        for line in hardware.check(cfg.mesh, one.topology) + hardware.chip_notes(one.topology):
-            console.print(f"note       {line}")
-        for line in tiers.notes(one):
-            console.print(f"note       {line}", soft_wrap=True)
-    if every := cfg.optim.outer_every:
-        console.print(f"local      each of {cfg.mesh.data} replicas takes {every} steps alone, then an outer step; the "
-                      f"bytes over data are those of an outer step, divided by {every}", soft_wrap=True)  # fmt: skip
-    ratio = one.hardware_flops / one.model_flops
-    console.print(f"compute    {amount(one.model_flops, 'FLOPs')} per device and step; "
-                  f"with recomputation and padding, {ratio:.2f} times as many")  # fmt: skip
-    if one.balance_pass is not None:
-        console.print(balance_line(one), soft_wrap=True)
+    for line in heading(one):
+        console.print(line, soft_wrap=True)
 
     table = make_table("memory per device", "part", "predicted")
     for part, size in one.memory_bytes.items():
@@ -84,7 +87,7 @@ def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, cons
     table.add_row("peak", amount(one.peak_bytes, "bytes") + limit)
     console.print(table)
 
-    if seconds:
+    if seconds := one.seconds():
         table = make_table("time of a step: roofline", "spent on", "predicted", "share")
         for part, time in seconds.items():
             table.add_row(part, amount(time, "s"), f"{time / one.step_s:.1%}")

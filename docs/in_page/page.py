@@ -15,7 +15,7 @@ devices.cache_directory = lambda: str(HERE)  # has the rows of layers, which JAX
 
 from config import AUTO, Config, preset, replace
 from errors import UserError
-from plan import budget, explain, hardware, planner, show, tiers, traced_layer
+from plan import budget, explain, hardware, planner, show, traced_layer
 from weights import published
 
 stand_ins.ready()
@@ -76,15 +76,7 @@ def command(asked: dict, cfg: Config, one: planner.Plan) -> str:
 
 def lines_of(one: planner.Plan, asked: dict) -> list[str]:
     """Return the lines that `python -m plan` prints around its tables."""
-    lines = [f"batch      {planner.fit.split_batch(one.cfg)}; {one.tokens_per_step:,} tokens per step",
-             f"settings   {one.settings()}"]  # fmt: skip
-    for name, link in enumerate(hardware.layout(one.cfg.mesh, one.topology).values()):
-        lines.append(f"{'' if name else 'links':10} {link.note}")
-    notes = hardware.check(one.cfg.mesh, one.topology) + hardware.chip_notes(one.topology) + tiers.notes(one)
-    lines += [f"note       {line}" for line in notes]
-    if one.balance_pass is not None:
-        lines.append(show.balance_line(one))
-    lines.append(f"real step  {one.real}")
+    lines = [*show.heading(one), f"real step  {one.real}"]
     for name in ("price", "goodput"):
         if asked.get(name) and not asked.get("tokens"):
             raise UserError(f"{name} has an effect only with tokens; fill in tokens, such as 15e12")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 
 import pytest
 
@@ -53,3 +54,25 @@ def test_invalid_comparisons_are_refused(call, message, capsys):
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
     assert message in last
+
+
+def run(capsys, *words) -> str:
+    """Return what a command that succeeds prints to stderr."""
+    assert main(["tiny", *words]) == 0
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, bars", [
+    (("--topology", "h100:2", "--search", "2"), ("meshes of h100:2", "settings on h100:2")),
+    (("--topology", "h100:2,a100:2"), ("meshes of h100:2", "meshes of a100:2")),
+    (("--topology", "h100:2", "--search", "2", "--inference", "--token_ms", "9"), ("batches on h100:2",)),
+])  # fmt: skip
+def test_a_search_shows_its_progress_on_a_terminal_only(capsys, monkeypatch, words, bars):
+    """Catches a search without a sign of life, and a bar in a log file or beside JSON."""
+    assert run(capsys, *words) == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    for name in ("TERM", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert run(capsys, *words, "--json", "-") == ""
+    err = run(capsys, *words)
+    assert all(bar in err for bar in bars), err

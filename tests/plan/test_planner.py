@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
 
 import jax
 import pytest
@@ -482,23 +481,6 @@ def test_the_picture_is_labeled(capsys, tmp_path, figures):
     assert title in stages.get_title(loc="left")
     cfg = preset("tiny", **{"mesh": words[1], "work.schedule": "zb"})
     assert stages.get_xlim()[1] == schedules.lock_step(pipeline.schedule(cfg), F=1, B=1, W=2)  # not recomputed
-
-
-@pytest.mark.parametrize("words, bars", [
-    (("--topology", "h100:2", "--search", "2"), ("meshes of h100:2", "settings on h100:2")),
-    (("--topology", "h100:2,a100:2"), ("meshes of h100:2", "meshes of a100:2")),
-    (("--topology", "h100:2", "--search", "2", "--inference", "--token_ms", "9"), ("batches on h100:2",)),
-])  # fmt: skip
-def test_a_search_shows_its_progress_on_a_terminal_only(capsys, monkeypatch, words, bars):
-    """Catches a search without a sign of life, and a bar in a log file or beside JSON."""
-    words = ("tiny", *words)
-    assert run(capsys, *words)[::2] == (0, "")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    for name in ("TERM", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-    assert run(capsys, *words, "--json", "-")[::2] == (0, "")
-    status, _, err = run(capsys, *words)
-    assert status == 0 and all(bar in err for bar in bars), err
 
 
 def test_a_search_is_drawn(capsys, tmp_path, figures):
