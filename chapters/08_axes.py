@@ -601,6 +601,11 @@ assert fastest[4].cfg.mesh.data == 2, "a plan has changed"
 # memory: its shards are twice as large. (With `--optim.shard_over_data`, each replica stores and updates only
 # its half of the parameters and moments, for the same bytes.)
 #
+# The replicas don't have to exchange gradients in every step. With local steps (DiLoCo), each takes, say, 50
+# steps alone, and then all average how far their weights have moved. The slow network carries a fiftieth of
+# the bytes, at the price of a slightly higher loss: [Communicate less often between
+# replicas](../meshes.md#communicate-less-often-between-replicas).
+#
 # ## Valid but slow
 #
 # Take Llama 3 8B on 16 devices, with 8 sequences of 32,768 tokens per step. `fsdp=16` is invalid, because 8
