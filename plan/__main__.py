@@ -1,6 +1,7 @@
 """Plan a configuration from the command line. HELP describes the usage."""
 
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -77,18 +78,24 @@ def parse(argv: list[str], start: Config | None = None) -> tuple[Config, Argumen
     """
     lines = (f"  {name:13} {what}" for name, (what, _) in PRESETS.items())
     cfg, args = command_line(argv, "python -m plan", "\n".join((HELP, *lines)), arguments=Arguments, start=start)
-    return batch_of_tokens(cfg, args.batch_tokens), args
+    return batch_of_tokens(cfg, args.batch_tokens, not (args.search or "," in args.topology)), args
 
 
-def batch_of_tokens(cfg: Config, tokens: int) -> Config:
-    """Set the batch size to a number of tokens; 0 keeps it. Raises: UserError with the nearest sizes if not whole."""
+def batch_of_tokens(cfg: Config, tokens: int, on_mesh: bool = True) -> Config:
+    """Set the batch size to a number of tokens; 0 keeps it. Raises: UserError with the nearest sizes if not whole.
+
+    on_mesh  the sequences also split over the mesh; a search tries other meshes
+    """
     if not tokens:
         return cfg
     T = cfg.data.seq_len + cfg.data.input_len
-    if tokens % T:
-        near = f"{tokens - tokens % T:,} or " * (tokens > T) + f"{tokens + T - tokens % T:,}"
-        raise UserError(f"--batch_tokens {tokens:,}: sequences have {T:,} tokens, so a batch has a multiple of that; "
-                        f"use {near}")  # fmt: skip
+    shards = cfg.mesh.batch_shards if on_mesh else 1
+    if tokens % (unit := T * shards) or tokens < 0:
+        less = tokens - tokens % unit
+        near = f"{less:,} or {less + unit:,}" if less > 0 else f"{unit:,}"
+        over = f", and {cfg.mesh} splits them over {shards} batch shards" if shards > 1 else ""
+        raise UserError(f"--batch_tokens {tokens:,}: sequences have {T:,} tokens{over}, so a batch has a multiple of "
+                        f"{unit:,}; use {near}")  # fmt: skip
     return replace(cfg, **{"data.batch_size": tokens // T})
 
 
@@ -120,8 +127,10 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
         raise UserError(f"{' and '.join(f'--{name}' for name in modes)} are mutually exclusive; pass one of them")
     if args.search and (not topology or args.search != topology.devices):
         has = f"--topology {topology} has {topology.devices}" if topology else "there is no --topology"
-        raise UserError(f"--search {args.search} plans meshes of {args.search} devices, but {has}; pass a "
-                        f"--topology with {args.search} devices")  # fmt: skip
+        ways = [f"--search {topology.devices}"] if topology else []
+        ways += [f"a --topology with {args.search} devices"] if args.search > 0 else []
+        raise UserError(f"--search {args.search} plans meshes of {args.search} devices, but {has}; pass "
+                        f"{' or '.join(ways or ['a positive number of devices'])}")  # fmt: skip
     if args.constants and not (topology and topology.chip.peak_flops_per_s):
         raise UserError("--constants are those of a chip: pass a --topology of TPUs or GPUs")
     if args.price and not (args.tokens or args.token_ms):
@@ -254,6 +263,8 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     from rich.console import Console
 
     console = Console(quiet=args.json == "-", highlight=False, width=None if sys.stdout.isatty() else 120)
+    if args.memory and not 0 < args.memory < math.inf:
+        raise UserError(f"--memory {args.memory:g}: should be above 0, in GiB; 0 is the memory of the chip")
     if "," in args.topology:
         return compare_topologies(cfg, args, console)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
@@ -283,13 +294,13 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         return {"max_batch": most, "too_large": too_many}, 0
 
     one = planner.plan(cfg, topology, limit)
+    cost = budget.budget(one, args.tokens, args.price, args.goodput) if args.tokens else None
+    lost = explain.explain(one) if args.explain else None
     found, step = planner.compile_plan(one, log) if args.compile else (None, None)
     better = planner.faster(one)
     show.tables(one, found, better, console)
     if step:
         show.compiled_tables(found, step, console)
-    cost = budget.budget(one, args.tokens, args.price, args.goodput) if args.tokens else None
-    lost = explain.explain(one) if args.explain else None
     for line in (budget.lines(cost, one) if cost else []) + (explain.lines(lost, one) if lost else []):
         console.print(line, soft_wrap=True)
     rows = why.compare(one) if args.why else None

@@ -59,13 +59,15 @@ def search(cfg: Config, topologies: list[Topology], price: str, limit_bytes: int
 
     track  as in `planner.search`
 
-    Raises: UserError if the speed of a chip is unknown, or if no layout fits on any topology.
+    Raises: UserError if the speed or the price of a chip is unknown, or if no layout fits on any topology.
     """
     found, best, reasons = [], [], []
     for topology in topologies:
         if not topology.chip.peak_flops_per_s:
             raise UserError(f"--topology {topology}: the speed of {topology.chip.name} is unknown, so it cannot be "
                             "compared; use TPUs or GPUs")  # fmt: skip
+        parse_price(price, topology.chip.key)
+    for topology in topologies:
         fit, large, refused = planner.search(cfg, topology, limit_bytes, track)
         layouts = [layout(one, price) for one in fit]
         found += layouts

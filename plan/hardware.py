@@ -324,8 +324,10 @@ def require_devices(mesh: MeshConfig | NamedMesh, topology: Topology) -> None:
         each = topology.chip.devices_per_chip
         chips = f"{topology.chips} chips" if topology.chip.torus_dims else f"{topology.chips}"
         has = f"{topology.devices}, {each} on each of {chips}" if each > 1 else chips
-        raise UserError(f"mesh {mesh} has {mesh.devices} devices, and {topology} has {has}; "
-                        f"use axes whose product is {topology.devices}")  # fmt: skip
+        axis = max(mesh.sizes, key=mesh.sizes.get)
+        near, left = divmod(topology.devices * mesh.sizes[axis], mesh.devices)
+        raise UserError(f"mesh {mesh} has {mesh.devices} devices, and {topology} has {has}; use axes whose product is "
+                        f"{topology.devices}" + f", for example with {axis}={near}" * (not left))  # fmt: skip
 
 
 def require_one_slice(topology: Topology) -> None:

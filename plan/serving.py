@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from config import Config
 from errors import UserError
-from plan import inference, planner
+from plan import hardware, inference, planner
 from plan.budget import parse_price
 from plan.hardware import Topology
 from plan.planner import amount
@@ -76,10 +76,12 @@ def search(cfg: Config, topologies: list[Topology], request, limit_bytes: int | 
     """
     fast, slow, large, refused = [], [], [], {}
     for topology in topologies:
+        hardware.require_one_slice(topology)
         if not topology.chip.peak_flops_per_s:
             raise UserError(f"--topology {topology}: the speed of {topology.chip.name} is unknown, so no layout has a "
                             "time per token; use TPUs or GPUs")  # fmt: skip
-        parse_price(price, topology.chip.key)  # raises before the search
+        parse_price(price, topology.chip.key)
+    for topology in topologies:
         fit, more, reasons = inference.search(cfg, topology, request, limit_bytes, 1, track)
         large += more
         refused |= {reason: refused.get(reason, 0) + many for reason, many in reasons.items()}

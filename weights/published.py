@@ -190,6 +190,8 @@ def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int]]:
         notes["encoders of images or sound, whose parameters are not counted here"] = 0
         hf = {"model_type": f"{hf.get('model_type')}_text"} | hf["text_config"]
     known, hf = PLANNED | families.FAMILIES, with_old_names(hf)
+    if not hf.get("model_type"):
+        raise UserError("config.json has no model_type; it is the name of the architecture, such as llama or qwen3")
     if (kind := hf.get("model_type")) not in known:
         raise UserError(f"config.json: model_type={kind!r} is unknown; {suggest(str(kind), known)}; to plan a similar "
                         "model, change the settings of a preset, such as llama3_8b or mixtral_8x7b")  # fmt: skip

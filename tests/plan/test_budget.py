@@ -78,14 +78,23 @@ def test_no_other_interval_is_better():
     (("--tokens", "1e9", "--goodput", "mtb=2"), "'mtb' is unknown; did you mean 'mtbf'?"),
     (("--tokens", "1e9", "--goodput", "mtbf=0.1"), "one of 4 chips fails every 90 s, but a restart takes 600 s"),
     (("--tokens", "1e9", "--search", "4"), "--tokens describes one plan; drop --search or --max_batch"),
-    (("--batch_tokens", "5000"), "--batch_tokens 5,000: sequences have 256 tokens, so a batch has a multiple of that; "
-                                 "use 4,864 or 5,120"),
+    (("--batch_tokens", "5000"), "--batch_tokens 5,000: sequences have 256 tokens, and fsdp=4 splits them over 4 batch "
+                                 "shards, so a batch has a multiple of 1,024; use 4,096 or 5,120"),
+    (("--batch_tokens", "512"), "so a batch has a multiple of 1,024; use 1,024"),
+    (("--batch_tokens=-1024",), "so a batch has a multiple of 1,024; use 1,024"),
+    (("--batch_tokens", "5000", "--search", "4"), "sequences have 256 tokens, so a batch has a multiple of 256; use 4"),
+    (("--tokens=-3",), "--tokens -3: a step has 2,048 tokens (8 sequences of 256); pass at least that many"),
+    (("--memory=-3",), "--memory -3: should be above 0, in GiB; 0 is the memory of the chip"),
+    (("--memory", "nan"), "--memory nan: should be above 0, in GiB"),
+    (("--mesh", "fsdp=2,tensor=1"), "and v4:2x2x1 has 4 chips; use axes whose product is 4, for example with fsdp=4"),
+    (("--search", "8"), "but --topology v4:2x2x1 has 4; pass --search 4 or a --topology with 8 devices"),
+    (("--search=-4",), "but --topology v4:2x2x1 has 4; pass --search 4"),
 ])  # fmt: skip
 def test_invalid_input_is_refused(call, message, capsys):
     assert main(["laptop", "--topology", "v4:2x2x1", "--mesh", "fsdp=4", *call]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    found = capsys.readouterr()
+    assert message in found.err
+    assert found.err.count("\n") == 1 and found.out == "", "the plan is printed before the error"
 
 
 def test_tokens_need_the_time_of_a_step(capsys):

@@ -46,6 +46,7 @@ def test_the_command_compares_topologies(tmp_path, capsys):
     (("--topology", "v4:2x2x1,v5e:2x2", "--explain"), "--explain describes one topology; drop it, or pass"),
     (("--topology", "v4:2x2x1,cpu:4"), "--topology cpu:4: the speed of this machine is unknown"),
     (("--topology", "v4:2x2x1,v5:2x2"), "unknown chip 'v5'"),
+    (("--topology", "v4:2x2x1,v5e:2x2", "--memory", "1e-4", "--price", "0"), "--price: '0' should be a number above 0"),
     (("--topology", "v4:2x2x1,v5e:2x2", "--price", "v4=3"), "--price v4=3 has no price for v5e; add v5e=DOLLARS"),
     (("--topology", "v4:2x2x1,v5e:2x2", "--memory", "0.0001"), "no layout fits on any topology; use more chips"),
 ])  # fmt: skip

@@ -122,7 +122,7 @@ REFUSED = [  # contents of config.json -> the message
     ({"config": {}}, "has the settings of a run; pass it with --config "),
     ({"model_type": "qwen33"}, "model_type='qwen33' is unknown; did you mean 'qwen3'"),
     ({"model_type": "mamba"}, "to plan a similar model, change the settings of a preset, such as llama3_8b"),
-    ({"hidden_size": 8}, "model_type=None is unknown"),
+    ({"hidden_size": 8}, "has no model_type; it is the name of the architecture, such as llama or qwen3"),
     (
         {"model_type": "qwen2", "vocab_size": 8},
         "has no hidden_size; a model of this type needs vocab_size, hidden_size",

@@ -78,6 +78,7 @@ def test_several_topologies_are_compared_by_dollars(capsys):
     ((*WORDS, "--topology", "v5e:2x4,h100:2", "--token_ms", "20"), "add --price, such as v5e=DOLLARS,h100=DOLLARS"),
     ((*WORDS, "--topology", "v5e:2x4,h100:2"), "--inference describes one topology"),
     ((*WORDS, "--topology", "cpu:8", "--search", "8", "--token_ms", "9"), "the speed of this machine is unknown"),
+    ((*WORDS, "--topology", "2*v5e:2x4", "--search", "16", "--token_ms", "9"), "can span several slices; use v5e:2x4"),
     (("llama3_8b", "--token_ms", "9"), "--token_ms has an effect only with --inference"),
 ])  # fmt: skip
 def test_invalid_input_is_refused_in_one_line(words, why, capsys):
