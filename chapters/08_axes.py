@@ -571,8 +571,8 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 # float32, (2 + 2 + 4) x 8.03e9/2 bytes over 8 devices. (Chapters 00 and 03 count 2 + 2 + 2, because they send
 # gradients in bfloat16.) So for one microbatch, HSDP sends no fewer bytes. But it sends them once per step, and
 # `fsdp` over both slices gathers the weights again for each microbatch. `stage` sends activations for each
-# microbatch, and has a bubble. The planner (09) adds it up for two v5p slices of 8 chips, which are joined by
-# the network between data centers; `across` names the axis that spans them:
+# microbatch, and has a bubble. The planner (09) adds it up for two v5p slices of 8 chips; `across` names the
+# axis that spans them:
 
 # %%
 ACROSS = "data=2,fsdp=8", "fsdp=16,across=fsdp", "stage=2,fsdp=8,across=stage"
@@ -601,10 +601,8 @@ assert fastest[4].cfg.mesh.data == 2, "a plan has changed"
 # memory: its shards are twice as large. (With `--optim.shard_over_data`, each replica stores and updates only
 # its half of the parameters and moments, for the same bytes.)
 #
-# The replicas don't have to exchange gradients in every step. With local steps (DiLoCo), each takes, say, 50
-# steps alone, and then all average how far their weights have moved. The slow network carries a fiftieth of
-# the bytes, at the price of a slightly higher loss: [Communicate less often between
-# replicas](../meshes.md#communicate-less-often-between-replicas).
+# With [local steps](../meshes.md#communicate-less-often-between-replicas) (DiLoCo), replicas exchange only every
+# 50 steps or so how far their weights have moved, at the price of a slightly higher loss.
 #
 # ## Valid but slow
 #

@@ -23,8 +23,8 @@ VERSION = "314.0.7"  # of Pyodide; it has Python 3.14
 INTEGRITY = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 FILES = "pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json"
 MODULES = ("errors.py devices.py pictures.py sharding.py parameters.py rotary.py model.py encoder_decoder.py "
-           "architectures.py optimizer.py config/*.py xla/*.py kernels/*.py overlap/*.py pipeline/*.py plan/*.py "
-           "plan/*.json generate/__init__.py generate/cache.py generate/quantised.py weights/__init__.py "
+           "architectures.py local_steps.py optimizer.py config/*.py xla/*.py kernels/*.py overlap/*.py pipeline/*.py "
+           "plan/*.py plan/*.json generate/__init__.py generate/cache.py generate/quantised.py weights/__init__.py "
            "weights/families.py weights/hf_config.py weights/published.py").split()  # fmt: skip
 PAGE = "docs/in_page/*.py"
 

@@ -78,6 +78,8 @@ def parse(argv: list[str], start: Config | None = None) -> tuple[Config, Argumen
     """
     lines = (f"  {name:13} {what}" for name, (what, _) in PRESETS.items())
     cfg, args = command_line(argv, "python -m plan", "\n".join((HELP, *lines)), arguments=Arguments, start=start)
+    if args.memory and not 0 < args.memory < math.inf:
+        raise UserError(f"--memory {args.memory:g}: should be above 0, in GiB; 0 is the memory of the chip")
     return batch_of_tokens(cfg, args.batch_tokens, not (args.search or "," in args.topology)), args
 
 
@@ -263,8 +265,6 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     from rich.console import Console
 
     console = Console(quiet=args.json == "-", highlight=False, width=None if sys.stdout.isatty() else 120)
-    if args.memory and not 0 < args.memory < math.inf:
-        raise UserError(f"--memory {args.memory:g}: should be above 0, in GiB; 0 is the memory of the chip")
     if "," in args.topology:
         return compare_topologies(cfg, args, console)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
