@@ -190,13 +190,19 @@ def schedule_label(one: Plan) -> str:
 def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], better, console, most: int = 20) -> None:
     """Print the layouts that fit, why others do not, and settings that are `better` for the first one, if any."""
     shown = f"the {most} fastest" if len(fit) > most else "the fastest"
+    gpus = bool(fit and fit[0].real and not fit[0].expected)  # ranked by the roofline, which is far from a real step
+    times = ("roofline", "real step", "real MFU") if gpus else ("step", "MFU")
     table = make_table(f"{len(fit)} layouts fit, {shown} first", "mesh", "schedule", "memory", "bytes sent", "bubble",
-                   "step", "MFU", words=2, no_wrap=True)  # fmt: skip
+                       *times, words=2, no_wrap=True)  # fmt: skip
     for one in fit[:most]:
-        mfu = f"{one.mfu(one.likely_s):.1%}" if one.likely_s else "-"
+        seconds = (one.likely_s, one.real.seconds) if gpus else (one.likely_s,)
+        mfu = f"{one.mfu(seconds[-1]):.1%}" if one.likely_s else "-"
+        times = (amount(s, "s") for s in seconds)
         table.add_row(str(one.cfg.mesh), schedule_label(one), amount(one.peak_bytes, "bytes"),
-                      amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", amount(one.likely_s, "s"), mfu)  # fmt: skip
+                      amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", *times, mfu)  # fmt: skip
     console.print(table)
+    if fit and fit[0].cfg.optim.outer_every:
+        console.print("note       with local steps, data is the number of replicas, which changes the loss")
     if fit and fit[0].real:
         console.print(f"real step  the first mesh: {fit[0].real}", soft_wrap=True)
     smallest = (large[0].cfg.mesh, large[0].peak_bytes, large[0].limit_bytes) if large else ()

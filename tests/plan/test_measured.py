@@ -62,3 +62,16 @@ def test_a_plan_prints_its_interval(capsys):
     show.tables(one, None, None, Console(width=120, highlight=False))
     between = f"{one.real.low:.3g} to {one.real.high:.3g} s by {one.real.steps} measured steps (dense, one slice)"
     assert f"real step  {one.real.seconds:.3g} s, {between}" in capsys.readouterr().out
+
+
+def test_a_search_on_gpus_prints_the_real_step_of_each_layout(capsys):
+    """Catches a roofline of GPUs that looks like the time of a step, and an MFU of the roofline."""
+    from rich.console import Console
+
+    fit = [llama("h100:64", mesh=mesh) for mesh in ("fsdp=64", "fsdp=32,tensor=2")]
+    show.search_table(fit, [], {}, None, Console(width=120, highlight=False))
+    header, *rows = (line.split() for line in capsys.readouterr().out.splitlines() if "┃" in line or "│" in line)
+    assert " ".join(header).replace("┃", "").split()[-5:] == ["roofline", "real", "step", "real", "MFU"]
+    for row, one in zip(rows, fit, strict=True):
+        assert row[-2] == f"{one.mfu(one.real.seconds):.1%}" and one.real.seconds > 1.1 * one.likely_s
+        assert f"{one.real.seconds:.3f}" in row
