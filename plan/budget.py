@@ -171,7 +171,9 @@ def lines(found: Budget, one: Plan) -> list[str]:
     """Return the lines that describe a budget."""
     progress, cost = found.goodput, ""
     if found.dollars is not None:
-        cost = f", {found.dollars:,.0f} dollars at {found.price:,.2f} per chip hour"
+        per_day = found.dollars / found.days
+        between = f" ({found.days_low * per_day:,.0f} to {found.days_high * per_day:,.0f})" if found.days_low else ""
+        cost = f", {found.dollars:,.0f} dollars{between} at {found.price:,.2f} per chip hour"
     between = f" ({found.days_low:,.1f} to {found.days_high:,.1f})" if found.days_low else ""
     text = [f"budget     {found.tokens:,.0f} tokens are {found.steps:,} steps of {one.tokens_per_step:,}: "
             f"{found.days:,.1f} days{between}, {found.chip_hours:,.0f} chip hours{cost}"]  # fmt: skip

@@ -109,6 +109,11 @@ def print_offers(found: Offers, token_s: float, console, most: int = 20) -> None
                       f"{x['with_prefill_tokens_per_s']:,.1f}", f"{one.cost:,.{4 if priced else 1}f}")  # fmt: skip
     if found.fast:
         console.print(table)
+        first = found.fast[0]
+        share = 1 - first.summary["with_prefill_tokens_per_s"] / first.summary["tokens_per_s"]
+        console.print(f"prefill    {share:.0%} of the time, and of the cost, of the first layout")
+        for line in first.plan.notes():
+            console.print(f"note       {line}", soft_wrap=True)
     else:
         console.print(f"no layout generates a token in at most {amount(token_s, 's')}")
     if found.slow and not found.fast:

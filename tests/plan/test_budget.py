@@ -107,5 +107,7 @@ def test_the_command_prints_and_writes_the_budget(tmp_path, capsys):
     assert main(["moe1b", "--topology", "v4:2x4x4", "--tokens", "1e11", "--price", "3.22", "--goodput",
                  "mtbf=50000", "--json", str(path)]) == 0  # fmt: skip
     found, text = json.loads(path.read_text()), capsys.readouterr().out
-    assert f"{found['budget']['dollars']:,.0f} dollars at 3.22 per chip hour" in text
+    dollars, days, low, high = (found["budget"][name] for name in ("dollars", "days", "days_low", "days_high"))
+    between = f"({dollars * low / days:,.0f} to {dollars * high / days:,.0f})"
+    assert f"{dollars:,.0f} dollars {between} at 3.22 per chip hour" in text
     assert f"goodput    {found['budget']['goodput']['fraction']:.1%}" in text

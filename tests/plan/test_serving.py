@@ -53,7 +53,7 @@ def test_a_time_that_no_layout_meets_names_the_nearest(capsys):
 
 
 def test_several_topologies_are_compared_by_dollars(capsys):
-    """Catches one price for all chips, and a topology that is left out."""
+    """Catches one price for all chips, a topology that is left out, and a share of the prefill that is of no layout."""
     words = [*WORDS, "--token_ms", "15", "--price", "v5e=1.5,h100=2.5", "--topology", "v5e:2x4,h100:2"]
     assert main([*words, "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["layouts"]
@@ -63,7 +63,9 @@ def test_several_topologies_are_compared_by_dollars(capsys):
         assert row["dollars_per_million_tokens"] == pytest.approx(expected)
     assert {row["topology"] for row in rows} == {"v5e:2x4", "h100:2"}
     assert main(words) == 0
-    assert "dollars per M tokens" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    share = 1 - rows[0]["with_prefill_tokens_per_s"] / rows[0]["tokens_per_s"]
+    assert "dollars per M tokens" in text and f"prefill {share:.0%} of the time" in text
 
 
 @pytest.mark.parametrize("words, why", [
