@@ -72,7 +72,7 @@ train: .venv/installed ## train the laptop preset on the Python standard library
 plan: .venv/installed .venv/extra-tpu ## plan the main training run and compile it for 32 TPU chips (1 minute; needs no TPU)
 	.venv/bin/python -m plan moe1b --topology v4:4x4x2 --compile $(ARGS)
 
-chapters: .venv/installed ## run the chapters of the guide, and print how long each takes (8 minutes); ARGS="03 04" runs two
+chapters: .venv/installed ## run the chapters of the guide, and print how long each takes (12 minutes); ARGS="03 04" runs two
 	.venv/bin/python -m chapters $(ARGS)
 
 site: .venv/installed .venv/extra-site ## build the guide into docs/_build/html; runs the chapters that have changed
@@ -85,7 +85,7 @@ notebooks: .venv/installed .venv/extra-site ## write the chapters as notebooks i
 	.venv/bin/python -m docs.notebooks $(ARGS)
 
 # Each test belongs to only one of these targets: test, test-more, test-tpu, test-rotation of seven days, rehearse and test-site.
-test: .venv/installed ## run the tests without repeated cases (17 minutes on 2 cores); ARGS="-k report -x" goes to pytest
+test: .venv/installed ## run the tests without repeated cases (22 minutes on 2 cores); ARGS="-k report -x" goes to pytest
 	.venv/bin/python -m pytest -m "not (tpu or site or launch or slow or extra or rotation)" $(ARGS)
 
 test-more: .venv/installed .venv/extra-serve .venv/extra-buckets .venv/extra-metrics ## run the tests that make test skips: slow tests, light extras
@@ -104,10 +104,10 @@ test-tpu: .venv/installed .venv/extra-tpu ## run the tests that need the TPU com
 test-tpu-all: .venv/installed .venv/extra-tpu ## run all tests that need the TPU compiler, including repeats
 	.venv/bin/python -m pytest -m tpu $(ARGS)
 
-rehearse: .venv/installed ## test the launch scripts over ssh, on simulated hosts (11 minutes); needs openssh-server and tmux
+rehearse: .venv/installed ## test the launch scripts over ssh, on simulated hosts (10 minutes); needs openssh-server and tmux
 	.venv/bin/python -m pytest -m "launch and not repeat" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-site: .venv/extra-browser ## run the chapters, build the guide, and test it in a headless browser (7 minutes)
+test-site: .venv/extra-browser ## run the chapters, build the guide, and test it in a headless browser (14 minutes)
 	.venv/bin/python -m docs.build --longest_s 90
 	.venv/bin/python -m pytest -m site -n 0 $(ARGS)
 
