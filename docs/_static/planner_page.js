@@ -97,7 +97,7 @@
 
   function show(one, cfg) {
     const { mesh } = cfg, { chip } = one;
-    if (one.error) return `<p class="verdict refused"><code>${mesh}</code></p><p>${escape(one.error)}</p>`;
+    if (one.error) return `<p class="verdict refused"><code>${escape(mesh)}</code></p><p>${escape(one.error)}</p>`;
     const memory = Object.entries(one.memory_bytes).sort((a, b) => b[1] - a[1]).map(([part, size], i) => [part, size, GRAYS[i], bytes(size)]);
     const wires = Object.entries(one.wire_by_axes).sort((a, b) => b[1] - a[1]).map(([axes, size]) => [axes, size, colourOf(axes), bytes(size)]);
     const names = { compute: "matmuls", products: "matmuls", bubble: "pipeline bubble", optimizer: "optimizer: HBM traffic",

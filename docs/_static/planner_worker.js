@@ -13,7 +13,7 @@ async function load() {
 }
 
 const page = load();
-page.then(() => postMessage(["ready"]), (error) => postMessage(["failed", String(error)]));
+page.catch((error) => postMessage(["failed", String(error)]));
 
 onmessage = async ({ data: [number, question] }) => {
   try {

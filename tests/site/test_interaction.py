@@ -324,3 +324,11 @@ def test_a_link_restores_a_plan_of_a_pasted_config_json():
     [again] = evaluate({"page": "planner_widget.html" + seen["address"], "script": MOVE + STATE + f"return {shown};"})
     assert json.loads(again["state"].pop("config")) == json.loads(seen["state"].pop("config")) == config
     assert again == {"state": seen["state"], "text": seen["text"]}
+
+
+def test_an_address_cannot_add_elements_to_the_planner():
+    """Catches a shared link whose mesh, shown in an error, runs as HTML."""
+    page = "planner_widget.html?preset=moe1b&topology=v4%3A4x4x2&mesh=%3Cb%20id%3Dbad%3Efsdp"
+    script = "return [document.querySelectorAll('#bad').length, document.querySelector('#planner output').textContent]"
+    ((added, text),) = evaluate({"page": page, "script": script})
+    assert added == 0 and "<b id=bad>fsdp" in text and "unknown axis" in text
