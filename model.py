@@ -40,7 +40,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
@@ -49,7 +48,7 @@ from kernels.grouped import grouped_matmul
 from overlap.context import over_context
 from overlap.layers import scan_layers, stack_size
 from overlap.positions import apply_scatter, gather_apply, gather_apply_scatter
-from overlap.remat import BETWEEN, remat
+from overlap.remat import named, remat
 from overlap.weights import at_use, cast, slice_by_slice, tokens_go_to_table
 from rotary import query_scales, rotary_angles, rotate, scaled
 from sharding import (
@@ -245,6 +244,7 @@ gated = lambda c: c.activation in GATES
 
 def activate(c: ModelConfig, up, gate):
     """Apply the nonlinearity: to the gate, which multiplies `up`, if there is one."""
+    up, gate = named((up, gate), "hidden")
     return jax.nn.gelu(up) if gate is None else GATES[c.activation](gate) * up
 
 
@@ -584,7 +584,7 @@ def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key, attend=o
     x_btD += dropout(c, attention_branch(w, c, x_btD, tokens, number, attend), tokens, key_attention)
     if c.parallel_residual:
         return x_btD, {}
-    x_btD = checkpoint_name(x_btD, BETWEEN)
+    x_btD = named(x_btD, "branch")
     update_btD, statistics = feed_forward_branch(w, c, x_btD, tokens.real_bt)
     return x_btD + dropout(c, update_btD, tokens, key_feed_forward), statistics
 

@@ -18,6 +18,12 @@ class Range(NamedTuple):
     words: str
 
 
+class Form(NamedTuple):
+    """The function that parses a setting's text. It raises a UserError that quotes what it cannot parse."""
+
+    parse: Callable[[str], object]
+
+
 Size = Annotated[int, Range(lambda x: x >= 1, "must be at least 1")]
 Count = Annotated[int, Range(lambda x: x >= 0, "must be at least 0")]
 Positive = Annotated[float, Range(lambda x: 0 < x < math.inf, "must be above 0, and finite")]
@@ -94,6 +100,8 @@ def check_value(name: str, value, hint) -> None:
     for one in ranges:
         if isinstance(one, Range) and not one.holds(value):
             raise UserError(f"{said}: {one.words}")
+        if isinstance(one, Form):
+            one.parse(value)
 
 
 def is_remote(path: str) -> bool:
@@ -101,7 +109,32 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-# Strings that encode several values: model.rope_scaling, data.skip, data.mixture, data.objective, optim.schedule ------
+# Strings that encode several values: work.remat, model.rope_scaling, data.skip, data.mixture, data.objective, .. ------
+
+
+REMAT = ("none", "dots", "branches", "full")
+ACTIVATIONS = ("input", "queries", "keys", "attention", "branch", "hidden")  # of a layer; see docs/planner.md
+HOST = "@host"
+
+
+@functools.lru_cache(maxsize=64)
+def parse_remat(text: str) -> dict[str, bool] | None:
+    """Parse a list of activations such as `queries,keys@host`: activation -> whether the host's memory stores it.
+
+    One of REMAT, or `auto`, gives None.
+    Raises: UserError that quotes the part that cannot be parsed.
+    """
+    if text in (AUTO, *REMAT):
+        return None
+    found = {}
+    for part in text.split(","):
+        name = part.removesuffix(HOST)
+        if name not in ACTIVATIONS or name in found:
+            known = f"should be {', '.join((AUTO, *REMAT))}, or a list of {', '.join(ACTIVATIONS)}"
+            why = "is given twice" if name in found else f"{known}, each with {HOST} or without"
+            raise UserError(f"work.remat={text!r}: {part!r} {why}")
+        found[name] = part.endswith(HOST)
+    return found
 
 
 class RopeScaling(NamedTuple):

@@ -18,6 +18,7 @@ from config.fields import (
     Baseline,
     Betas,
     Count,
+    Form,
     NotNegative,
     Positive,
     Share,
@@ -30,6 +31,7 @@ from config.fields import (
     metadata_of,
     parse_mixture,
     parse_objectives,
+    parse_remat,
     parse_rope_scaling,
     parse_schedule,
     parse_skips,
@@ -143,9 +145,9 @@ class WorkConfig:
     values with the reasons.
     """
 
-    # activation checkpointing: which activations to save for the backward pass, which recomputes the others. none: save
-    # all; dots: outputs of matmuls; branches: inputs of attention and of feed-forward layers; full: inputs of layers
-    remat: Annotated[Literal["auto", "none", "dots", "branches", "full"], Baseline("none", "full")] = AUTO
+    # activation checkpointing: what to save for the backward pass, which recomputes the rest. none: all; dots: outputs
+    # of matmuls; branches: inputs of attention and feed-forward; full: inputs of layers; or a list: queries,keys@host
+    remat: Annotated[str, Form(parse_remat), Baseline("none", "full")] = AUTO
     # layer: all-gather the sharded weights of a layer for each use; step: all-gather all weights once per step
     gather: Annotated[Literal["auto", "layer", "step"], Baseline("layer", "layer")] = AUTO
     # how devices along tensor exchange activations. gather: one collective; ring: in chunks, overlapped with matmuls
@@ -220,7 +222,7 @@ class ModelConfig:
     rope_theta: Positive = 10_000.0  # RoPE base (theta)
     # scale RoPE's frequencies for a longer context: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192, or yarn
     # (arXiv:2309.00071) with the same numbers, then optionally DeepSeek's MSCALE:MSCALE_ALL; empty: no scaling
-    rope_scaling: str = ""
+    rope_scaling: Annotated[str, Form(parse_rope_scaling)] = ""
     qk_norm: bool = False  # gqa: apply RMSNorm to each head's query and key before RoPE, as in Qwen3
     no_rope_every: Annotated[Count, Affects.OWN] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
     d_ff: Size = 512  # hidden dimension of a dense feed-forward layer
@@ -263,7 +265,6 @@ class ModelConfig:
 
     def __post_init__(self):
         check(self, "model.")
-        parse_rope_scaling(self.rope_scaling)  # raises if it cannot be parsed
         if self.attention == "gqa" and self.n_heads % self.n_kv_heads:
             self._refuse("n_heads", f"must be a multiple of n_kv_heads ({self.n_heads} % {self.n_kv_heads} = "
                          f"{self.n_heads % self.n_kv_heads})")  # fmt: skip
@@ -339,15 +340,15 @@ class DataConfig:
     path: Annotated[str, Affects.RUN] = "tokens/stdlib-bytes"
     # weights of the directories in data.path: fractions of the sequences, exact over any 1,000 sequences, such as
     # code=0.7,prose=0.3; to change the weights at step 5000: code=0.7,prose=0.3@5000:code=0.5,prose=0.5
-    mixture: Annotated[str, Affects.ORDER] = ""
+    mixture: Annotated[str, Form(parse_mixture), Affects.ORDER] = ""
     seq_len: Annotated[Size, Affects.FUNCTION] = 256  # tokens per sequence
     input_len: Annotated[Count, Affects.FUNCTION] = 0  # inputs per sequence, if the model has an encoder
     # causal, prefix, span, span:RATE:LENGTH, task, or a mixture of these; see docs/objectives.md
-    objective: str = "causal"
+    objective: Annotated[str, Form(parse_objectives)] = "causal"
     batch_size: Size = 8  # sequences per step, over all devices
     shuffle: bool = True  # shuffle the sequences in each epoch; False: keep the order of the text
     # batches to skip, START:END,..: with 1200:1210, step 1200 uses the batch of step 1210, step 1201 that of step 1211
-    skip: Annotated[str, Affects.ORDER] = ""
+    skip: Annotated[str, Form(parse_skips), Affects.ORDER] = ""
     # content of a sequence. windows: data.seq_len consecutive tokens, across document boundaries; documents: whole
     # documents, packed by best fit (arXiv:2404.10830), and padding; only a document longer than data.seq_len is cut
     packing: Literal["windows", "documents"] = "windows"
@@ -355,7 +356,6 @@ class DataConfig:
 
     def __post_init__(self):
         check(self, "data.")
-        parse_skips(self.skip), parse_mixture(self.mixture), parse_objectives(self.objective)  # raise if unparsable
         packs = "data.objective='task'" if "task" in parse_objectives(self.objective) else "data.packing='documents'"
         if (self.packing == "documents" or "task" in packs) and not self.shuffle:
             raise UserError(f"{packs} packs documents by length, so it cannot keep the order of the "
@@ -378,7 +378,7 @@ class OptimConfig:
     lr: NotNegative = 3e-3  # peak learning rate; adafactor: as a fraction of each matrix's root mean square
     # after warm-up: cosine decay; wsd: constant, then linear decay; rsqrt: 1 / sqrt(step). Or STEP:MULTIPLE,.. of lr,
     # linear in between and without warm-up, such as 0:0,1000:1,5000:0.1
-    schedule: str = "cosine"
+    schedule: Annotated[str, Form(parse_schedule)] = "cosine"
     warmup_steps: Count = 20  # steps of linear warm-up from 0 to lr
     decay_fraction: Share = 0.2  # wsd: fraction of all steps spent decaying
     final_lr: NotNegative = 0.1  # cosine, wsd: final learning rate, as a fraction of lr
@@ -396,7 +396,6 @@ class OptimConfig:
 
     def __post_init__(self):
         check(self, "optim.")
-        parse_schedule(self.schedule)  # raises if it cannot be parsed
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -70,7 +71,7 @@ def _attention(starts: Starts, *operands):
 
 
 def _forward(starts, *operands):
-    results = _attention(starts, *operands)
+    results = checkpoint_name(_attention(starts, *operands), "attention")
     return results, (operands, results)
 
 

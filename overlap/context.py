@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from config import ModelAtWork
 from kernels.attention import masked_attention, partial_attention
 from kernels.blocks import query_positions
+from overlap.remat import named
 from sharding import (
     CONTEXT,
     all_gather,
@@ -101,6 +102,7 @@ def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs, absorb
     prefix_bs  for a prefix LM: 1 for tokens to which all tokens of the document attend; then always `gather`
     Sends over CONTEXT (n devices): the local `parts` and segments, n - 1 times; for all_to_all, see `over_heads`.
     """
+    q_bshK, parts = named(q_bshK, "queries"), named(tuple(parts), "keys")
     n, s = axis_size(CONTEXT), q_bshK.shape[1]
     in_order = lambda x: to_sequence_order(all_gather(x, CONTEXT, dim=1), dim=1)
     if prefix_bs is not None:

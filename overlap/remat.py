@@ -3,8 +3,10 @@
 import functools
 
 import jax
+from jax.ad_checkpoint import checkpoint_name as named
 
 from config import ModelAtWork
+from config.fields import parse_remat
 from sharding import FSDP
 
 
@@ -13,15 +15,38 @@ def regather(primitive, *_, axis_name=(), **__):
     return not (primitive.name == "all_gather" and FSDP in axis_name)
 
 
-BETWEEN = "between branches"  # names the activation that "branches" saves: the residual stream after attention
-REMAT = {
-    "none": functools.partial(jax.checkpoint, policy=regather),
-    "dots": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
-    "branches": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(BETWEEN)),
-    "full": jax.checkpoint,
+policies = jax.checkpoint_policies
+POLICIES = {
+    "none": regather,
+    "dots": policies.dots_with_no_batch_dims_saveable,
+    "branches": policies.save_only_these_names("branch"),
+    "full": None,  # only the layer's input
 }
 
 
+@functools.cache
+def policy(remat: str):
+    """Return the checkpoint policy for a value of `work.remat`.
+
+    The names in a list are those that `named` gives to activations. What is offloaded is copied to the host after it is
+    computed, and back before the backward pass uses it. A CPU has one memory, so it copies nothing.
+    """
+    listed = parse_remat(remat)
+    if listed is None:
+        return POLICIES[remat]
+    device, host = ([name for name, on_host in listed.items() if on_host == where] for where in (False, True))
+    if not host:
+        return policies.save_only_these_names(*device)
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=device, names_which_can_be_offloaded=host,
+        offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+
+
 def remat(c: ModelAtWork, function):
-    """Make the function's backward pass recompute what `work.remat` does not save, and gather weights again."""
-    return REMAT[c.work.remat](function)
+    """Make the backward pass of a layer recompute what `work.remat` does not save, and gather weights again.
+
+    function  fn(weights, x, ..) of a layer, whose input is x
+    """
+    one = lambda w, x, *rest: function(w, named(x, "input"), *rest)
+    return jax.checkpoint(one, policy=policy(c.work.remat))

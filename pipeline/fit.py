@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import sharding
 from architectures import declare
 from config import AUTO, PRESETS, Config, MeshConfig, ModelConfig, WorkConfig, preset
+from config.fields import REMAT, parse_remat
 from errors import UserError, require_multiple
 
 # Letter of a parameter's dim -> the setting that holds its size. For L (blocks) and Q (query latent), see `remedy`.
@@ -29,6 +30,9 @@ def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work)
 
     if work.context_attention == "all_to_all":
         check_heads(c, mesh)
+    if c.encoder_layers and parse_remat(work.remat):
+        raise UserError(f"work.remat={work.remat!r}: a model with an encoder (model.encoder_layers={c.encoder_layers}) "
+                        f"has no such list; use one of {', '.join(REMAT)}")  # fmt: skip
 
 
 def check_heads(c: ModelConfig, mesh: MeshConfig) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from config import Config, MeshConfig
+from config.fields import REMAT
 from errors import UserError
-from overlap.remat import REMAT
 from pipeline import fit, schedules
 from pipeline.step import TWO_STACKS
 from sharding import CONTEXT, SLICED, STAGE, TENSOR
@@ -24,7 +24,7 @@ def options(cfg: Config) -> dict[str, tuple]:
     whole = fit.split_batch(cfg).device_batch
     found = {
         "device_batch": tuple(size for size in range(whole, 0, -1) if whole % size == 0),
-        "remat": tuple(REMAT),
+        "remat": REMAT,
         "gather": ("layer", "step"),
         "tensor_exchange": ("gather", "ring"),
         "context_attention": ("gather", "ring"),  # not all_to_all, which has not been timed on any chip
@@ -77,7 +77,7 @@ def choose(cfg: Config, plan: Callable):
     if not fits:
         least = min((one for _, one in found), key=lambda one: one.peak_bytes)
         return least, f"nothing fits with {cfg.work}; these settings need the least memory"
-    time = lambda one: one.likely_s or 1 + list(REMAT).index(one.cfg.work.remat)
+    time = lambda one: one.likely_s or 1 + REMAT.index(one.cfg.work.remat)
     close = CLOSE * min(time(one) for _, one in fits)
     way, one = min(fits, key=lambda two: (time(two[1]) > close, -two[1].device_batch, two[1].peak_bytes))
     text = reasons(way, one, found)

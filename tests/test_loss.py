@@ -14,10 +14,10 @@ import model
 import pipeline
 import sharding
 from config import preset
+from config.fields import ACTIVATIONS, REMAT
 from errors import UserError
 from on_mesh import unstack
 from overlap import weights as overlap_weights
-from overlap.remat import REMAT
 from pipeline import fit
 from tests import helpers
 
@@ -202,7 +202,10 @@ def test_accumulation_changes_nothing(passes):
     assert_same(got, base("mla")[1], f"{passes} passes")
 
 
-@pytest.mark.parametrize("remat", ["dots", "branches", "full"])
+LISTS = "attention@host,keys", "input@host,branch,queries,hidden"
+
+
+@pytest.mark.parametrize("remat", ["dots", "branches", "full", *LISTS])
 def test_remat_does_not_change_results(remat):
     """Catches dropout that differs when a layer is recomputed, and statistics that count twice."""
     got = host(program("mla", **{"work.remat": remat})(parameters("mla"), batch(), 3))
@@ -213,6 +216,15 @@ def test_remat_recomputes_matmuls_as_documented():
     """Catches a remat setting without effect on the number of matmuls in the backward pass."""
     products = {r: sum(e.primitive.name == "dot_general" for e in trace("mla", **{"work.remat": r})) for r in REMAT}
     assert products["none"] < products["dots"] < products["branches"] < products["full"], products
+
+
+def test_listed_activations_are_not_recomputed():
+    """Catches a name in `work.remat` that no activation has, and one whose matmuls run again all the same."""
+    count = lambda r: sum(e.primitive.name == "dot_general" for e in trace("gqa", **{"work.remat": r}))
+    saved = {name: count("full") - count(name) for name in ACTIVATIONS}
+    # Of a dense and an MoE layer: q; k and v; scores and their mix with values; the output projection; the first
+    # matmul of the dense layer, the shared expert and the routed experts. `input` is saved in any case.
+    assert saved == {"input": 0, "queries": 2, "keys": 4, "attention": 4, "branch": 2, "hidden": 3}
 
 
 # Dropout --------------------------------------------------------------------------------------------------------------
