@@ -23,7 +23,6 @@ from overlap.context import chunk_starts
 from overlap.weights import tokens_go_to_table, vocabulary_slices
 from pipeline import fit, schedules
 from plan import hiding, networks, traced_layer
-from plan.hiding import WHOLE
 from plan.networks import Traffic
 from plan.weights import LAYERS, Weights, declared, weights
 from sharding import CONTEXT, DATA, EXPERT, SLICED, STAGE, TENSOR
@@ -503,9 +502,16 @@ def slots(cfg: Config, sched: schedules.Schedule) -> tuple[float, float, float]:
     """Return the cost of a forward, a backward and a weight-gradient slot, in forward passes of a stage."""
     c = cfg.at_work
     # Fraction of a forward pass that is recomputed; with "dots", attention scores and experts
-    again = 1.0 if c.work.remat in WHOLE else 0.2 if c.work.remat == "dots" else 0.0
+    again = {"none": 0.0, "dots": 0.2, "branches": 1.0, "full": 1.0}.get(c.work.remat)
+    again = recomputed_share(c, Sizes.from_config(cfg)) if again is None else again
     again += bool(c.encoder_layers and not sched.in_one_piece)
     return (1.0, again + 1, again + 2) if sched.splits_backward else (1.0, again + 2, 0.0)
+
+
+def recomputed_share(c: ModelAtWork, z: Sizes) -> float:
+    """Return the fraction of the layers' forward FLOPs that backward passes repeat."""
+    matmuls = [row for many, rows in layers(c, z) for row in rows * many if isinstance(row, Matmul)]
+    return sum(row.flops * row.again for row in matmuls) / sum(row.flops for row in matmuls)
 
 
 def bubble(cfg: Config, sched: schedules.Schedule) -> float:

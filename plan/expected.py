@@ -15,7 +15,7 @@ difference. Their numbers were fitted to simulated steps of four presets on TPU 
   the TPU that can run collectives), which exposes the fraction HELD_UP of its time.
 """
 
-from plan import costs, hardware, hiding
+from plan import costs, hardware, hiding, offload
 from plan.costs import Sizes
 from sharding import SLICED, TENSOR
 
@@ -54,6 +54,8 @@ def seconds(one) -> dict[str, float] | None:
             waits = ring_seconds(one, speed, chip)
         found[name] = found.get(name, 0.0) + waits
         in_slots += waits * row.in_a_slot
+    if waits := offload.exposed_seconds(one, found["products"]):
+        found[offload.CAUSE], in_slots = waits, in_slots + waits
     found["bubble"] = in_slots * one.bubble / (1 - one.bubble)
     return found
 
@@ -83,7 +85,7 @@ def other_bytes(one, chip: hardware.Chip) -> float:
     positions = (c.n_layers * z.s + c.encoder_layers * z.S) / cfg.mesh.stage  # of all layers
     stream = z.b * c.d_model * z.width * positions
     passes = run.forward + run.again * (c.work.remat != "dots") + run.inputs + run.weights
-    kept = one.memory_bytes["saved"] * (sched.microbatches if cfg.mesh.stage == 1 else 1)
+    kept = one.memory_bytes["saved"] * (sched.microbatches if cfg.mesh.stage == 1 else 1) + offload.step_bytes(one)
     rows = sum(row.hbm_bytes for row in one.work if row.part == "experts")
     activations = STREAM * stream * passes + SAVED * kept + ROWS * rows
     # Gradient sums in float32, one microbatch after the other.

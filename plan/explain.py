@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from config import AUTO, AXES, replace
 from errors import UserError
-from plan import auto, expected, measured, planner, tiers
+from plan import auto, expected, measured, offload, planner, tiers
 from plan.planner import MIN_SAVING, Plan, amount
 
 RECOMPUTED, NARROW = "recomputation and padding", "matmuls below the peak"
@@ -19,6 +19,7 @@ SMALL = 0.01  # losses below this fraction of the step are not listed
 CHAPTERS = {  # where the guide explains a cause; communication is in the chapter of its axis
     RECOMPUTED: "03", NARROW: "00", "other ops": "00", "optimizer": "02", "bubble": "05", "data": "02", "stage": "05",
     "fsdp": "03", "tensor": "04", "context": "06", "expert": "07",
+    offload.CAUSE: "03",
 }  # fmt: skip
 SENTENCES = {
     RECOMPUTED: "the device computes {ratio:.2f} times the model's FLOPs, because the backward pass recomputes "
@@ -27,6 +28,7 @@ SENTENCES = {
     "other ops": "operations that are not matmuls read and write activations in main memory",
     "optimizer": "the optimizer reads and writes its state in main memory",
     "bubble": "pipeline stages wait for each other ({schedule}, {microbatches} microbatches)",
+    offload.CAUSE: "compute waits for activations on their way to the host's memory and back (work.remat={remat})",
 }  # fmt: skip
 
 

@@ -10,7 +10,6 @@ import math
 from config import ModelAtWork
 from sharding import STAGE, TENSOR
 
-WHOLE = ("full", "branches")  # remat policies that recompute matmuls
 GATHERS, SCATTERS, RINGS = "weights' gathers", "weights' gradients", "positions' permutes"
 HIDES = {  # chip: the communication that it overlaps with matmuls. Gradients overlap if a SparseCore reduces them
     "v4": {GATHERS, RINGS}, "v5e": {GATHERS}, "v5p": {SCATTERS, RINGS}, "v6e": {GATHERS, SCATTERS, RINGS},
@@ -85,7 +84,7 @@ def exposed_activations(c: ModelAtWork, kind: str, n: int, when: str, of: str) -
                 "none" those overlap, but n/2 sends after attention are exposed, because no matmul is left.
     """
     if kind == "all-gather":
-        return float(when == "forward" or (when == "again" and c.work.remat in WHOLE))
+        return float(when == "forward" or (when == "again" and recomputes_matmuls(c.work.remat)))
     in_a_row = {"feed-forward": n // 2 - 1} if c.work.remat != "none" else {"attention's sums": n // 2}
     return in_a_row.get(of, 0) / (n - 1) if when == "forward" and not is_wide(c) else 0
 
@@ -97,6 +96,11 @@ def exposed_weights(c: ModelAtWork, when: str, of: str) -> float:
     matrices, the all-gather of one is exposed in the forward pass, and of two in the backward pass of a wide model.
     """
     return {"forward": 1, "again": 2 * is_wide(c)}[when] / 3 if of == "experts" else 0
+
+
+def recomputes_matmuls(remat: str) -> bool:
+    """Return True if the backward pass repeats matmuls with weights."""
+    return remat not in ("none", "dots")
 
 
 def is_wide(c: ModelAtWork) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import UserError
-from plan import expected
+from plan import expected, offload
 from sharding import EXPERT, TENSOR
 from xla import simulator
 
@@ -118,7 +118,10 @@ def gpu_causes(one, peak: float | None = None) -> dict[str, float]:
     found = dict(one.seconds())
     found["compute"] /= peak or gpu_peak(one)
     optimizer, _ = found.pop("optimizer"), found.pop("bubble")
-    overlapped = {axes for axes in found if axes != "compute" and not {TENSOR, EXPERT} & {*axes.split("*")}}
+    if offload.CAUSE in found:
+        found[offload.CAUSE] = offload.exposed_seconds(one, found["compute"])
+    own = "compute", offload.CAUSE
+    overlapped = {axes for axes in found if axes not in own and not {TENSOR, EXPERT} & {*axes.split("*")}}
     sent = sum(found[axes] for axes in overlapped)
     exposed = max(sent - found["compute"], 0) / sent if sent else 0.0
     in_slots = optimizer + sum(time for name, time in found.items() if name not in overlapped)

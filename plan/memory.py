@@ -7,13 +7,13 @@ import model
 import optimizer
 from architectures import as_stored
 from config import Config, ModelAtWork
+from config.fields import parse_remat
 from encoder_decoder import BUCKETS
 from kernels import grouped
 from pipeline import schedules
 from plan import hiding
 from plan.costs import (
     LAYERS,
-    WHOLE,
     Sizes,
     Weights,
     context_exchange,
@@ -26,13 +26,45 @@ from plan.costs import (
 from sharding import CONTEXT, EXPERT, TENSOR
 
 
+def expert_inputs(c: ModelAtWork, z: Sizes) -> int:
+    """Return how many tokens the experts of one device receive in an MoE layer, counted once for each expert."""
+    if c.capacity_factor:
+        return c.n_experts * z.b * model.slots_per_expert(c, z.T)
+    return z.b * z.s * z.mesh[EXPERT] * c.top_k
+
+
+def listed_bytes(c: ModelAtWork, z: Sizes, kind: str, on_host: bool) -> float:
+    """Return the bytes of the activations of one layer that a list in `work.remat` saves, for one microbatch.
+
+    on_host  those that the host's memory stores, or those that the device stores. A CPU stores all of them as a device
+    """
+    listed, N, h, f32 = parse_remat(c.work.remat) or {}, z.b * z.s, c.n_heads // z.mesh[TENSOR], 4
+    stream, is_moe = z.b * z.t * c.d_model, kind == "moe"
+    # A ring saves the results of each step. After the first, a step has two forms: for half of the queries, and for all
+    steps = 1 + 1.5 * (z.mesh[CONTEXT] - 1) if context_exchange(c, z) == "ring" else 1
+    results = 0 if c.prefix_lm else N * h * steps  # attention with a mask is always recomputed
+    if c.attention == "mla":
+        score, value, keys = c.d_head + c.d_rope, c.d_value, c.d_kv_latent + c.d_rope
+    else:
+        score, value, keys = c.d_head, c.d_head, 2 * c.n_kv_heads // z.mesh[TENSOR] * c.d_head
+    dense, m = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR], c.d_expert // z.mesh[TENSOR]
+    sizes = {
+        "input": stream, "queries": N * h * score, "keys": N * keys, "attention": results * value,
+        "branch": 0 if c.parallel_residual else stream,
+        "hidden": (1 + model.gated(c)) * (dense + (expert_inputs(c, z) * m if is_moe else 0)),
+    }  # fmt: skip
+    at = {"input": False} | listed  # the device saves the input, unless the host does
+    names = [name for name, host in at.items() if (host and z.platform != "cpu") == on_host]
+    return sum(sizes[name] * z.width + (name == "attention") * results * f32 for name in names)
+
+
 def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool = False) -> float:
     """Return the bytes of activations that one layer saves for the backward pass of one microbatch.
 
     remat      "full" saves the layer's input. "branches" also saves the input of the second branch. "dots" saves the
                layer's input and the outputs of matmuls without batch dims. "none" saves every operand that a gradient
                needs: inputs of norms, queries, keys, values, attention outputs, and intermediate values of an
-               activation function
+               activation function. A list: see `listed_bytes`
     one_piece  True if the step has only this microbatch
     """
     is_moe, z = kind == "moe", z.of_encoder if kind == "encoder" else z
@@ -51,15 +83,15 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool
     crosses = kind == "decoder"  # attends to the S positions of the encoder, too
     crossed = crosses * (N * h + z.b * z.S * g) * (score + value)  # queries, outputs, keys and values
     n, m = z.mesh[EXPERT], c.d_expert // z.mesh[TENSOR]
-    rows = tiles = 0
-    if is_moe and c.capacity_factor:
-        rows = c.n_experts * z.b * model.slots_per_expert(c, z.T)
-    elif is_moe:
-        rows = grouped_rows(N * n * c.top_k, c.n_experts // n, z.platform)
-        tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(N * n * c.top_k, c.n_experts // n)[1]
+    rows, tiles = expert_inputs(c, z) if is_moe else 0, 0
+    if is_moe and not c.capacity_factor:
+        tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(rows, c.n_experts // n)[1]
+        rows = grouped_rows(rows, c.n_experts // n, z.platform)
     dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
     branches = 1 if c.parallel_residual else 2 + crosses  # each normalizes and gathers the residual stream
-    if remat in WHOLE:
+    if remat == c.work.remat and parse_remat(remat):
+        return listed_bytes(c, z, kind, on_host=False)
+    if remat in ("full", "branches"):
         return (branches if remat == "branches" else 1) * stream * z.width
     if remat == "dots":
         # Without a latent (GQA), a TPU saves neither the normalized input of attention nor its output, except in a
@@ -86,6 +118,11 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool
         + attended + (dense + rows * m) * activation * z.width
         + (3 * rows * c.d_model + tiles * matrices * c.d_model * m) * z.width
     )  # fmt: skip
+
+
+def microbatches_saved(sched: schedules.Schedule) -> float:
+    """Return of how many microbatches a stage saves the activations of all its layers."""
+    return (sched.slots.kept + (not sched.in_one_piece)) / sched.chunks
 
 
 def moments_bytes(cfg: Config, w: list[Weights]) -> float:
@@ -142,7 +179,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     if c.encoder_layers and not one_piece:  # a pass saves its input; its backward pass saves what its layers save
         saved = max(each) + buffers.kept * stream
     else:
-        saved = (buffers.kept + (not one_piece)) * saved / sched.chunks
+        saved = microbatches_saved(sched) * saved
     step = c.work.gather == "step"
     table = max(x.gathered_size * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV"))
     # With gather=step, gradients are summed over microbatches in float32. A CPU has a second copy while it sends them.

@@ -17,7 +17,7 @@ from config import AUTO, AXES, Config, MeshConfig, replace
 from errors import UserError
 from pipeline import fit, schedules
 from pipeline.step import TWO_STACKS
-from plan import auto, compiled, costs, expected, hardware, measured, memory, tiers
+from plan import auto, compiled, costs, expected, hardware, measured, memory, offload, tiers
 from plan.costs import model_flops_per_token, parameters
 from sharding import TENSOR
 from xla import ledger
@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def platform(self) -> str:
-        return "tpu" if is_tpu(self.topology and self.topology.chip) else "cpu"
+        return platform_of(self.topology)
 
     @functools.cached_property  # a search needs only the memory of plans that do not fit
     def work(self) -> list[costs.Work]:
@@ -140,6 +140,8 @@ class Plan:
         for name, time in hidden.items():
             longer = max(time - compute, 0)
             found[name], waits = found[name] + longer, waits + longer
+        if copies := offload.exposed_seconds(self, compute):
+            found[offload.CAUSE], waits = copies, waits + copies
         state = sum(self.memory_bytes[part] for part in ("parameters", "optimizer"))
         found["optimizer"] = (2 * state + self.memory_bytes["parameters"]) / chip.hbm_bytes_per_s
         found["bubble"] = waits * self.bubble / (1 - self.bubble)
@@ -207,6 +209,7 @@ class Plan:
             **{name: getattr(self, name) for name in names}, "mfu": self.mfu(step_s), "seconds": self.seconds(),
             "expected": self.expected, "likely_s": likely_s, "likely_mfu": self.mfu(likely_s),
             "real": self.real and dataclasses.asdict(self.real), "balance_pass": self.balance_pass,
+            "offloaded_bytes": offload.step_bytes(self),
             "between_nodes": tiers.between_nodes_by_axes(self), "algorithms": tiers.algorithms(self),
             "traffic": [dataclasses.asdict(one) for one in self.traffic],
         }  # fmt: skip
@@ -234,17 +237,24 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
 
 def plan_settled(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None) -> Plan:
     """Plan a step whose settings are all chosen (none is `auto`)."""
-    sched, platform = pipeline.schedule(cfg), "tpu" if is_tpu(topology and topology.chip) else "cpu"
+    sched = pipeline.schedule(cfg)
     total, active = parameters(cfg.model)
     tokens = cfg.data.tokens_per_step
     return Plan(
         cfg, topology, total, active, tokens, tokens * model_flops_per_token(cfg) / cfg.mesh.devices,
-        memory.memory(cfg, sched, platform), sched, limit_bytes, costs.bubble(cfg, sched),
+        memory.memory(cfg, sched, platform_of(topology)), sched, limit_bytes, costs.bubble(cfg, sched),
     )  # fmt: skip
 
 
 def is_tpu(chip: hardware.Chip | None) -> bool:
     return bool(chip and chip.torus_dims)
+
+
+def platform_of(topology: hardware.Topology | None) -> str:
+    """Return tpu, gpu or cpu."""
+    if is_tpu(topology and topology.chip):
+        return "tpu"
+    return "gpu" if topology and topology.chip.peak_flops_per_s else "cpu"
 
 
 MIN_SAVING = 0.03  # suggest other settings only if they save at least this fraction of the time

@@ -4,7 +4,7 @@ import math
 
 import pictures
 from pipeline import draw, fit, schedules
-from plan import compiled, costs, hardware, inference, tiers
+from plan import compiled, costs, hardware, inference, offload, tiers
 from plan.planner import STATE, Plan, amount
 
 
@@ -65,6 +65,10 @@ def heading(one: Plan) -> list[str]:
         lines += [f"{'' if number else 'links':10} {link.note}" for number, link in enumerate(links)]
         notes = hardware.check(cfg.mesh, one.topology) + hardware.chip_notes(one.topology) + tiers.notes(one)
         lines += [f"note       {line}" for line in notes]
+    if copied := offload.step_bytes(one):
+        lines.append(f"offload    {amount(copied, 'bytes')} per device and step go to the host and back, at "
+                     f"{offload.bytes_per_s(one.topology.chip) / 1e9:g} GB/s; a host stores up to "
+                     f"{amount(offload.host_bytes(one), 'bytes')}")  # fmt: skip
     if every := cfg.optim.outer_every:
         lines.append(f"local      each of {cfg.mesh.data} replicas takes {every} steps alone, then an outer step; the "
                      f"bytes over data are those of an outer step, divided by {every}")  # fmt: skip

@@ -71,11 +71,11 @@ ROOMS = {
     "launch": "supervisor agent hosts launcher panes __main__",
     "xla": "hlo ledger options ordered links moved live simulator replay",
     "kernels": "blocks grouped_gpu grouped attention_gpu attention",
-    "overlap": "rings positions context weights remat layers",
+    "overlap": "rings positions remat context weights layers",
     "pipeline": "schedules check draw fit ticks step __main__",
     "data": "bucket packing order objectives features examples files hub sources hf_json sp_model tokenizers shards "
     "units engine progress prepare check train_tokenizer tasks",
-    "plan": "constants hardware hiding compiled rows program weights traced_layer networks costs memory "
+    "plan": "constants hardware hiding compiled rows program weights traced_layer networks costs memory offload "
     "expected replayed auto measured tiers planner inference show user_file traced why budget "
     "explain front serving __main__",
     "train": "storage steps checkpoint guard tracking report pace board agreement watchdog processes "

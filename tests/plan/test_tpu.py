@@ -19,7 +19,7 @@ from config import MeshConfig, preset
 from errors import UserError
 from kernels import attention, grouped
 from overlap import context
-from plan import compiled, planner, replayed
+from plan import compiled, offload, planner, replayed
 from sharding import CONTEXT, FSDP
 from tests.helpers import check_prediction, with_repeats
 from xla import ledger
@@ -304,7 +304,8 @@ STATE = 0.02  # shards of width 96, and the headline's of 24, are padded to tile
 PREDICTED = {
     "fsdp, tensor": ("v4:4x4x2", "dense_124m", DENSE | {"mesh": "fsdp=16,tensor=2", "data.batch_size": 256}),
     "data, gathered once": ("v4:2x2x2", "dense_124m", {
-        "mesh": "data=2,tensor=4", "work.gather": "step", "data.seq_len": 256} | DENSE),
+        "mesh": "data=2,tensor=4", "work.gather": "step", "data.seq_len": 256} | DENSE | {
+        "work.remat": "input@host,branch@host,attention@host"}),
     "1f1b": ("v4:2x2x2", "dense_124m", {"mesh": "stage=4,tensor=2", "work.schedule": "1f1b"} | DENSE),
     "experts on three axes, gathered once": ("v4:4x4x2", "moe1b", {
         "mesh": "stage=2,fsdp=8,tensor=2", "work.gather": "step", "work.remat": "branches", "data.seq_len": 512}),
@@ -317,7 +318,8 @@ def test_the_plan_matches_the_compiled_step(case):
     """Catches a plan that is right only on simulated devices."""
     topology, name, settings = PREDICTED[case]
     plan = planner.plan(preset(name, **PINNED | settings), topology)
-    found, _ = planner.compile_plan(plan, print)
+    found, compiled = planner.compile_plan(plan, print)
+    assert compiled.step.memory_analysis().host_temp_size_in_bytes == offload.step_bytes(plan)
     with_experts = {"state": STATE, "flops": 0.05, "sent": 0.05}
     check_prediction(plan, found, **with_experts if name == "moe1b" else {})
     assert found["unexpected"] == []

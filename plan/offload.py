@@ -1,0 +1,49 @@
+"""Predict the cost of activations that a step stores in the host's memory (`work.remat` with `@host`)."""
+
+from config.fields import parse_remat
+from plan import costs, hardware, memory
+from plan.costs import Sizes
+
+# Bytes per second between a device and its host, in one direction. TPUs: 1.5e10 per chip, v6e 3.2e10:
+# https://jax-ml.github.io/scaling-book/tpus, "TPU Specs" (v4: 1.6e10). tpu7x is not published, so v6e's number is
+# assumed. GPUs: 16 lanes of PCIe, generation 4 for A100 (3.2e10) and 5 for H100, H200 and B200 (6.4e10), of NVIDIA's
+# data sheets; GB200: NVLink-C2C, 900 GB/s in both directions for two GPUs.
+TPU_BYTES_PER_S, GPU_BYTES_PER_S = 1.5e10, 6.4e10
+BYTES_PER_S = {"v6e": 3.2e10, "tpu7x": 3.2e10 / 2, "v3": 1.5e10 / 2, "a100": 3.2e10, "gb200": 2.25e11}
+
+
+CAUSE = "host"  # of waiting for these copies
+
+
+def bytes_per_s(chip: hardware.Chip) -> float:
+    return BYTES_PER_S.get(chip.key, TPU_BYTES_PER_S if chip.torus_dims else GPU_BYTES_PER_S)
+
+
+def step_bytes(one) -> float:
+    """Return the bytes that a device copies to its host in a step; it copies as many back.
+
+    one  a `planner.Plan`
+    """
+    if not any((parse_remat(one.cfg.work.remat) or {}).values()):
+        return 0.0
+    c, z = one.cfg.at_work, Sizes.from_config(one.cfg, one.platform)
+    counts = costs.layer_counts(c, z).items()
+    return one.sched.microbatches * sum(many * memory.listed_bytes(c, z, kind, on_host=True) for kind, many in counts)
+
+
+def host_bytes(one) -> float:
+    """Return the bytes that a host stores at most, for all of its devices."""
+    chip, sched = one.topology.chip, one.sched
+    of_device = step_bytes(one) / sched.microbatches * memory.microbatches_saved(sched)
+    return of_device * chip.per_host * chip.devices_per_chip
+
+
+def exposed_seconds(one, compute_s: float) -> float:
+    """Return the seconds by which copies take longer than the compute that they overlap with.
+
+    compute_s  of a step. Copies to the host overlap with forward passes, and copies back with backward passes.
+    """
+    one_way = step_bytes(one) / bytes_per_s(one.topology.chip)
+    run = costs.passes(one.cfg, one.sched)
+    forward_s = compute_s * run.forward / (run.forward + run.again + run.inputs + run.weights)
+    return max(one_way - forward_s, 0.0) + max(one_way - (compute_s - forward_s), 0.0)

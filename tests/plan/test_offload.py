@@ -1,0 +1,118 @@
+"""Activations that `work.remat` lists: their bytes on the device and on its host, and the time to copy them."""
+
+import jax
+import pytest
+
+import model
+import pipeline
+import sharding
+from config import preset
+from config.fields import ACTIVATIONS
+from errors import UserError
+from plan import costs, measured, memory, offload, planner, show
+from tests import helpers
+
+EVERY = ",".join(f"{name}@host" for name in ACTIVATIONS)
+GROUPED = helpers.GROUPED | {"dense_prefix": 0}
+MODELS = {
+    "mla": {"n_layers": 2, "moe_every": 1},
+    "gqa": GROUPED | {"n_layers": 4, "activation": "gelu", "capacity_factor": 1.0},
+    "parallel": GROUPED | {"n_layers": 2, "parallel_residual": True, "n_experts": 0, "norm": "layer"},
+    "prefix": {"n_layers": 1, "dense_prefix": 0, "n_experts": 0, "prefix_lm": True},
+}
+WIDE = {"data.batch_size": 64, "data.seq_len": 4096, "work.gather": "layer", "mesh": "fsdp=32"}
+
+
+def config(name, mesh, remat, way="gather"):
+    settings = {f"model.{key}": value for key, value in MODELS[name].items()}
+    return preset("tiny", mesh=mesh, **settings, **{"work.remat": remat, "work.context_attention": way,
+                                                   "data.batch_size": 4, "data.seq_len": 24})  # fmt: skip
+
+
+def copied_bytes(cfg):
+    """Return the bytes that one device copies to its host for one layer of each kind, in the trace of a step."""
+    step = pipeline.loss_and_grads(cfg, sharding.make_mesh(cfg.mesh))
+    jaxpr = jax.make_jaxpr(step)(helpers.draw(model.declare(cfg.model)), helpers.random_batch(cfg, seed=0), 3).jaxpr
+    puts = [one for one in helpers.equations(jaxpr) if one.primitive.name == "device_put"]
+    arrays = [x.aval for one in puts if "Host" in str(one.params["devices"]) for x in one.outvars]
+    assert len(puts) >= 2 * len(arrays)  # each is copied back; in a ring, once for each form of a step
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def planned_bytes(cfg, on_host, platform="tpu"):
+    c, z = cfg.at_work, costs.Sizes.from_config(cfg, platform)
+    kinds = [kind for kind, many in costs.layer_counts(c, z).items() if many]
+    return sum(memory.listed_bytes(c, z, kind, on_host) for kind in kinds)
+
+
+@pytest.mark.parametrize("name, mesh, way", [
+    ("mla", "expert=2,fsdp=2", "gather"), ("mla", "context=2", "ring"), ("gqa", "tensor=2,context=2", "gather"),
+    ("gqa", "context=2", "all_to_all"), ("parallel", "tensor=2", "gather"), ("prefix", "fsdp=2", "gather"),
+])  # fmt: skip
+def test_the_host_stores_the_planned_bytes(name, mesh, way):
+    """Catches a wrong size of an activation, and one that the layer does not name."""
+    cfg = config(name, mesh, EVERY, way)
+    assert copied_bytes(cfg) == planned_bytes(cfg, on_host=True) > 0
+    assert planned_bytes(cfg, on_host=False) == 0
+
+
+def test_the_device_stores_what_the_host_does_not():
+    """Catches an input that nobody stores, and a CPU that is planned with a second memory."""
+    on_both = config("mla", "fsdp=2", "queries,keys@host,hidden")
+    whole = planned_bytes(config("mla", "fsdp=2", "input,queries,keys,hidden"), on_host=False)
+    device, host = (planned_bytes(on_both, where) for where in (False, True))
+    assert device + host == whole and 0 < host < device
+    assert planned_bytes(on_both, False, "cpu") == whole and planned_bytes(on_both, True, "cpu") == 0
+    assert planned_bytes(config("mla", "fsdp=2", "full"), False) == 2 * 4 * 2 * 24 * on_both.model.d_model
+
+
+def llama(topology, remat):
+    settings = WIDE | {"work.remat": remat, "work.device_batch": 1}
+    return planner.plan(preset("llama3_8b", **settings), topology)
+
+
+def test_the_time_of_copies_by_hand():
+    """Catches copies that are counted once for both directions, and a time that overlap does not shorten."""
+    one = llama("v5e:4x8", "input@host,queries@host")
+    sent = 2 * 32 * 2 * 4096 * 4096 * 2  # microbatches * layers * activations * positions * width * bytes
+    assert offload.step_bytes(one) == sent
+    assert offload.host_bytes(one) == 4 * sent  # of the 4 chips of a host, which save two microbatches at a time
+    one_way, compute = sent / 1.5e10, 8 * sent / 1.5e10
+    assert offload.exposed_seconds(one, compute) == 0
+    assert offload.exposed_seconds(one, 0.0) == pytest.approx(2 * one_way)
+    # Of four equal parts (forward, recomputation, gradients of inputs and of weights) the first is the forward pass
+    assert offload.exposed_seconds(one, 2 * one_way) == pytest.approx(0.5 * one_way)
+
+
+def test_a_faster_host_shortens_the_step():
+    """Catches exposed copies that are missing in the compiled step, in the roofline or in the real step."""
+    slow, plain = llama("v6e:4x8", EVERY), llama("v6e:4x8", "full")
+    assert slow.expected["host"] > 0 and slow.seconds()["host"] > 0 and "host" not in plain.expected
+    assert slow.memory_bytes["saved"] == 0 < plain.memory_bytes["saved"]
+    gpu = llama("4*h100", EVERY)
+    waits = measured.gpu_causes(gpu)["host"]
+    assert 0 < waits == offload.exposed_seconds(gpu, gpu.seconds()["compute"] / measured.gpu_peak(gpu))
+    assert waits < gpu.seconds()["host"]  # slower compute overlaps with more of the copies
+
+
+def test_what_is_listed_is_not_computed_again():
+    """Catches a bubble and FLOPs that do not depend on the list."""
+    shares = {}
+    for remat in ("full", "queries,keys,attention", EVERY):
+        cfg = llama("v5p:4x4x2", remat).cfg
+        shares[remat] = costs.recomputed_share(cfg.at_work, costs.Sizes.from_config(cfg, "tpu"))
+    full, attention, every = shares.values()
+    assert every == 0 < attention < full < 1  # the last matmul of a layer is never computed again
+
+
+def test_the_plan_says_what_the_host_stores():
+    one = llama("v5e:4x8", "input@host,queries@host")
+    line = next(line for line in show.heading(one) if line.startswith("offload"))
+    assert line == ("offload    4.000 GiB per device and step go to the host and back, at 15 GB/s; a host stores up to "
+                    "16.000 GiB")  # fmt: skip
+    assert not [line for line in show.heading(llama("v5e:4x8", "full")) if line.startswith("offload")]
+
+
+def test_an_encoder_decoder_refuses_a_list():
+    with pytest.raises(UserError, match=r"work.remat='keys@host': a model with an encoder .* use one of none, dots"):
+        planner.plan(preset("t5_laptop", **{"work.remat": "keys@host"}))
