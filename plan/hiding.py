@@ -13,6 +13,7 @@ from sharding import STAGE, TENSOR
 GATHERS, SCATTERS, RINGS = "weights' gathers", "weights' gradients", "positions' permutes"
 HIDES = {  # chip: the communication that it overlaps with matmuls. Gradients overlap if a SparseCore reduces them
     "v4": {GATHERS, RINGS}, "v5e": {GATHERS}, "v5p": {SCATTERS, RINGS}, "v6e": {GATHERS, SCATTERS, RINGS},
+    "tpu7x": {GATHERS, SCATTERS, RINGS},
 }  # fmt: skip
 
 

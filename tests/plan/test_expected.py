@@ -112,7 +112,7 @@ def test_overlap_differs_from_chip_to_chip():
 
 
 @pytest.mark.parametrize("topology, weights, gradients", [
-    ("v4:2x4x4", 0, 1), ("v5e:4x8", 0, 1), ("v5p:2x4x4", 1, 0), ("v6e:4x8", 0, 0), ("tpu7x:2x2x4", 1, 1),
+    ("v4:2x4x4", 0, 1), ("v5e:4x8", 0, 1), ("v5p:2x4x4", 1, 0), ("v6e:4x8", 0, 0), ("tpu7x:2x2x4", 0, 0),
 ])  # fmt: skip
 def test_exposed_bytes_follow_the_rule_of_the_chip(topology, weights, gradients):
     """Catches v4's rule applied to every TPU, with which the plan had half of v5p's exposed bytes."""
