@@ -211,12 +211,8 @@ Spearman's rank correlation of the measured and the real step on each chip is {r
 - **`1024b` on 1,024 v5p.** Its source contradicts itself. The table used here has 254 TFLOP/s, and [another page of the
   same project](https://github.com/AI-Hypercomputer/maxtext/blob/9797b463d2893d1498056d23f0d4497c85147c0d/docs/advanced_docs/runtime_performance_results.md)
   has an MFU of 64.05%, which is 294 TFLOP/s. With that number the error is -1%. On 2,048 chips it is 0%.
-- **`128b` on v5e** offloads queries, keys and values to the host and does not recompute them. The planner has no such
-  policy, so it plans more matmuls than the run had.
 - **The all-gather of `llama2-7b` with `context=16`.** The planner counts the all-gather of keys and values as exposed.
   The measured step takes no longer than with all-to-all.
-- **`deepseek-v3` on tpu7x.** The planner exposes all communication on tpu7x. The measured run sends it with SparseCores
-  while matmuls run.
 - **Many slices.** The error grows with the number of slices, because the planner leaves out the latency of the network
   between slices: `16b` on v5e takes {one_slice:.0%} longer than planned on one slice, and {many_slices:.0%} on 32.
 - **torchtitan's H100s** were limited to 500 W, and have slower memory.
@@ -248,10 +244,10 @@ def summary_line(kind: str, rows: list[Row], found: dict) -> str:
     return f"| {kind} | {describe_errors(fitted)} | {describe_errors(tested)} | {before} | {between} |"
 
 
-def table_line(row: Row) -> str:
-    one, error = row.estimate, percent(row.ratio - 1)
+def table_line(row: Row, found: dict) -> str:
+    one, error, span = row.estimate, percent(row.ratio - 1), found.get(row.kind)
     times = (f"{time:.2f} s" for time in (row.measured_s, row.one.likely_s, one.seconds))
-    between = f"{one.low:.1f} to {one.high:.1f} s" if one.steps else ""
+    between = f"{span['low'] * one.seconds:.1f} to {span['high'] * one.seconds:.1f} s" if span else ""
     name = f"[`{row.name}`]({row.source}) on `{row.topology}`"
     sizes = (f"{int(size):,}" for size in (row.batch, row.seq_len))
     return f"| {' | '.join((name, f'`{row.mesh}`', *sizes, *times, error, between, row.split, row.lacks))} |"
@@ -277,7 +273,7 @@ def page(rows: tuple[Row, ...]) -> str:
     )  # fmt: skip
     parts = [head]
     for kind, ones in listed.items():
-        planned = [table_line(row) for row in ones if row.one]
+        planned = [table_line(row, found) for row in ones if row.one]
         parts += ["", f"## {kind[0].upper()}{kind[1:]}", ""]
         if planned:
             parts += [TABLE, *planned]

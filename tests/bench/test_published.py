@@ -64,7 +64,7 @@ def test_a_row_that_cannot_be_planned_has_the_reason():
 def test_the_page_states_the_batch_of_each_step():
     """Catches seconds of a step whose number of tokens the page does not say, and cells under the wrong heading."""
     row = next(row for row in published.plan_rows(SLICE) if (row.name, row.topology) == ("22b", "v4:4x4x4"))
-    cells = dict(zip(published.COLUMNS, published.table_line(row).split(" | "), strict=True))
+    cells = dict(zip(published.COLUMNS, published.table_line(row, measured.intervals()).split(" | "), strict=True))
     assert (cells["batch"], cells["sequence"], cells["measured"]) == ("832", "2,048", "26.80 s")
     assert cells["mesh"] == "`fsdp=64`" and cells["split"] == "tested"
 
