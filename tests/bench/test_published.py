@@ -53,6 +53,15 @@ def test_seconds_follow_from_published_flops():
     assert causal == pytest.approx(26.796 - 6 * 48 * 2048 * 24 * 128 * 13 * 2048 / 156e12, abs=0.001)
 
 
+def test_a_plan_with_other_sizes_keeps_the_measured_step():
+    """Catches seconds that count layers which only the plan has."""
+    rows = {(row["name"], row["topology"]): row for row in published.read_rows()}
+    row = rows["llama3.1-405b", "h100:16384"]
+    assert (row["n_layers"], published.config(row).model.n_layers) == ("126", 128)
+    tokens, flops = 2048 * 8192, 6 * 403.7e9 + 6 * 126 * 8192 * 16384  # 405.85e9 parameters without the embedding
+    assert published.seconds(row, 16384) == pytest.approx(tokens * flops / 16384 / 400e12, rel=1e-3)
+
+
 def test_a_row_that_cannot_be_planned_has_the_reason():
     """Catches a number for a run that was not planned, and a page that stops at it."""
     row = published.plan_row(published.read_rows()[0] | {"topology": "abacus:8"})
