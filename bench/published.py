@@ -25,8 +25,9 @@ from plan import expected, hardware, measured, planner
 ROWS, PAGE = Path(__file__).parent / "published.csv", Path(__file__).parents[1] / "docs" / "published.md"
 KINDS = ("dense, one slice", "several slices", "context", "MoE", "GPUs")
 SIZES = {"vocab": "vocab_size", **{name: name for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head")}}
-# FLOPs of attention per query-key pair and head width, as the source counts them: all pairs, or only the causal half
-ATTENTION = {"maxtext": 12, "causal": 6}
+# FLOPs as the source counts them: per token and weight of a layer, and of attention per query-key pair and head width.
+# maxtext counts all pairs, causal half of them, and megatron counts the recomputed forward pass too (arXiv:2104.04473)
+COUNTED = {"maxtext": (6, 12), "causal": (6, 6), "megatron": (8, 16)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def parse_value(text: str):
 
 
 def config(row: dict[str, str]) -> Config:
-    """Return the configuration of a row. `settings` changes it last."""
+    """Return the configuration of a row. `settings` changes it last, also to plan other sizes than those of the run."""
     model = {ours: int(row[theirs]) for theirs, ours in SIZES.items()} | {"attention": "gqa"}
     sparse = {"n_experts": int(row["n_experts"]), "top_k": int(row["top_k"]), "d_expert": int(row["d_ff"])}
     model |= sparse if sparse["n_experts"] else {"d_ff": int(row["d_ff"])}
@@ -74,7 +75,7 @@ def config(row: dict[str, str]) -> Config:
     model |= {name[6:]: value for name, value in settings.items() if name.startswith("model.")}
     others = {name: value for name, value in settings.items() if not name.startswith("model.")}
     data = {"data.seq_len": int(row["seq_len"]), "data.batch_size": int(row["batch"])}
-    return replace(preset("llama3_8b"), model=ModelConfig(**model), mesh=row["mesh"], **data, **others)
+    return replace(preset("llama3_8b"), model=ModelConfig(**model), mesh=row["mesh"], **(data | others))
 
 
 def seconds(row: dict[str, str], devices: int) -> float:
@@ -83,11 +84,12 @@ def seconds(row: dict[str, str], devices: int) -> float:
     if row["unit"] == "s":
         return value
     size = {name: int(number) for name, number in row.items() if number.isdecimal()}
-    D, width = size["d_model"], size["d_head"]
-    weights = D * width * 2 * (size["n_heads"] + size["n_kv_heads"]) + 3 * D * size["d_ff"]
-    matmuls = size["n_layers"] * weights + D * size["vocab"]
-    pairs = ATTENTION[row["flops"]] * size["n_layers"] * size["seq_len"] * size["n_heads"] * width
-    return (6 * matmuls + pairs) * size["batch"] * size["seq_len"] / devices / (1e12 * value)
+    D, width, (per_weight, per_pair) = size["d_model"], size["d_head"], COUNTED[row["flops"]]
+    feed_forward = (2 if "model.activation=gelu" in row["settings"] else 3) * D * size["d_ff"]
+    weights = D * width * 2 * (size["n_heads"] + size["n_kv_heads"]) + feed_forward
+    pairs = size["seq_len"] * size["n_heads"] * width
+    per_token = size["n_layers"] * (per_weight * weights + per_pair * pairs) + 6 * D * size["vocab"]
+    return per_token * size["batch"] * size["seq_len"] / devices / (1e12 * value)
 
 
 def plan_row(row: dict[str, str]) -> Row:
@@ -216,11 +218,36 @@ Spearman's rank correlation of the measured and the real step on each chip is {r
 - **Many slices.** The error grows with the number of slices, because the planner leaves out the latency of the network
   between slices: `16b` on v5e takes {one_slice:.0%} longer than planned on one slice, and {many_slices:.0%} on 32.
 - **torchtitan's H100s** were limited to 500 W, and have slower memory.
+- **GPT models without FlashAttention** (`gpt-1.7b` to `gpt-1008b`, `gpt-22b`, `gpt-neox-20b`). The plan for a GPU has
+  no separate time for operations that memory limits. Without FlashAttention, each score of a query and a key passes
+  through memory several times: 13 bytes in the forward pass (scores, softmax, dropout and its mask), 13 when it is
+  recomputed, and 19 in the backward pass. At 2.04 TB/s, that takes {small_scores:.2f} s of `gpt-1.7b`, which takes
+  {small_gpt:.2f} s longer than planned. For `gpt-145.6b` it is {large_scores:.2f} of {large_gpt:.2f} s, and for
+  `gpt-neox-20b`, without dropout and at 1.6 TB/s, {neox_scores:.1f} of {neox:.1f} s. The rest is not explained.
+- **`mt-nlg-530b`.** The three steps fit 377 s divided by the size of `data`, and 13 s that do not shrink with it. The
+  plan has 6 s that do not shrink, the bubble for microbatches of one sequence. With two it would be 12 s.
+- **Gradients that do not overlap.** The planner overlaps gradient reductions over `data` with compute, so `gpt-530b`
+  takes the same time on 280 and on 2,240 A100s. The paper says that its reductions did not overlap, and measured 37.83
+  and 39.15 s.
+- **The widest GPT models** (`gpt-530b` and `gpt-1t` on 280 and 512 GPUs) reach more than the {a100:.0%} of the peak to
+  which the rows of Llama 2 70B fit. The bubble of `gpt-1t` is 63 of 575 slots, and the paper has an MFU of 56.3%, so
+  the other slots reach at least 63%.
+- **ZeRO-3 on 768 and 1,536 A100s.** The step takes 67 s on both, so communication limits it. A GPU receives
+  349 GB of weights at least twice, and takes part in the reduction of as many bytes of gradients: 16 GB/s. The planner
+  expects the 200 GB/s of a node's eight network cards, and overlaps all of it with compute.
+- **`deepseek-v3` on 2,048 H100s.** The planner exposes {all_to_all:.1f} s of all-to-all, which DualPipe overlaps with
+  compute, and plans matmuls in bfloat16, which are FP8 in the run.
 - **`gptj-6b` on v3.** The source says "~5000 tokens/second", and no other step of a v3 is known.
 
-What is not here: PaLM, DeepSeek-V3 on H800, GPT-NeoX, OLMo, and the tables of the Megatron-LM papers. We had no source
-that states the mesh, the batch and the time of these steps together. NVIDIA's recipes and MaxText have changed some of
-the tables since; the history of each file has the numbers used here.
+What is not here:
+
+- Llama 3.1 405B with sequences of 131,072 tokens, `context=16` and 380 TFLOP/s. The paper does not say how it counts
+  the FLOPs of attention. Counting all pairs instead of the causal half changes the step from 11 to 15 s.
+- OLMo. The README of OLMo-core has tokens/s per H100, but neither the number of GPUs nor the batch.
+- BloombergGPT. Its nodes have 400 Gbit/s for eight A100s, a quarter of what the planner's A100s have, and its weights
+  are sharded over 128 GPUs.
+
+NVIDIA's recipes and MaxText have changed some of the tables since; the history of each file has the numbers used here.
 """
 COLUMNS = ("step", "mesh", "batch", "sequence", "measured", "compiled step", "real step", "error", "interval", "split",
            "planned differently")  # fmt: skip
@@ -253,6 +280,18 @@ def table_line(row: Row, found: dict) -> str:
     return f"| {' | '.join((name, f'`{row.mesh}`', *sizes, *times, error, between, row.split, row.lacks))} |"
 
 
+def score_seconds(row: Row, score_bytes: int = 45, bytes_per_s: float = 2.039e12) -> float:
+    """Return the seconds in which the scores of attention without FlashAttention pass through a GPU's memory.
+
+    score_bytes  13 in the forward pass: the matmul, softmax and dropout write 2 each, dropout a mask of 1, and softmax,
+                 dropout and the next matmul read 2 each. 13 when recomputed. 19 in the backward pass: three matmuls
+                 and dropout read 2 each, softmax 4, dropout the mask, and one matmul, dropout and softmax write 2 each.
+                 Without dropout: 8, 8 and 14
+    """
+    B, L, H, T = (int(row.values[name]) for name in ("batch", "n_layers", "n_heads", "seq_len"))
+    return score_bytes * B * L * H * T**2 / row.one.topology.devices / bytes_per_s
+
+
 def unplanned_line(row: Row) -> str:
     name = f"[`{row.name}`]({row.source}) on `{row.topology}`"
     return f"- {name}, `{row.mesh}`, {row.value} {row.unit}: {row.reason}"
@@ -263,7 +302,14 @@ def page(rows: tuple[Row, ...]) -> str:
     found, listed = intervals(rows), {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
     slower = [f"{share:+.0%} on {chip}" for chip, share in measured.MATMULS.items()]
     longer = {row.topology: 1 / row.ratio - 1 for row in rows if row.one and row.name == "16b"}
+    by_name = {(row.name, row.topology): row for row in rows}
+    small, large = by_name["gpt-1.7b", "a100:32"], by_name["gpt-145.6b", "a100:1536"]
+    neox, sparse = by_name["gpt-neox-20b", "a100:96"], by_name["deepseek-v3", "h100:2048"]
+    late = lambda row: row.measured_s - row.estimate.seconds
     head = HEAD.format(
+        small_gpt=late(small), large_gpt=late(large), neox=late(neox), small_scores=score_seconds(small),
+        large_scores=score_seconds(large), neox_scores=score_seconds(neox, 30, 1.555e12),
+        a100=measured.GPU_MATMULS["a100"], all_to_all=measured.gpu_causes(sparse.one)["expert"],
         rows=len(rows), one_slice=longer["v5e:16x16"], many_slices=longer["32*v5e:16x16"],
         matmuls=", ".join(slower), others=1 + measured.OTHERS["v5p"], held=expected.HELD_UP,
         gpus=" and ".join(f"{share:.0%} ({chip})" for chip, share in measured.GPU_MATMULS.items()),

@@ -53,13 +53,41 @@ def test_seconds_follow_from_published_flops():
     assert causal == pytest.approx(26.796 - 6 * 48 * 2048 * 24 * 128 * 13 * 2048 / 156e12, abs=0.001)
 
 
+def test_flops_with_the_recomputed_forward_pass_give_the_published_days():
+    """arXiv:2104.04473, table 2, has TFLOP/s and the days for 300B tokens. Catches three matmuls in a feed-forward
+    layer with GELU, and recomputed FLOPs that are left out."""
+    days = {
+        "a100:384": {144: 90, 153: 84}, "a100:768": {88: 74, 149: 43}, "a100:1536": {44: 74, 141: 23},
+        "a100:560": {171: 156}, "a100:640": {138: 169}, "a100:1120": {98: 137, 167: 80},
+        "a100:2240": {48: 140, 159: 42},
+    }  # fmt: skip
+    table = [row for row in published.read_rows() if row["source"].endswith("2104.04473")]
+    found = [row for row in table if int(row["value"]) in days.get(row["topology"], ())]
+    assert len(found) == 12
+    for row in found:
+        steps = 300e9 / (int(row["batch"]) * int(row["seq_len"]))
+        seconds = published.seconds(row, int(row["topology"].removeprefix("a100:")))
+        want = days[row["topology"]][int(row["value"])]
+        assert seconds * steps / 86400 == pytest.approx(want, abs=0.5 + 0.5 / int(row["value"]) * want)  # both rounded
+
+
 def test_a_plan_with_other_sizes_keeps_the_measured_step():
-    """Catches seconds that count layers which only the plan has."""
+    """Catches seconds from the layers, the vocabulary or the positions that only the plan has."""
     rows = {(row["name"], row["topology"]): row for row in published.read_rows()}
     row = rows["llama3.1-405b", "h100:16384"]
     assert (row["n_layers"], published.config(row).model.n_layers) == ("126", 128)
     tokens, flops = 2048 * 8192, 6 * 403.7e9 + 6 * 126 * 8192 * 16384  # 405.85e9 parameters without the embedding
     assert published.seconds(row, 16384) == pytest.approx(tokens * flops / 16384 / 400e12, rel=1e-3)
+    palm = published.config(rows["palm-540b", "2*v4:12x16x16"])
+    assert (palm.data.seq_len, palm.model.vocab_size, palm.model.n_kv_heads) == (2052, 256_008, 12)
+
+
+def test_scores_pass_through_memory_once_per_head_and_layer():
+    """Catches scores of all GPUs counted on each."""
+    (values,) = (row for row in published.read_rows() if row["name"] == "gpt-1.7b")
+    row = published.plan_row(values)
+    per_gpu = 16 * 24 * 24 * 2048**2  # sequences, layers, heads, pairs
+    assert published.score_seconds(row, 45, 1e12) == pytest.approx(45 * per_gpu / 1e12)
 
 
 def test_a_row_that_cannot_be_planned_has_the_reason():
