@@ -23,7 +23,7 @@ from errors import UserError, exit_status
 from plan import expected, hardware, measured, planner
 
 ROWS, PAGE = Path(__file__).parent / "published.csv", Path(__file__).parents[1] / "docs" / "published.md"
-KINDS = ("dense, one slice", "several slices", "context", "MoE", "GPUs")
+KINDS = ("dense, one slice", "several slices", "context", "MoE", "GPUs", "GPUs without FlashAttention")
 SIZES = {"vocab": "vocab_size", **{name: name for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head")}}
 # FLOPs as the source counts them: per token and weight of a layer, and of attention per query-key pair and head width.
 # maxtext counts all pairs, causal half of them, and megatron counts the recomputed forward pass too (arXiv:2104.04473)
@@ -218,8 +218,8 @@ Spearman's rank correlation of the measured and the real step on each chip is {r
 - **Many slices.** The error grows with the number of slices, because the planner leaves out the latency of the network
   between slices: `16b` on v5e takes {one_slice:.0%} longer than planned on one slice, and {many_slices:.0%} on 32.
 - **torchtitan's H100s** were limited to 500 W, and have slower memory.
-- **GPT models without FlashAttention** (`gpt-1.7b` to `gpt-1008b`, `gpt-22b`, `gpt-neox-20b`). The plan for a GPU has
-  no separate time for operations that memory limits. Without FlashAttention, each score of a query and a key passes
+- **GPT models without FlashAttention** (`gpt-1.7b` to `gpt-1008b`, `gpt-22b`, `gpt-neox-20b`). Runs of 2020 to 2022 are
+  a separate kind, because every plan has FlashAttention. The plan for a GPU has no separate time for operations that memory limits. Without FlashAttention, each score of a query and a key passes
   through memory several times: 13 bytes in the forward pass (scores, softmax, dropout and its mask), 13 when it is
   recomputed, and 19 in the backward pass. At 2.04 TB/s, that takes {small_scores:.2f} s of `gpt-1.7b`, which takes
   {small_gpt:.2f} s longer than planned. For `gpt-145.6b` it is {large_scores:.2f} of {large_gpt:.2f} s, and for
