@@ -11,9 +11,14 @@ from config import AUTO, PRESETS, Config, MeshConfig, ModelConfig, WorkConfig, p
 from config.fields import REMAT, parse_remat
 from errors import UserError, require_multiple
 
-# Letter of a parameter's dim -> the setting that holds its size. For L (blocks) and Q (query latent), see `remedy`.
+# Letter of a parameter's dim -> the setting that holds its size. For Q (query latent), see `setting_of`.
 SETTINGS = dict(V="vocab_size", D="d_model", H="n_heads", G="n_kv_heads", K="d_head", R="d_rope", U="d_value",
-                C="d_kv_latent", F="d_ff", E="n_experts", M="d_expert", I="encoder_layers")  # fmt: skip
+                C="d_kv_latent", F="d_ff", E="n_experts", M="d_expert", I="encoder_layers", L="n_layers")  # fmt: skip
+WORDS = dict(vocab_size="vocabulary tokens", d_model="model dimensions", n_heads="query heads", d_ff="hidden units",
+             n_kv_heads="key/value heads", d_head="head dimensions", d_rope="rotary dimensions", n_experts="experts",
+             d_value="value dimensions", d_kv_latent="key/value latent dimensions", d_expert="expert dimensions",
+             encoder_layers="encoder layers", n_layers="layer blocks",
+             d_query_latent="query latent dimensions")  # fmt: skip
 
 
 def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work) -> None:
@@ -25,7 +30,9 @@ def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work)
         sharding.check_divides(declare(c), SimpleNamespace(shape=mesh.sizes))
     except sharding.DoesNotSplit as error:
         others = ", ".join(name for name in PRESETS if fits(name, mesh)) or "none"
-        raise UserError(f"{error.what}; use {remedy(c, error)}, or a smaller {'*'.join(error.axes)}; "
+        words = WORDS[setting_of(c, error)].removesuffix("s" * (error.size == 1))
+        what = error.what.replace(f"{error.letter}={error.size}", f"{error.size} {words}", 1)
+        raise UserError(f"{what}; use {remedy(c, error)}, or a smaller {'*'.join(error.axes)}; "
                         f"presets that split over {mesh}: {others}") from None  # fmt: skip
 
     if work.context_attention == "all_to_all":
@@ -61,14 +68,17 @@ def fits(name: str, mesh: MeshConfig) -> bool:
         return False
 
 
+def setting_of(c: ModelConfig, error: sharding.DoesNotSplit) -> str:
+    return SETTINGS.get(error.letter, "d_query_latent" if c.d_query_latent else "d_model")
+
+
 def remedy(c: ModelConfig, error: sharding.DoesNotSplit) -> str:
     """Return the flag that sets the dim's size, with the nearest values that split."""
     parts, less = error.parts, error.size // error.parts
     sizes = [n * parts for n in (less, less + 1) if n]
-    setting = SETTINGS.get(error.letter, "d_query_latent" if c.d_query_latent else "d_model")
     if error.letter == "L":
-        setting, sizes = "n_layers", [c.dense_prefix + n * c.layers_per_block for n in sizes]
-    return f"--model.{setting} {' or '.join(map(str, sizes))}"
+        sizes = [c.dense_prefix + n * c.layers_per_block for n in sizes]
+    return f"--model.{setting_of(c, error)} {' or '.join(map(str, sizes))}"
 
 
 @dataclasses.dataclass(frozen=True)

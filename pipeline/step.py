@@ -135,7 +135,7 @@ def schedule(cfg: Config) -> schedules.Schedule:
         return two_stacks(work.schedule, S, split)
     if n % (S * v):
         raise UserError(
-            f"cannot split {n} blocks of layers over stage={S} * work.chunks={v} = {S * v} parts "
+            f"cannot split {n} layer blocks over stage={S} * work.chunks={v} = {S * v} parts "
             f"({n} % {S * v} = {n % (S * v)}); use a multiple of {S * v} blocks, or fewer chunks")  # fmt: skip
     if work.schedule == "gpipe" and S > 1:
         return schedules.gpipe(S, split.microbatches, passes=split.accumulation)

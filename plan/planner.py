@@ -361,7 +361,7 @@ def candidate_meshes(cfg: Config, topology: hardware.Topology) -> list[MeshConfi
 
 
 def count_refusal(refused: dict[str, int], error: UserError) -> None:
-    reason = str(error).split(" of ")[0].split(";")[0].split(" (")[0]
+    reason = str(error).split(" of ")[0].split(" over ")[0].split(";")[0].split(" (")[0]
     refused[reason] = refused.get(reason, 0) + 1
 
 

@@ -97,8 +97,8 @@ WRONG = {
     "tiny --devices -1": "run.devices=-1: must be at least 0",
     "tiny --mesh tensor=4": "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); "
     "use data.seq_len=16 or 20",
-    "tiny --mesh tensor=8 --data.seq_len 16": "cannot split H=4 of ",
-    "tiny --mesh stage=4": "cannot split L=2 of blocks.dense.norm_attention_D over mesh axes stage = 4",
+    "tiny --mesh tensor=8 --data.seq_len 16": "cannot split 4 query heads of ",
+    "tiny --mesh stage=4": "cannot split 2 layer blocks of blocks.dense.norm_attention_D over mesh axes stage = 4",
     "tiny --run.sample_prompt=0123456789abcdefg": "a prompt of 17 tokens and the end-of-text token before it",
     "tiny --model.capacity_factor 0.01": "capacity is 0",
     "tiny --model.vocab_size 200": "has token ids 0..256, but model.vocab_size=200 allows 0..199; use --model.vocab",

@@ -158,7 +158,7 @@ REFUSED = [
     ({"model.norm": "layer"}, "model.norm=layer: a model with an encoder needs norm='rms'"),
     ({"model.prefix_lm": True}, "model.prefix_lm=True: a model with an encoder needs prefix_lm=False"),
     ({"mesh": "stage=2", "work.schedule": "zb"}, "work.schedule='zb': an encoder-decoder runs gpipe or 1f1b"),
-    ({"mesh": "stage=4"}, "cannot split I=2 of encoder.layers"),
+    ({"mesh": "stage=4"}, "cannot split 2 encoder layers of encoder.layers"),
     ({"mesh": "tensor=2", "data.input_len": 27}, "data.input_len=27"),
 ]
 

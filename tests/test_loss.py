@@ -366,7 +366,8 @@ def test_the_mesh_changes_where_not_what(mesh):
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"mesh": "stage=3"}, "cannot split L=2 of blocks.dense.norm_attention_D over mesh axes stage = 3 devices"),
+    ({"mesh": "stage=3"},
+     "cannot split 2 layer blocks of blocks.dense.norm_attention_D over mesh axes stage = 3 devices"),
     ({"mesh": "context=2"}, "cannot split data.seq_len=18 positions into 2 chunks for each of context=2 devices "
                             "(18 % 4 = 2); use data.seq_len=16 or 20"),
     ({"mesh": "stage=2,fsdp=2", "work.microbatches": 3},

@@ -114,7 +114,7 @@ def test_the_command_runs_on_a_mesh(run_directory):
     cannot."""
     argv = [run_directory, "--prompt", "!", "--tokens", "9", "--temperature", "0", "--devices", "8", "--mesh"]
     assert run(*argv, "fsdp=2,context=2")[:2] == (0, rule_text("!", 9) + "\n")
-    assert run(*argv, "tensor=2")[2].startswith("error: cannot split G=1 of ")
+    assert run(*argv, "tensor=2")[2].startswith("error: cannot split 1 key/value head of ")
     assert run(*argv, "data=16")[2] == (
         "error: mesh data=16 needs 16 devices, and there are 8; --devices 16 simulates them\n"
     )

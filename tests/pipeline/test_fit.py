@@ -12,13 +12,14 @@ from errors import UserError
 from pipeline import fit
 
 CASES = [
-    ("laptop", "stage=4", "L=2 of blocks.moe.norm_attention_D", "--model.n_layers 6"),  # 2 dense ones before
-    ("tiny", "stage=3", "L=2 of blocks.dense.norm_attention_D", "--model.n_layers 7"),  # 1 dense, then 3 blocks of 2
-    ("laptop", "tensor=3", "V=272 of embedding_VD", "--model.vocab_size 270 or 273"),
-    ("llama3_8b", "tensor=16", "G=8 of blocks.dense.attention.w_key_DGK", "--model.n_kv_heads 16"),
-    ("mixtral_8x7b", "expert=16", "E=8 of blocks.moe.feed_forward.w_gate_EDM", "--model.n_experts 16"),
-    ("moe1b", "fsdp=80", "D=768 of embedding_VD", "--model.d_model 720 or 800"),
-    ("deepseek_v3", "fsdp=1024", "Q=1536 of prefix.attention.w_query_QHK", "--model.d_query_latent 1024 or 2048"),
+    ("laptop", "stage=4", "2 layer blocks of blocks.moe.norm_attention_D", "--model.n_layers 6"),  # 2 dense before
+    ("tiny", "stage=3", "2 layer blocks of blocks.dense.norm_attention_D", "--model.n_layers 7"),  # 3 blocks of 2
+    ("laptop", "tensor=3", "272 vocabulary tokens of embedding_VD", "--model.vocab_size 270 or 273"),
+    ("llama3_8b", "tensor=16", "8 key/value heads of blocks.dense.attention.w_key_DGK", "--model.n_kv_heads 16"),
+    ("mixtral_8x7b", "expert=16", "8 experts of blocks.moe.feed_forward.w_gate_EDM", "--model.n_experts 16"),
+    ("moe1b", "fsdp=80", "768 model dimensions of embedding_VD", "--model.d_model 720 or 800"),
+    ("deepseek_v3", "fsdp=1024", "1536 query latent dimensions of prefix.attention.w_query_QHK",
+     "--model.d_query_latent 1024 or 2048"),
 ]  # fmt: skip
 
 
@@ -34,7 +35,8 @@ def test_an_error_names_the_setting_that_does_not_split(name, mesh, what, flag):
     for value in values:  # another parameter may still fail to split
         changed = replace(cfg, **{"model.d_head": cfg.model.d_head, setting: int(value)}).model
         d = sharding.flatten_named(model.declare(changed))[what.split(" of ")[1]]
-        size, axes = d.shape[d.dims.index(what[0])], sharding.as_tuple(d.spec[d.dims.index(what[0])])
+        at = d.shape.index(int(value) if setting != "model.n_layers" else d.shape[0])
+        size, axes = d.shape[at], sharding.as_tuple(d.spec[at])
         assert size % math.prod(mesh.sizes[axis] for axis in axes) == 0
     presets = text.split(f"presets that split over {mesh}: ")[1]
     for other in PRESETS:

@@ -164,7 +164,7 @@ def test_weights_are_gathered_per_layer_or_per_step():
 
 @pytest.mark.parametrize("case, more, message", [
     ("balance stage=2 schedule=interleaved chunks=3", {},
-     r"cannot split 16 blocks of layers over stage=2 \* work.chunks=3 = 6 parts \(16 % 6 = 4\)"),
+     r"cannot split 16 layer blocks over stage=2 \* work.chunks=3 = 6 parts \(16 % 6 = 4\)"),
     ("balance stage=4 schedule=interleaved microbatches=2", {}, "groups of stage=4, and microbatches=2 is not a"),
     ("balance stage=2 schedule=1f1b chunks=2", {}, "work.chunks=2: only work.schedule='interleaved' has several"),
 ])  # fmt: skip

@@ -363,7 +363,7 @@ def test_a_search_prints_why_no_mesh_fits(capsys):
     ("tiny", ["--prompt", "9"], "--prompt has an effect only with --inference"),
     ("tiny", ["--inference", "--batch", "0"], "--batch 0: must be at least 1 sequence"),
     ("tiny", ["--inference", "--plot", "a.png"], "the speed of these devices is unknown"),
-    ("llama3_8b", ["--inference", "--mesh", "tensor=16"], "cannot split G=8 of"),
+    ("llama3_8b", ["--inference", "--mesh", "tensor=16"], "cannot split 8 key/value heads of"),
     ("llama3_8b", [*EIGHT, "--topology", "v5e:4x4"], "mesh tensor=8 has 8 devices"),
 ])  # fmt: skip
 def test_bad_input_gets_one_line(capsys, name, words, why):
