@@ -210,9 +210,17 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
     if fit and fit[0].real:
         console.print(f"real step  the first mesh: {fit[0].real}", soft_wrap=True)
     smallest = (large[0].cfg.mesh, large[0].peak_bytes, large[0].limit_bytes) if large else ()
+    print_memory_note(fit + large, console)
     print_rejected(len(large), smallest, refused, console)
     if better:
         console.print(suggestion((fit or large)[0], *better), soft_wrap=True)
+
+
+def print_memory_note(plans: list, console) -> None:
+    """Print which part of a GPU's memory limits a search, unless --memory gave the limit."""
+    for one in plans[:1]:
+        if one.topology and one.topology.chip.domain and one.limit_bytes == one.topology.chip.memory_bytes:
+            console.print(f"note       {hardware.memory_note(one.topology.chip)}", soft_wrap=True)
 
 
 def print_rejected(too_large: int, smallest: tuple, refused: dict[str, int], console) -> None:
@@ -267,6 +275,7 @@ def inference_search_table(fit: list, large: list, refused: dict[str, int], cons
         table.add_row(str(one.cfg.mesh), amount(found["memory_bytes"], "bytes"), amount(found["first_token_s"], "s"),
                       amount(found["step_s"], "s"), f"{found['tokens_per_s']:,.1f}", found["bound_by"])  # fmt: skip
     console.print(table)
+    print_memory_note([one for one, _ in fit + large], console)
     smallest = [(one.cfg.mesh, found["memory_bytes"], one.usable_bytes) for one, found in large[:1]]
     print_rejected(len(large), *(smallest or [()]), refused, console)
 

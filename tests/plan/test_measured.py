@@ -64,6 +64,19 @@ def test_a_plan_prints_its_interval(capsys):
     assert f"real step  {one.real.seconds:.3g} s, {between}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("topology, note", [
+    ("h100:64", "note       JAX reserves 75% of a GPU's 79.6 GiB; if you set XLA_CLIENT_MEM_FRACTION, use --memory\n"),
+    ("v4:4x4x4", ""),
+])  # fmt: skip
+def test_a_search_on_gpus_says_which_memory_limits_it(topology, note, capsys):
+    """Catches a search that refuses layouts with a limit below the data sheet's, and does not say why."""
+    from rich.console import Console
+
+    show.search_table([llama(topology)], [], {}, None, Console(width=120, highlight=False))
+    text = capsys.readouterr().out
+    assert note in text and ("JAX reserves" in text) == bool(note)
+
+
 def test_a_search_on_gpus_prints_the_real_step_of_each_layout(capsys):
     """Catches a roofline of GPUs that looks like the time of a step, and an MFU of the roofline."""
     from rich.console import Console
