@@ -4,36 +4,40 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from devices import log
+from devices import is_main_process, log
 
 QUIET_S = 60  # between two lines when there is no terminal
 
 
 @contextlib.contextmanager
-def show_progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[int | None], None]]:
-    """Yield advance(n). Call it with the number of tokens of each finished item; advance(None) does nothing."""
+def show_progress(what: str, total: int, done: int = 0, say: Callable[[str], None] = log) -> Iterator[Callable]:
+    """Yield advance(n). Call it after each item, with the item's number of tokens if it has tokens; advance(None) does
+    nothing.
+
+    say   prints a line, on process 0
+    """
     import rich.console
     import rich.progress
 
     console = rich.console.Console(stderr=True)
-    columns = ("{task.description}", rich.progress.BarColumn(), "{task.completed}/{task.total}",
-               "{task.fields[speed]}", rich.progress.TimeRemainingColumn())  # fmt: skip
+    columns = ("{task.description}", rich.progress.BarColumn(), "{task.completed}/{task.total}{task.fields[speed]}",
+               rich.progress.TimeRemainingColumn())  # fmt: skip
     began = reported = time.monotonic()
-    tokens, first = 0, done
-    with rich.progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    tokens, first, hidden = 0, done, not (console.is_terminal and is_main_process())
+    with rich.progress.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(what, total=total, completed=done, speed="")
 
-        def advance(count: int | None) -> None:
+        def advance(count: int | None = 0) -> None:
             nonlocal tokens, done, reported
             if count is None:
                 return
             tokens, done = tokens + count, done + 1
             now = time.monotonic()
-            speed = f"{tokens / max(now - began, 1e-9):,.0f} tokens/s"
+            speed = f", {tokens / max(now - began, 1e-9):,.0f} tokens/s" if tokens else ""
             bar.update(task, completed=done, speed=speed)
             if not console.is_terminal and now - reported > QUIET_S and done < total:
                 left_s = (now - began) / (done - first) * (total - done)
-                log(f"{what} {done} of {total}, {speed}, {left_s / 60:.0f} minutes left")
+                say(f"{what} {done} of {total}{speed}, {left_s / 60:.0f} minutes left")
                 reported = now
 
         yield advance

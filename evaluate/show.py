@@ -1,37 +1,21 @@
 """Show the progress of an evaluation on standard error, and its results as a table."""
 
-import contextlib
+import functools
 import sys
-import time
-from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
+from data.progress import show_progress
 from devices import is_main_process
 
-QUIET_S = 60  # seconds between progress lines without a terminal
+
+def say(text: str) -> None:
+    if is_main_process():
+        print(text, file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each of `total` items. Shows a bar on a terminal, or a line every QUIET_S."""
-    console, begun, done = Console(stderr=True), time.monotonic(), 0
-    here = is_main_process()
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (here and console.is_terminal)) as bar:
-        task, printed = bar.add_task(what, total=total), begun
-
-        def advance() -> None:
-            nonlocal done, printed
-            done += 1
-            bar.advance(task)
-            if here and not console.is_terminal and (now := time.monotonic()) - printed > QUIET_S:
-                left_s, printed = (now - begun) / done * (total - done), now
-                print(f"{what}  {done} of {total}, {left_s / 60:.0f} minutes left", file=sys.stderr, flush=True)
-
-        yield advance
+progress = functools.partial(show_progress, say=say)
 
 
 def table(rows: list[tuple], *columns: str) -> None:
