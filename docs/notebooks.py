@@ -13,6 +13,7 @@ from typing import Annotated
 
 import tyro
 
+from chapters.__main__ import select_chapters
 from errors import UserError, exit_status
 
 HELP = """e.g. python -m docs.notebooks
@@ -78,17 +79,8 @@ def colab(name: str) -> str:
 
 
 def chapters(numbers=()) -> list[Path]:
-    """Return the chapters' files in order, or only those that begin with the given numbers, such as "04".
-
-    Raises: UserError for an unknown number.
-    """
-    found = sorted(CHAPTERS.glob("[0-9][0-9]_*.py"))
-    for number in numbers:
-        if not any(path.stem.startswith(number) for path in found):
-            raise UserError(
-                f"no file in chapters/ starts with {number!r}; found: {', '.join(p.stem for p in found) or 'none'}"
-            )
-    return [path for path in found if not numbers or path.stem.startswith(tuple(numbers))]
+    """Return the files of `select_chapters`. Raises: UserError for an unknown number."""
+    return [CHAPTERS / f"{name}.py" for name in select_chapters(tuple(numbers))]
 
 
 def read(path: Path, for_readers: bool = True):

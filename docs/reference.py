@@ -161,11 +161,3 @@ def api_page(name: str) -> str:
         for node in public(tree.body):
             out += entry(node, source.splitlines())
     return "\n".join(out) + "\n"
-
-
-def write_api(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.md"):
-        old.unlink()
-    for name in API:
-        (folder / f"{name}.md").write_text(api_page(name), encoding="utf-8")
