@@ -243,7 +243,6 @@ def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_
     wanted_bm  indices of the m wanted tokens in each row
     Sends over STAGE: the activations to the next stage at every tick, and the logits to all stages.
     """
-    stage, stages = axis_index(STAGE), axis_size(STAGE)
     prefix, blocks, cache = (jax.tree.map(lambda x: x[0], tree) for tree in (w.prefix, w.blocks, cache))
     ours = lambda x_bs: own_slice(as_row(x_bs), CONTEXT, dim=1)
     batch = {"tokens_BT": ours(tokens_bs), "positions_BT": ours(positions_bs)}
@@ -265,19 +264,31 @@ def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_
     apply_prefix = lambda x_1tD, caches: scan_layers(layer, with_caches(prefix, caches), x_1tD, lambda i: i)
     apply_blocks = lambda x_1tD, caches: model.blocks(with_caches(blocks, caches), c, x_1tD, layer)
 
-    def if_ours(mine, apply, x_1tD, caches):
-        return apply(x_1tD, caches) if stages == 1 else jax.lax.cond(mine, apply, lambda *same: same, x_1tD, caches)
-
-    def tick(carry, at_work):
-        x_1tD, caches = if_ours(stage == at_work, apply_blocks, *carry)
-        return (shift(x_1tD, STAGE), caches), None
-
     x_1tD = vary(model.embed_batch(w, c, batch, None, gather_weights), AXES)
-    x_1tD, cache["prefix"] = if_ours(stage == 0, apply_prefix, x_1tD, cache["prefix"])
-    (x_1tD, cache["blocks"]), _ = jax.lax.scan(tick, (x_1tD, cache["blocks"]), jnp.arange(stages))
-
+    x_1tD, cache["prefix"] = apply_on_stage(0, apply_prefix, x_1tD, cache["prefix"])
+    x_1tD, cache["blocks"] = through_stages(apply_blocks, x_1tD, cache["blocks"])
     logits_bmv = logits_after(w, c, x_1tD, tokens_bs.shape, wanted_bm)
     return logits_bmv, jax.tree.map(lambda x: x[None], cache)
+
+
+def apply_on_stage(number, apply, x, state):
+    """Return apply(x, state) on one stage, and (x, state) on the others."""
+    if axis_size(STAGE) == 1:
+        return apply(x, state)
+    return jax.lax.cond(axis_index(STAGE) == number, apply, lambda *same: same, x, state)
+
+
+def through_stages(apply, x, state):
+    """Run (x, state) -> apply(x, state) on one stage after the other. Returns the last stage's x, shifted to the first,
+    and every stage's own state."""
+
+    def tick(carry, number):
+        x, state = apply_on_stage(number, apply, *carry)
+        return (shift(x, STAGE), state), None
+
+    if axis_size(STAGE) == 1:
+        return apply(x, state)
+    return jax.lax.scan(tick, (x, state), jnp.arange(axis_size(STAGE)))[0]
 
 
 def logits_after(w: model.Transformer, c: ModelAtWork, x_1tD, shape: tuple[int, int], wanted_bm):
@@ -340,20 +351,6 @@ class InputAttention:
         k, v = (dequantize(x, q_bshK.dtype) for x in self.cache)
         o_bshK, _ = attend_to_slots(q_bshK * q_bshK.shape[-1] ** -0.5, k, v, self.inputs_bs - 1)
         return as_row(jnp.where(self.inputs_bs[:, :, None, None] > 0, o_bshK, 0))
-
-
-def through_stages(apply, x, state):
-    """Run (x, state) -> apply(x, state) on one stage after the other. Returns the last stage's x, shifted to the first,
-    and every stage's own state."""
-    stage, stages = axis_index(STAGE), axis_size(STAGE)
-
-    def tick(carry, at_work):
-        x, state = jax.lax.cond(stage == at_work, apply, lambda *same: same, *carry)
-        return (shift(x, STAGE), state), None
-
-    if stages == 1:
-        return apply(x, state)
-    return jax.lax.scan(tick, (x, state), jnp.arange(stages))[0]
 
 
 def read_inputs(w: encoder_decoder.EncoderDecoder, cache, tokens_1s, inputs_1, c: ModelAtWork):

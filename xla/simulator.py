@@ -115,6 +115,7 @@ class Simulator:
     def __init__(self, program: Program, sizes: tuple, machine: Machine, at_peak: bool):
         self.program, self.sizes, self.machine, self.at_peak = program, sizes, machine, at_peak
         self.memory, self.played, self.loads, self.rates = Memory(program), {}, {}, {}
+        self.seconds = {}  # of each computation, including calls
         self.parts = {part for c in program.computations.values() for one in c.values() for part in one.contents}
         self.work = functools.cache(self._work)
 
@@ -122,7 +123,7 @@ class Simulator:
         """Simulate one computation, and return its calls. The time of a fused computation counts in the fusion."""
         computation, calls = self.program.computations[name], []
         if name in self.parts:
-            self.played[name] = Timeline()
+            self.played[name], self.seconds[name] = Timeline(), 0.0
             return calls
         begins, ends = collections.defaultdict(list), collections.defaultdict(list)
         for where, inner, _, places in ledger.spans(self.program, name):
@@ -148,11 +149,8 @@ class Simulator:
             for flight in ends[place]:
                 clock.wait(flight)
         self.played[name] = clock.result()
+        self.seconds[name] = self.played[name].seconds
         return calls
-
-    @property
-    def seconds(self) -> "Seconds":
-        return Seconds(self.played)
 
     def instruction_time(self, computation: dict, one: Instruction) -> tuple[str, float]:
         """Return the cause and the seconds of one execution of an instruction on the core."""
@@ -224,18 +222,6 @@ class Simulator:
 
 
 COPYING = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
-
-
-class Seconds:
-    """Maps computations to their seconds, including calls; the ledger uses them to choose a conditional's branch."""
-
-    def __init__(self, played: dict[str, Timeline]):
-        self.played = played
-
-    def __getitem__(self, name: str) -> float:
-        return self.played[name].seconds
-
-    get = __getitem__
 
 
 @dataclass(eq=False)
