@@ -449,11 +449,8 @@ class List:
 
 
 @dataclass(frozen=True)
-class Verify:
+class Verify(List):
     """Read all checkpoints of a run and verify the checksums; the exit status is 1 if one is damaged."""
-
-    directory: Directory  # a run's directory, e.g. runs/laptop, or its checkpoints
-    json: bool = False  # print JSON instead
 
 
 @dataclass(frozen=True)
