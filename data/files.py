@@ -41,11 +41,8 @@ def local_path(path: str) -> str:
     return path.removeprefix("file://") if path.startswith("file://") else path
 
 
-def call_with_timeout(what: str, seconds: float, work: Callable):
-    """Return work(), but wait at most this many seconds, because many clients retry for minutes.
-
-    Raises: UserError if it takes longer, if a package or permission is missing, or if the network fails.
-    """
+def wait_at_most(seconds: float, work: Callable):
+    """Return work(). Raises: TimeoutError if it takes longer; the thread that runs it then continues."""
     result = Future()
 
     def call():
@@ -55,8 +52,16 @@ def call_with_timeout(what: str, seconds: float, work: Callable):
             result.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()  # a daemon does not block the exit
+    return result.result(timeout=seconds)
+
+
+def call_with_timeout(what: str, seconds: float, work: Callable):
+    """Return work(), but wait at most this many seconds, because many clients retry for minutes.
+
+    Raises: UserError if it takes longer, if a package or permission is missing, or if the network fails.
+    """
     try:
-        return result.result(timeout=seconds)
+        return wait_at_most(seconds, work)
     except UserError:
         raise
     except ImportError as error:

@@ -5,14 +5,12 @@ import hashlib
 import io
 import json
 import re
-import threading
-from concurrent.futures import Future
 from itertools import pairwise
 
 import numpy as np
 import tiktoken
 
-from data import hf_json, sp_model
+from data import files, hf_json, sp_model
 from errors import UserError
 
 Encoding = tiktoken.Encoding | sp_model.SentencePiece
@@ -153,17 +151,8 @@ def write_ranks(file, ranks: dict[bytes, int]) -> None:
 
 def _fetch(name: str) -> tiktoken.Encoding:
     """Let tiktoken load or download an encoding within FETCH_SECONDS; it has no time limit itself."""
-    encoding = Future()
-
-    def work():
-        try:
-            encoding.set_result(tiktoken.get_encoding(name))
-        except Exception as error:  # raised again below, in the caller's thread
-            encoding.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()  # a daemon does not block the exit
     try:
-        return encoding.result(timeout=FETCH_SECONDS)
+        return files.wait_at_most(FETCH_SECONDS, lambda: tiktoken.get_encoding(name))
     except (OSError, ValueError) as error:  # no network, no answer, or a file with the wrong hash
         if isinstance(error, TimeoutError):
             reason = f"timed out after {FETCH_SECONDS} s"
