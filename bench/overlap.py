@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from bench.step import say
 from config import Config
 from config.flags import command_line
 from errors import UserError, exit_status
@@ -61,10 +62,6 @@ def parse(argv: list[str]) -> tuple[Config, Arguments]:
     if args.plot:
         check_picture(args.plot)
     return cfg, args
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def measure(cfg: Config, args: Arguments) -> dict:

@@ -98,14 +98,19 @@ def spec(table: dict, names: tuple[str, ...]) -> P:
 # The same loss, written in three ways ---------------------------------------------------------------------------------
 
 
-def plain_loss(w, x_BTD, y_BTD):
-    """The program for one device. All other versions compute the same."""
+def stack_loss(layer):
+    """Return fn(w, x, y) -> the loss of a stack of layers, which the backward pass computes again."""
 
-    def layer(x_BTD, w):
-        return x_BTD + jnp.tanh(x_BTD @ w["in"]) @ w["out"], None
+    def loss(w, x_BTD, y_BTD):
+        out_BTD, _ = jax.lax.scan(jax.checkpoint(layer), x_BTD, w)
+        return jnp.mean(jnp.float32(out_BTD - y_BTD) ** 2)
 
-    out_BTD, _ = jax.lax.scan(jax.checkpoint(layer), x_BTD, w)
-    return jnp.mean(jnp.float32(out_BTD - y_BTD) ** 2)
+    return loss
+
+
+def plain_layer(x_BTD, w):
+    """A layer of the program for one device. All other versions compute the same."""
+    return x_BTD + jnp.tanh(x_BTD @ w["in"]) @ w["out"], None
 
 
 def constrained_loss(table: dict, mesh: Mesh):
@@ -116,11 +121,7 @@ def constrained_loss(table: dict, mesh: Mesh):
         hidden_BTF = pin(jnp.tanh(x_BTD @ w["in"]), HIDDEN)
         return pin(x_BTD + hidden_BTF @ w["out"], ACTIVATIONS), None
 
-    def loss(w, x_BTD, y_BTD):
-        out_BTD, _ = jax.lax.scan(jax.checkpoint(layer), x_BTD, w)
-        return jnp.mean(jnp.float32(out_BTD - y_BTD) ** 2)
-
-    return loss
+    return stack_loss(layer)
 
 
 def explicit_loss(table: dict, mesh: Mesh):
@@ -133,11 +134,7 @@ def explicit_loss(table: dict, mesh: Mesh):
         hidden_BTF = jnp.tanh(jnp.einsum("btd,df->btf", whole_BTD, w["in"], out_sharding=spec(table, HIDDEN)))
         return x_BTD + jnp.einsum("btf,fd->btd", hidden_BTF, w["out"], out_sharding=spec(table, ACTIVATIONS)), None
 
-    def loss(w, x_BTD, y_BTD):
-        out_BTD, _ = jax.lax.scan(jax.checkpoint(layer), x_BTD, w)
-        return jnp.mean(jnp.float32(out_BTD - y_BTD) ** 2)
-
-    return loss
+    return stack_loss(layer)
 
 
 def hand_written_loss(table: dict, mesh: Mesh):
@@ -248,7 +245,7 @@ def measure(way: Way, params: int, activations: int, sizes: Sizes, devices, topo
     placed = [jax.device_put(x, s.sharding) for x, s in
               zip(jax.tree.leaves(arrays(sizes)), jax.tree.leaves(described), strict=True)]  # fmt: skip
     result = program(*jax.tree.unflatten(jax.tree.structure(described), placed))
-    error, name = worst_error(result, jax.jit(jax.value_and_grad(plain_loss))(*arrays(sizes)))
+    error, name = worst_error(result, jax.jit(jax.value_and_grad(stack_loss(plain_layer)))(*arrays(sizes)))
     return row | {"worst_error": error, "worst": name}
 
 

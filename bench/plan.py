@@ -11,6 +11,7 @@ import random
 import sys
 from dataclasses import dataclass
 
+from bench.step import say
 from config import Config, preset
 from config.flags import command_line
 from errors import UserError, exit_status
@@ -64,10 +65,6 @@ def search_plans(cfg: Config, topology: str, most: int):
     fit, _, _ = planner.search(cfg, hardware.Topology.parse(topology), None)
     for one in fit[:most]:
         yield f"{one.cfg.mesh} {one.sched.name if one.cfg.mesh.stage > 1 else ''}".strip(), one
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def measure(what: str, one: planner.Plan) -> dict | None:
