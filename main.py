@@ -100,7 +100,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
 
     with tracking.Tracker(cfg, storage.local_folder(directory)):
         places = directory / "checkpoints", cfg.run.keep_checkpoints, together.agreement.saving_host, send, saved
-        with interruptions.defer_signals(), checkpoint.open_directory(*places) as manager:
+        with interruptions.defer_signals(), checkpoint.Saver(*places) as manager:
             if interruptions.should_start_after(first):
                 state = loop(cfg, mesh, state, step_function, evaluation, plan, metrics, manager, interruptions)
             if first < int(state.step) == cfg.run.steps:

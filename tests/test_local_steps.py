@@ -205,7 +205,7 @@ def test_a_run_resumes_in_the_middle_of_a_round(tmp_path):
     shapes, places = optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh)
     for number in range(4):
         if number in (1, 3):
-            with checkpoint.open_directory(tmp_path / "saved") as saver:
+            with checkpoint.Saver(tmp_path / "saved") as saver:
                 checkpoint.save(saver, number, state, {})
         state, _ = step(state, sharding.put(helpers.random_batch(cfg, number), mesh))
     read = checkpoint.restore_params(tmp_path / "saved", sharding.shapes(optimizer.declare(cfg.model), mesh), 1)

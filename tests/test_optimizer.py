@@ -233,7 +233,7 @@ def test_the_state_of_adafactor_moves_to_another_mesh(tmp_path, monkeypatch):
     state = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), optimizer.state_shapes(cfg))
     on = lambda mesh: checkpoint.make_target(state, optimizer.state_shardings(cfg, sharding.make_mesh(mesh)))
     here, there = on("fsdp=2,tensor=2"), on("stage=2,expert=2")
-    with checkpoint.open_directory(tmp_path) as saver:
+    with checkpoint.Saver(tmp_path) as saver:
         checkpoint.save(saver, 1, jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), state, here), {})
     got, want = (sharding.flatten_named(tree) for tree in (checkpoint.restore(tmp_path, there), state))
     assert list(got) == list(want) and any(".second_moments." in name for name in got)
@@ -385,7 +385,7 @@ def test_sharding_over_data_changes_no_bit(mesh, tmp_path):
     for number, batch in enumerate(batches):
         if number == 2:  # the run with the setting goes on without it, and the other way round
             for name, state in zip("ab", states, strict=True):
-                with checkpoint.open_directory(tmp_path / name) as saver:
+                with checkpoint.Saver(tmp_path / name) as saver:
                     checkpoint.save(saver, 2, state, {})
             targets = [checkpoint.make_target(optimizer.state_shapes(one), optimizer.state_shardings(one, devices))
                        for one in both]  # fmt: skip

@@ -579,6 +579,6 @@ def test_a_state_moves_to_another_mesh_and_back(finished, tmp_path):
     one = restored(argv, directory)
     assert_same_arrays(four := restored(argv, directory, "fsdp=2,tensor=2"), one)
     assert four.params.embedding_VD.addressable_shards[0].data.shape == (280 // 2, 24 // 2)
-    with checkpoint.open_directory(tmp_path / "checkpoints") as manager:
+    with checkpoint.Saver(tmp_path / "checkpoints") as manager:
         checkpoint.save(manager, 3, four, {})
     assert_same_arrays(restored(argv, tmp_path), one)

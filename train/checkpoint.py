@@ -59,9 +59,19 @@ def read_saving_host(directory: str | os.PathLike) -> str | None:
 
 
 class Saver:
-    """A directory of checkpoints, open for writing. Leaving the `with` block waits for the last save."""
+    """A directory of checkpoints, open for writing: `with Saver(..) as saver`. Entering removes leftovers of failed
+    saves, and leaving waits for the last save.
 
-    def __init__(self, directory: str | os.PathLike, keep: int, keeper: str | None, send, saved):
+    keep         keep the latest `keep` good steps and the one with the lowest loss; damaged steps are never deleted
+    keeper       None: each process writes its shards; the host of process 0 if the processes don't share this
+                 directory: process 0 gathers the arrays and writes all of them
+    send, saved  called on process 0 from another thread: send() before a step is completed, saved(step) afterwards
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike, keep: int = 2, keeper: str | None = None,
+        send: Callable[[], None] = lambda: None, saved: Callable[[int], None] = lambda step: None,
+    ):  # fmt: skip
         self.directory, self.keeper, self.shared = storage.absolute_path(directory), keeper, keeper is None
         self.send, self.saved, self.far = send, saved, is_remote(self.directory)
         best = policies.BestN(
@@ -171,20 +181,6 @@ def is_bucket_error(error: Exception) -> bool:
     """Return whether an error comes from a bucket or from the bucket clients, gcsfs and tensorstore."""
     by_client = type(error).__module__.startswith(("gcsfs", "aiohttp", "requests", "google"))
     return by_client or "gs://" in str(error) or "/storage/v1/" in str(error)
-
-
-def open_directory(
-    directory: str | os.PathLike, keep: int = 2, keeper: str | None = None,
-    send: Callable[[], None] = lambda: None, saved: Callable[[int], None] = lambda step: None,
-) -> Saver:  # fmt: skip
-    """Open a directory of checkpoints for writing, and remove leftovers: `with open_directory(..) as saver`.
-
-    keep         keep the latest `keep` good steps and the one with the lowest loss; damaged steps are never deleted
-    keeper       None: each process writes its shards; the host of process 0 if the processes don't share this
-                 directory: process 0 gathers the arrays and writes all of them
-    send, saved  called on process 0 from another thread: send() before a step is completed, saved(step) afterwards
-    """
-    return Saver(directory, keep, keeper, send, saved)
 
 
 def save(saver: Saver, step: int, state, about: dict, loss: float | None = None) -> None:

@@ -352,7 +352,7 @@ class Address(str):
 
 def save(address, steps, send=lambda: None):
     """Save a small array at each step."""
-    with checkpoint.open_directory(address, keep=9, send=send) as saver:
+    with checkpoint.Saver(address, keep=9, send=send) as saver:
         for step in steps:
             checkpoint.save(saver, step, {"params": {"x": jax.numpy.full(1000, step)}}, {"by": "us"})
 

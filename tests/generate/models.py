@@ -70,7 +70,7 @@ def rule_text(prompt: str, tokens: int) -> str:
 
 def save_run(directory):
     """Write the files of a finished run that generation reads, with the trained model."""
-    with checkpoint.open_directory(directory / "checkpoints") as manager:
+    with checkpoint.Saver(directory / "checkpoints") as manager:
         checkpoint.save(manager, 200, trained(), {})
     about = {"config": RULE.to_dict(), "data": {"tokenizer": {"name": "bytes"}}}
     (directory / "config.json").write_text(json.dumps(about))

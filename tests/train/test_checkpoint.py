@@ -42,7 +42,7 @@ def array(step):
 
 def save(directory, steps, losses=None, **keep):
     """Save a small array at each step."""
-    with checkpoint.open_directory(directory, **keep) as saver:
+    with checkpoint.Saver(directory, **keep) as saver:
         for step in steps:
             checkpoint.save(saver, step, {"x": jax.numpy.asarray(array(step))}, {"by": "us"}, (losses or {}).get(step))
 
@@ -122,7 +122,7 @@ def save_parts(directory, step=5):
     place = lambda x: jax.device_put(np.asarray(x))
     params = {"w_DF": place(array(3).reshape(10, 100)), "norm_D": place(np.float32([1.5, 2.5]))}
     state = {"params": params, "optimizer": {"mu": place(array(4))}, "step": place(np.int32(step))}
-    with checkpoint.open_directory(directory) as saver:
+    with checkpoint.Saver(directory) as saver:
         checkpoint.save(saver, step, state, {})
     return state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
 
@@ -187,7 +187,7 @@ def test_a_directory_is_renamed_to_its_step_last(tmp_path, monkeypatch):
 
     save(tmp_path, [1])
     monkeypatch.setattr(checkpoint, "write_manifest", write_late)
-    with checkpoint.open_directory(tmp_path, keep=1) as saver:
+    with checkpoint.Saver(tmp_path, keep=1) as saver:
         checkpoint.save(saver, 2, {"x": jax.numpy.asarray(array(2))}, {})
         assert waits.wait(60)
         assert sorted(os.listdir(tmp_path)) == ["1", "2.saving"], "deleted the old step too early"
@@ -304,7 +304,7 @@ def random_state():
 def saved_on_each_mesh(random_state, tmp_path_factory):
     """Checkpoints of the same state: step n was saved on the n-th mesh."""
     directory = tmp_path_factory.mktemp("meshes")
-    with checkpoint.open_directory(directory, keep=len(MESHES)) as saver:
+    with checkpoint.Saver(directory, keep=len(MESHES)) as saver:
         for step, mesh in enumerate(MESHES):
             place = lambda x, shape: jax.device_put(x, shape.sharding)
             checkpoint.save(saver, step, jax.tree.map(place, random_state, target(preset("tiny"), mesh)), {})
@@ -357,7 +357,7 @@ def unmoved(tmp_path_factory):
     """A run that stays on the first mesh: the loss of every step, and the directory of its checkpoint of step 2."""
     directory = tmp_path_factory.mktemp("unmoved")
     state, losses = train_on(MOVES[0], optimizer.init(MOVING, sharding.make_mesh(MOVES[0])), range(2))
-    with checkpoint.open_directory(directory) as saver:
+    with checkpoint.Saver(directory) as saver:
         checkpoint.save(saver, 2, state, {})
     return losses + train_on(MOVES[0], state, range(2, 2 + 2 * AFTER))[1], directory
 
@@ -368,7 +368,7 @@ def test_a_run_moves_to_another_mesh_and_back(unmoved, mesh, tmp_path):
     a mesh whose checkpoints no other mesh can read."""
     want, directory = unmoved
     state, there = train_on(mesh, checkpoint.restore(directory, target(MOVING, mesh)), range(2, 2 + AFTER))
-    with checkpoint.open_directory(tmp_path) as saver:
+    with checkpoint.Saver(tmp_path) as saver:
         checkpoint.save(saver, 2 + AFTER, state, {})
     state = checkpoint.restore(tmp_path, target(MOVING, MOVES[0]))
     _, back = train_on(MOVES[0], state, range(2 + AFTER, 2 + 2 * AFTER))
@@ -400,7 +400,7 @@ def test_a_run_moves_from_an_interleaved_schedule_to_a_mesh_without_stages(tmp_p
     _, want = train_on("fsdp=2", start("fsdp=2"), range(5), plain)
 
     state, before = train_on("stage=2", start("stage=2"), range(2), chunked)
-    with checkpoint.open_directory(tmp_path) as saver:
+    with checkpoint.Saver(tmp_path) as saver:
         checkpoint.save(saver, 2, state, {})
     moved = checkpoint.restore(tmp_path, target(plain, "fsdp=2"))
     got, trained = sharding.flatten_named(moved), sharding.flatten_named(state)
@@ -538,7 +538,7 @@ def test_a_full_disk_stops_the_run(partway, home, straight):
 ])  # fmt: skip
 def test_only_storage_errors_are_reported_as_a_full_disk(tmp_path, error, kind):
     """Catches a lost host reported as a full disk: with that exit status the supervisor would not restart."""
-    with checkpoint.open_directory(tmp_path) as saver, pytest.raises(kind) as caught, saver.explain_errors(5):
+    with checkpoint.Saver(tmp_path) as saver, pytest.raises(kind) as caught, saver.explain_errors(5):
         raise error
     assert type(caught.value) is kind and str(error) in str(caught.value)
 
@@ -568,7 +568,7 @@ def test_only_the_expected_error_is_ignored(tmp_path, monkeypatch):
     seen = []
     hook = seen.append
     monkeypatch.setattr(sys, "unraisablehook", hook)
-    with checkpoint.open_directory(tmp_path):
+    with checkpoint.Saver(tmp_path):
         for error in (RuntimeError("Event loop is closed"), RuntimeError("another")):
             sys.unraisablehook(types.SimpleNamespace(exc_value=error))
     assert [str(unraisable.exc_value) for unraisable in seen] == ["another"] and sys.unraisablehook is hook
@@ -578,7 +578,7 @@ def test_later_steps_do_not_change_a_save(tmp_path):
     """Catches a background save that reads memory which has been given to the next step."""
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = add(np.zeros(2_000_000, np.float32))
-    with checkpoint.open_directory(tmp_path) as manager:
+    with checkpoint.Saver(tmp_path) as manager:
         checkpoint.save(manager, 1, {"x": x}, {})
         for _ in range(20):
             x = add(x)

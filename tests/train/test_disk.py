@@ -118,5 +118,5 @@ def test_a_save_in_the_background_names_the_disk(tmp_path, monkeypatch):
     stale = ValueError(f"Error writing local file [os_error_code='{errno.ESTALE}']")
     monkeypatch.setattr(checkpoint, "write_manifest", lambda *_: (_ for _ in ()).throw(stale))
     said = rf"{tmp_path} does not answer \(Stale file handle\): is the shared disk mounted\?"
-    with pytest.raises(DiskLost, match=said), checkpoint.open_directory(tmp_path / "checkpoints") as saver:
+    with pytest.raises(DiskLost, match=said), checkpoint.Saver(tmp_path / "checkpoints") as saver:
         checkpoint.save(saver, 4, {"x": jax.numpy.zeros(3)}, {})

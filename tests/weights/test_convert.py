@@ -262,7 +262,7 @@ def test_a_training_run_is_converted_from_its_newest_checkpoint(tmp_path, capsys
     write_run(cfg, tmp_path / "run")
     old, new = draw(model.declare(cfg.model), seed=1), draw(model.declare(cfg.model), seed=2)
     place = lambda tree: jax.tree.map(jax.numpy.asarray, tree)
-    with checkpoint.open_directory(tmp_path / "run" / "checkpoints") as manager:
+    with checkpoint.Saver(tmp_path / "run" / "checkpoints") as manager:
         for step, params in ((3, old), (12, new)):
             checkpoint.save(manager, step, {"params": place(params), "step": jax.numpy.int32(step)}, about={})
     status, said, _ = command("to-hf", tmp_path / "run", "--out", tmp_path / "hf", capsys=capsys)
@@ -427,7 +427,7 @@ def test_weights_that_the_model_lacks_are_not_dropped(trained, tmp_path, capsys)
     write_run(untied, run)
     if trained:
         shutil.rmtree(run / "weights")
-        with checkpoint.open_directory(run / "checkpoints") as manager:
+        with checkpoint.Saver(run / "checkpoints") as manager:
             params = jax.tree.map(jax.numpy.asarray, draw(declare(untied.model)))
             checkpoint.save(manager, 7, {"params": params, "step": jax.numpy.int32(7)}, about={})
     (run / "config.json").write_text(json.dumps({"config": cfg.to_dict(), "data": None}))

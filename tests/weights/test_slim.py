@@ -53,7 +53,7 @@ def rows():
 def run(tmp_path_factory):
     """A training run with checkpoints of steps 3 and 12, including moments."""
     run = tmp_path_factory.mktemp("runs") / "tiny"
-    with checkpoint.open_directory(run / "checkpoints") as saver:
+    with checkpoint.Saver(run / "checkpoints") as saver:
         for step in (3, 12):
             tree = jax.tree.map(jax.numpy.asarray, draw(model.declare(CFG.model), step))
             checkpoint.save(saver, step, {"params": tree, "moments": tree, "step": jax.numpy.int32(step)}, about={})
@@ -122,7 +122,7 @@ def test_other_commands_read_an_exported_folder(run, tmp_path):
 def measured(run, tmp_path):
     """A run with three checkpoints and their validation losses: step 12 is the best, step 15 the newest."""
     measured = tmp_path / "run"
-    with checkpoint.open_directory(measured / "checkpoints", keep=3) as saver:
+    with checkpoint.Saver(measured / "checkpoints", keep=3) as saver:
         for step, loss in ((3, 2.0), (12, 1.5), (15, 1.75)):
             tree = jax.tree.map(jax.numpy.asarray, draw(model.declare(CFG.model), step))
             checkpoint.save(saver, step, {"params": tree}, about={}, loss=loss)
@@ -321,7 +321,7 @@ def test_memory_does_not_grow_with_the_model(run, tmp_path, monkeypatch):
     tree = jax.tree.map(draw_one, model.declare(cfg.model))
     total = sum(x.nbytes for x in jax.tree.leaves(tree))
     assert 200e6 < total < 210e6
-    with checkpoint.open_directory(large / "checkpoints") as saver:
+    with checkpoint.Saver(large / "checkpoints") as saver:
         checkpoint.save(saver, 2, {"params": tree}, about={})
     del tree
     (large / "config.json").write_text(json.dumps({"config": cfg.to_dict(), "data": None}))
