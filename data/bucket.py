@@ -192,13 +192,8 @@ class Shard:
     """A shard in a bucket. Slice it like an array: only the blocks that the slice needs are downloaded."""
 
     def __init__(self, bucket: Bucket, name: str, tokens: int, dtype: str, damaged: Callable[[str, str], UserError]):
-        self.bucket, self.name, self.tokens, self.dtype, self.damage_error = (
-            bucket,
-            name,
-            tokens,
-            np.dtype(dtype),
-            damaged,
-        )
+        self.bucket, self.name, self.tokens = bucket, name, tokens
+        self.dtype, self.damage_error = np.dtype(dtype), damaged
 
     def __len__(self) -> int:
         return self.tokens

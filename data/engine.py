@@ -11,7 +11,6 @@ from multiprocessing import connection
 
 from errors import UserError
 
-ENGINES = ("processes", "ray")
 QUEUED_PER_WORKER = 2  # tasks in the queue of each worker
 WAIT_S = 1.0
 

@@ -466,11 +466,8 @@ def _write_ids(
     weights: list[np.ndarray] | None,
 ) -> dict:  # fmt: skip
     """Write the shards of a split, and return its manifest entry."""
-    cut, dtype, seen = (
-        shards.ShardPlanner(split, args.shard_tokens),
-        units.token_dtype(vocabulary),
-        np.zeros(vocabulary, bool),
-    )
+    cut, dtype = shards.ShardPlanner(split, args.shard_tokens), units.token_dtype(vocabulary)
+    seen = np.zeros(vocabulary, bool)
     seen[eot] = True
     for number, document in enumerate(documents):
         cut.add(number, np.array([1 + len(document)]))

@@ -189,11 +189,8 @@ class Fleet:
     def __init__(self, hosts: list[str]):
         self.hosts, env = hosts, os.environ.get
         number = lambda name, default: whole_number(name, env(name) or str(default))
-        self.limit_s, self.setup_s, self.grace_s = (
-            number("TIMEOUT", 60),
-            number("SETUP_TIMEOUT", 900),
-            number("GRACE", 120),
-        )
+        self.limit_s, self.setup_s = number("TIMEOUT", 60), number("SETUP_TIMEOUT", 900)
+        self.grace_s = number("GRACE", 120)
         self.port, self.wait_s = number("COORDINATOR_PORT", 8476), number("RESTART_WAIT", 90)
         self.log_mib, self.keep = number("LOG_MIB", 256), number("KEEP", 5)
         self.folder, self.venv = env("HOST_FOLDER") or "axis-by-axis", env("VENV", "")

@@ -78,11 +78,14 @@ def read_run(directory: str | Path) -> Run:
         raise UserError(f"{directory} has no metrics.jsonl; pass a run's directory, e.g. runs/laptop")
     rows = {kind: [] for kind in FIELDS}
     for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
-        if not line.endswith("\n") and not _is_json(line):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            if line.endswith("\n"):
+                raise UserError(f"{path}:{number}: not JSON: {line.strip()[:60]!r}; fix or delete the line") from None
             log(f"note: {path}:{number}: skipped the last line, which is incomplete")
             continue
-        row = _parse(line, f"{path}:{number}")
-        rows[row["kind"]].append(row)
+        rows[check_row(row, f"{path}:{number}")].append(row)
     if not rows["start"] or not rows["train"]:
         raise UserError(
             f"{path}: nothing to plot yet: {len(rows['start'])} rows of kind 'start' and {len(rows['train'])} of kind "
@@ -92,25 +95,15 @@ def read_run(directory: str | Path) -> Run:
     return Run(name, rows["start"][-1], rows["train"], rows["eval"])
 
 
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    return True
-
-
-def _parse(line: str, place: str) -> dict:
-    if not _is_json(line):
-        raise UserError(f"{place}: not JSON: {line.strip()[:60]!r}; fix or delete the line")
-    row = json.loads(line)
+def check_row(row, place: str) -> str:
+    """Return the kind of a row. Raises: UserError if it is unknown, or if the row lacks a field."""
     kind = row.get("kind") if isinstance(row, dict) else None
     if kind not in FIELDS:
         raise UserError(f"{place}: a row has kind={kind!r}; known kinds: {', '.join(FIELDS)}")
     missing = [field for field in FIELDS[kind] if field not in row]
     if missing:
         raise UserError(f"{place}: this {kind!r} row has no {', '.join(missing)}")
-    return row
+    return kind
 
 
 def draw(run_directories: list[str | Path], out: str | Path) -> Path:
