@@ -99,15 +99,8 @@ def prepare(args: Arguments) -> dict:
     with _work_folder(out) as work:
         job = Job(work, encoding, args.text_field, args.val_share, tails=False)
         cut = sources.make_units(args.source, functools.partial(_split_file_once, work))
-        manifest = _publish(out, work, {
-            "format": dataset.FORMAT,
-            "arguments": args.manifest_arguments,
-            "sources": [{"source": args.source, "weight": 1.0}],
-            "tokenizer": {"name": args.tokenizer, "fingerprint": job.fingerprint,
-                          "vocabulary": encoding.n_vocab, "eot": encoding.eot_token},
-            "dtype": job.dtype.name,
-            **_write_shards(args, job, cut),
-        })  # fmt: skip
+        written = _write_shards(args, job, cut)
+        manifest = _publish(args, out, work, job.fingerprint, encoding.n_vocab, encoding.eot_token, written)
     log(f"{_display_name(args.out)}: {_summary(manifest)}")
     return manifest
 
@@ -156,11 +149,21 @@ def _remove_work(out: Folder) -> None:
         shutil.rmtree(path)
 
 
-def _publish(out: Folder, work: Folder, manifest: dict) -> dict:
-    """Move the shards to `out`, and delete only the shards of an earlier run. Return the manifest with the entropies.
+def _publish(
+    args: Arguments, out: Folder, work: Folder, fingerprint: str | None, vocabulary: int, eot: int, written: dict
+) -> dict:
+    """Move the shards to `out`, and delete only the shards of an earlier run. Return the manifest.
 
     The manifest is written last, so a directory with a manifest is complete.
     """
+    manifest = {
+        "format": dataset.FORMAT,
+        "arguments": args.manifest_arguments,
+        "sources": [{"source": args.source, "weight": 1.0}],
+        "tokenizer": {"name": args.tokenizer, "fingerprint": fingerprint, "vocabulary": vocabulary, "eot": eot},
+        "dtype": units.token_dtype(vocabulary).name,
+        **written,
+    }
     manifest |= entropies(_first_train_tokens(work, manifest), manifest["tokenizer"]["vocabulary"])
     out.remove(dataset.MANIFEST)
     for name in out.file_names():
@@ -366,16 +369,10 @@ def from_ids(
         raise UserError(f"{out} exists; choose another directory, or pass overwrite=True to replace its tokens")
     place = Folder(out)
     with _work_folder(place) as work:
-        manifest = _publish(place, work, {
-            "format": dataset.FORMAT,
-            "arguments": args.manifest_arguments,
-            "sources": [{"source": args.source, "weight": 1.0}],
-            "tokenizer": {"name": args.tokenizer, "fingerprint": encoding and tokenizers.fingerprint(encoding),
-                          "vocabulary": vocabulary, "eot": end},
-            "dtype": units.token_dtype(vocabulary).name,
-            "splits": {name: _write_ids(args, work, name, documents, end, vocabulary, encoding, weights[name])
-                       for name, documents in splits.items()},
-        })  # fmt: skip
+        splits = {name: _write_ids(args, work, name, documents, end, vocabulary, encoding, weights[name])
+                  for name, documents in splits.items()}  # fmt: skip
+        fingerprint = encoding and tokenizers.fingerprint(encoding)
+        manifest = _publish(args, place, work, fingerprint, vocabulary, end, {"splits": splits})
     log(f"{_display_name(out)}: {_summary(manifest)}")
     return manifest
 

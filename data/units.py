@@ -121,13 +121,6 @@ class FinishedShard:
         return np.unpackbits(np.frombuffer(base64.b64decode(self.seen), np.uint8), count=vocabulary).astype(bool)
 
 
-def used_ids(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Return for each id whether it occurs in the tokens."""
-    used = np.zeros(vocabulary, bool)
-    used[tokens] = True
-    return used
-
-
 def assemble(job: Job, shard: Shard) -> FinishedShard:
     """Write a shard, and its FinishedShard to a JSON file next to it."""
     return files.retry_if_remote(
@@ -141,8 +134,9 @@ def _assemble(job: Job, shard: Shard) -> FinishedShard:
         tokens[place : place + stop - start] = UnitFile(job.folder, unit, job.dtype).read(shard.split, start, stop)
         place += stop - start
     row = shards.write_shard(job.folder, shard, tokens, job.encoding.eot_token)
-    ids = np.packbits(used_ids(tokens, job.encoding.n_vocab)).tobytes()
-    done = FinishedShard(shard.key, row, base64.b64encode(ids).decode())
+    used = np.zeros(job.encoding.n_vocab, bool)
+    used[tokens] = True
+    done = FinishedShard(shard.key, row, base64.b64encode(np.packbits(used)).decode())
     job.folder.write(f"{shard.file}.json", lambda file: file.write(json.dumps(asdict(done)).encode()))
     return done
 
