@@ -157,10 +157,6 @@ def lines(cfg, which: str) -> list[dict]:
     return list(found.values())
 
 
-def says(name: str) -> str:
-    return SAYS.get(name) or SAYS[name.split()[0]]
-
-
 def limits(which: str) -> dict[str, list]:
     """Return the largest size of each axis, up to MOST devices, and why the next one is refused."""
     from errors import UserError
@@ -193,6 +189,7 @@ def tables() -> dict:
                 counted = [ahead if ahead == back else [ahead, back] for ahead, back in both]
                 found[planner_widget.name(mesh)] = [split.microbatches, split.device_batch, counted]
         fields = ("name", "kind", "back_kind", "axes", "of")
+        says = lambda name: SAYS.get(name) or SAYS[name.split()[0]]
         fixed = [{field: line[field] for field in fields} | {"says": says(line["name"])} for line in there]
         models[which] = {"arrays": arrays(which), "lines": fixed, "meshes": found, "most": most}
     return {"models": models, "batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "devices": MOST}

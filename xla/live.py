@@ -13,6 +13,7 @@ import functools
 import re
 
 from xla.hlo import ARRAY, Instruction, Program, array_bytes, element_types, root
+from xla.ledger import CALLERS
 
 SAME_MEMORY = {"bitcast", "reshape", "optimization-barrier", "after-all", "add-dependency", "partition-id"}
 PASSED_ON = {"bitcast", "reshape", "convert", "copy"}  # between a parameter of a fusion and its update in place
@@ -69,7 +70,7 @@ def _temporary_bytes(program: Program, name: str, computation: dict, peaks: dict
     live = peak = 0
     for place, one in enumerate(computation.values()):
         live += starts[place]
-        inside = [peaks.get(called, 0) for called in program.called_computations(one)] if _runs(one) else []
+        inside = [peaks.get(called, 0) for called in program.called_computations(one)] if one.opcode in CALLERS else []
         shared = min(starts[place], stops[place]) if _may_overwrite(one) else 0
         peak = max(peak, live - shared + max(inside, default=0))
         live -= stops[place]
@@ -79,10 +80,6 @@ def _temporary_bytes(program: Program, name: str, computation: dict, peaks: dict
 def _may_overwrite(one: Instruction) -> bool:
     """Return True for instructions whose result may be in the memory of an operand that nothing reads afterwards."""
     return one.opcode == "all-reduce" or "kind=kLoop" in one.attributes or one.opcode in ELEMENTWISE
-
-
-def _runs(one: Instruction) -> bool:
-    return one.opcode in ("while", "conditional", "call")
 
 
 def _buffers(program: Program, computation: dict, one: Instruction, values: dict, sizes: dict) -> list[set]:
