@@ -5,6 +5,11 @@
   const form = document.querySelector("#planner");
   if (!form) return;
   const data = JSON.parse(form.querySelector("script[type='application/json']").textContent), output = form.querySelector("output");
+  if (location.protocol === "file:") {  // a browser then refuses to load the worker
+    output.innerHTML = '<p class="verdict refused">The planner cannot run in a page that is opened as a file. Run <code>make read</code> in the folder of the project, and open the address that it prints.</p>';
+    form.dataset.state = "ready";
+    return;
+  }
   const AXES = ["data", "stage", "fsdp", "expert", "context", "tensor"], TYPED = ["tokens", "price", "goodput"];
   const WORK = ["schedule", "remat", "gather", "tensor_exchange", "context_attention"];
   const AXIS_COLOURS = Object.fromEntries(AXES.map((axis) => [axis, form.querySelector(`[name=${axis}]`).parentElement.style.getPropertyValue("--axis")]));

@@ -224,7 +224,7 @@ async function picture(url, file, width, dark) {
   return log;
 }
 
-// Run a script in a page: {page, script, phone: bool, dark: bool, scripting: bool, still: bool, print: bool}. `script` is
+// Run a script in a page of the site, or in a file: URL: {page, script, phone: bool, dark: bool, scripting: bool, still: bool, print: bool}. `script` is
 // the body of an async function, and its result must be JSON.
 async function evaluate(base, { page: name, script, phone, dark, scripting = true, still, print }) {
   const log = { errors: [], foreign: [] }, page = await browser.newPage();
@@ -232,7 +232,7 @@ async function evaluate(base, { page: name, script, phone, dark, scripting = tru
   await page.setViewport(phone ? PHONE : DESK);
   await page.setJavaScriptEnabled(scripting);
   if (still) await page.emulateMediaFeatures([{ name: "prefers-reduced-motion", value: "reduce" }]);
-  await page.goto(base + name, { waitUntil: "load" });
+  await page.goto(name.startsWith("file:") ? name : base + name, { waitUntil: "load" });
   if (scripting) await planned(page);
   if (dark) await page.evaluate(() => { document.documentElement.dataset.theme = document.documentElement.dataset.mode = "dark"; });
   if (print) await page.pdf();

@@ -301,6 +301,15 @@ def test_the_planner_searches_all_meshes():
     assert seen["left"] == ""
 
 
+def test_the_planner_opened_as_a_file_says_how_to_read_the_guide():
+    """Catches a page that waits forever for a worker that the browser does not load from a file."""
+    page = (build.HTML / "planner_widget.html").as_uri()
+    script = """return document.querySelector("#planner output").innerText"""
+    [seen] = evaluate({"page": page, "script": script})
+    assert seen == ("The planner cannot run in a page that is opened as a file. Run make read in the folder of the "
+                    "project, and open the address that it prints.")  # fmt: skip
+
+
 def test_a_link_restores_a_plan_of_a_pasted_config_json():
     """Catches a link that loses the model or a setting, and an error that is not the planner's line."""
     config = {"model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 1536, "num_hidden_layers": 12,
