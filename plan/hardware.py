@@ -425,21 +425,19 @@ def check(mesh: MeshConfig, topology: Topology) -> list[str]:
 
 def chip_notes(topology: Topology) -> list[str]:
     """List what a plan for these chips assumes, one line each."""
-    chip, found = topology.chip, []
-    if chip.devices_per_chip > 1:
-        found.append(f"{topology.chips} chips are {topology.devices} devices, {chip.devices_per_chip} per chip with "
-                     f"{_speed(chip.inside_bytes_per_s)} between them; all numbers are per device")  # fmt: skip
-        found.append("overlap is not modeled for this chip, so all communication counts as exposed; use --compile")
+    chip = topology.chip
     if chip.domain:
-        found += [memory_note(chip), f"NVLink speed is {_speed(chip.link_bytes_per_s)}, from the data sheet; "
-                  f"collectives on 8 H100s reached {NVLINK_MEASURED} of it"]  # fmt: skip
-    return found
+        return [memory_note(chip), f"NVLink speed is {_speed(chip.link_bytes_per_s)}, from the data sheet; "
+                f"collectives on 8 H100s reached {NVLINK_MEASURED} of it"]  # fmt: skip
+    return [] if chip.devices_per_chip == 1 else [
+        f"{topology.chips} chips are {topology.devices} devices, {chip.devices_per_chip} per chip with "
+        f"{_speed(chip.inside_bytes_per_s)} between them; all numbers are per device"]  # fmt: skip
 
 
 def memory_note(chip: Chip) -> str:
     """Return the note on the memory of a GPU that JAX reserves."""
-    return (f"JAX reserves {GPU_SHARE:.0%} of a GPU's {chip.memory_bytes / GPU_SHARE / GiB:.1f} GiB; if you set "
-            "XLA_CLIENT_MEM_FRACTION, use --memory")  # fmt: skip
+    whole = chip.memory_bytes / GPU_SHARE / GiB
+    return f"JAX reserves {GPU_SHARE:.0%} of a GPU's {whole:.1f} GiB; if you set XLA_CLIENT_MEM_FRACTION, use --memory"
 
 
 def _speed(bytes_per_s: float | None) -> str:

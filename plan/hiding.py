@@ -8,6 +8,7 @@ all communication counts as exposed.
 import math
 
 from config import ModelAtWork
+from plan import hardware
 from sharding import STAGE, TENSOR
 
 GATHERS, SCATTERS, RINGS = "weights' gathers", "weights' gradients", "positions' permutes"
@@ -46,6 +47,12 @@ def gradient_collective(dims: str, width: int, platform: str) -> str:
 
 def overlaps(chip: str, what: str) -> bool:
     return what in HIDES.get(chip, ())
+
+
+def notes(chip: hardware.Chip) -> list[str]:
+    """Return a warning if the overlap of a TPU's communication is not modeled."""
+    unknown = chip.torus_dims and chip.key not in HIDES
+    return ["overlap is not modeled for this chip, so all communication counts as exposed"] if unknown else []
 
 
 def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, when: str, of: str) -> float:

@@ -4,7 +4,7 @@ import math
 
 import pictures
 from pipeline import draw, fit, schedules
-from plan import compiled, costs, hardware, inference, offload, tiers
+from plan import compiled, costs, hardware, hiding, inference, offload, tiers
 from plan.planner import STATE, Plan, amount
 
 
@@ -63,7 +63,8 @@ def heading(one: Plan) -> list[str]:
     if one.topology:
         links = hardware.layout(cfg.mesh, one.topology).values()
         lines += [f"{'' if number else 'links':10} {link.note}" for number, link in enumerate(links)]
-        notes = hardware.check(cfg.mesh, one.topology) + hardware.chip_notes(one.topology) + tiers.notes(one)
+        notes = hardware.check(cfg.mesh, one.topology) + hardware.chip_notes(one.topology)
+        notes += hiding.notes(one.topology.chip) + tiers.notes(one)
         lines += [f"note       {line}" for line in notes]
     if copied := offload.step_bytes(one):
         lines.append(f"offload    {amount(copied, 'bytes')} per device and step go to the host and back, at "

@@ -3,7 +3,7 @@
 import pytest
 
 from config import preset
-from plan import expected, hardware, planner
+from plan import expected, hardware, hiding, planner
 from plan.costs import Exchange, Matmul
 from sharding import TENSOR
 
@@ -120,6 +120,12 @@ def test_exposed_bytes_follow_the_rule_of_the_chip(topology, weights, gradients)
     for part, share in (("weights", weights), ("gradients", gradients)):
         [row] = [row for row in one.traffic if row.part == part and row.axes == ("fsdp",)]
         assert row.exposed_bytes / row.wire_bytes == pytest.approx(share, abs=0.1), part  # a table's ends are exposed
+
+
+def test_a_plan_says_if_overlap_is_not_modeled():
+    """Catches a chip whose communication is exposed without a note, and a note for one that has rules."""
+    warned = [chip.key for chip in hardware.CHIPS.values() if hiding.notes(chip)]
+    assert warned == ["v3"] and "all communication counts as exposed" in hiding.notes(hardware.CHIPS["v3"])[0]
 
 
 def test_rings_are_exposed_on_v5e_except_in_a_pipeline():

@@ -189,9 +189,7 @@ def test_notes_explain_what_the_numbers_assume():
     assert memory == "JAX reserves 75% of a GPU's 140.4 GiB; if you set XLA_CLIENT_MEM_FRACTION, use --memory"
     assert nvlink == "NVLink speed is 450 GB/s, from the data sheet; collectives on 8 H100s reached 0.82 of it"
     assert hardware.chip_notes(Topology.parse("tpu7x:4x4x4")) == [
-        "64 chips are 128 devices, 2 per chip with 600 GB/s between them; all numbers are per device",
-        "overlap is not modeled for this chip, so all communication counts as exposed; use --compile",
-    ]
+        "64 chips are 128 devices, 2 per chip with 600 GB/s between them; all numbers are per device"]  # fmt: skip
     assert hardware.chip_notes(Topology.parse("v4:2x4x4")) == hardware.chip_notes(Topology.parse("cpu:8")) == []
 
 
