@@ -61,7 +61,8 @@ MAY_IMPORT = {
     "weights generate.cache generate.quantised",
     "evaluate": "errors devices config xla sharding overlap model pipeline dataset data train weights generate",
     "serve": "errors devices config generate",
-    "train.preflight": "errors devices config xla sharding pipeline dataset data data.examples plan train generate",
+    "train.preflight": "errors devices config xla sharding pipeline dataset data data.examples plan train generate "
+    "weights",
     "train.profile": "errors config plan xla xla.replay",
     "main": None,
 }

@@ -20,6 +20,7 @@ from pipeline import fit
 from plan import hardware, planner
 from train import checkpoint, storage
 from train.directory import check_resumable, check_saving_host, check_writable
+from weights.convert import has_weights_only
 from xla import options
 
 LATE_S = 15  # when a process is lost, the others exit within run.peer_timeout_s + LATE_S
@@ -151,7 +152,7 @@ def describe_start(cfg: Config, directory) -> str:
         if ours := os.environ.get("AXIS_HOST"):  # the launcher's name for this host
             check_saving_host(directory, [checkpoint.read_saving_host(directory / "checkpoints")], ours)
         source = cfg.run.init_from
-        if source and not os.path.isdir(f"{source}/weights") and not checkpoint.list_steps(f"{source}/checkpoints"):
+        if source and not has_weights_only(source) and not checkpoint.list_steps(f"{source}/checkpoints"):
             raise UserError(f"no checkpoint in {source}/checkpoints")
         return "starts at step 0"
     return f"resumes from step {step} of {cfg.run.steps}"

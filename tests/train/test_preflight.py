@@ -11,6 +11,7 @@ import pytest
 from data import prepare
 from tests.test_training import ROOT, run, snapshot, write_texts
 from train import checkpoint
+from weights import __main__ as weights_command
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_errors_of_a_start_are_reported(asked, monkeypatch, what):
 
 def test_only_process_0_checks_the_directory(asked, home, tmp_path, monkeypatch):
     """Catches different settings, and missing checkpoints or those of another host, that are found only after all
-    processes have joined; and a check of a directory that does not matter."""
+    processes have joined; a check of a directory that does not matter; and one that refuses a folder of weights."""
     begun = [*asked[:-2], "--run.steps", "4", "--run.checkpoint_every", "2"]
     assert run(begun)[0] == 0
     directory, before = tmp_path / "runs/tiny", snapshot(tmp_path)
@@ -89,6 +90,9 @@ def test_only_process_0_checks_the_directory(asked, home, tmp_path, monkeypatch)
     assert check("--run.restart", "scratch")[0].endswith("; starts at step 0\n")
     assert "optim.lr is 0.5 here and" in check("--optim.lr", "0.5")[1]
     assert snapshot(tmp_path) == before
+    # Weights without a checkpoint, as `slim` and `from-hf` write them
+    assert weights_command.main(["slim", str(directory), str(tmp_path / "slim")]) == 0
+    assert check("--run.name", "new", "--init-from", tmp_path / "slim")[0].endswith("; starts at step 0\n")
     monkeypatch.setenv("JAX_PROCESS_ID", "1")
     assert check("--optim.lr", "0.5")[0].endswith("; only process 0 knows where it resumes\n")
     monkeypatch.delenv("JAX_PROCESS_ID")
