@@ -219,11 +219,12 @@ Spearman's rank correlation of the measured and the real step on each chip is {r
   between slices: `16b` on v5e takes {one_slice:.0%} longer than planned on one slice, and {many_slices:.0%} on 32.
 - **torchtitan's H100s** were limited to 500 W, and have slower memory.
 - **GPT models without FlashAttention** (`gpt-1.7b` to `gpt-1008b`, `gpt-22b`, `gpt-neox-20b`). Runs of 2020 to 2022 are
-  a separate kind, because every plan has FlashAttention. The plan for a GPU has no separate time for operations that memory limits. Without FlashAttention, each score of a query and a key passes
-  through memory several times: 13 bytes in the forward pass (scores, softmax, dropout and its mask), 13 when it is
-  recomputed, and 19 in the backward pass. At 2.04 TB/s, that takes {small_scores:.2f} s of `gpt-1.7b`, which takes
-  {small_gpt:.2f} s longer than planned. For `gpt-145.6b` it is {large_scores:.2f} of {large_gpt:.2f} s, and for
-  `gpt-neox-20b`, without dropout and at 1.6 TB/s, {neox_scores:.1f} of {neox:.1f} s. The rest is not explained.
+  a separate kind, because every plan has FlashAttention. The plan for a GPU has no separate time for operations that
+  memory limits. Without FlashAttention, each score of a query and a key passes through memory several times: 13 bytes
+  in the forward pass (scores, softmax, dropout and its mask), 13 when it is recomputed, and 19 in the backward pass. At
+  2.04 TB/s, that takes {small_scores:.2f} s of `gpt-1.7b`, which takes {small_gpt:.2f} s longer than planned. For
+  `gpt-145.6b` it is {large_scores:.2f} of {large_gpt:.2f} s, and for `gpt-neox-20b`, without dropout and at 1.6 TB/s,
+  {neox_scores:.1f} of {neox:.1f} s. The rest is not explained.
 - **`mt-nlg-530b`.** The three steps fit 377 s divided by the size of `data`, and 13 s that do not shrink with it. The
   plan has 6 s that do not shrink, the bubble for microbatches of one sequence. With two it would be 12 s.
 - **Gradients that do not overlap.** The planner overlaps gradient reductions over `data` with compute, so `gpt-530b`
