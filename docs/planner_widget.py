@@ -114,10 +114,12 @@ def start_of(which: str, chip) -> dict:
 def page_data() -> dict:
     """Return what the page's controls need, before the planner has loaded."""
     from plan import hardware
+    from plan.memory import MEANS
 
     chips = {key: {"shapes": shapes(chip), "torus_dims": chip.torus_dims} for key, chip in hardware.CHIPS.items()
              if key != "cpu"}  # fmt: skip
-    return {"presets": {which: start_of(which, hardware.CHIPS["v4"]) for which in SHOWN}, "chips": chips}
+    presets = {which: start_of(which, hardware.CHIPS["v4"]) for which in SHOWN}
+    return {"presets": presets, "chips": chips, "means": MEANS}
 
 
 def text(label: str, name: str, hint: str, kind: str = "text", **more: str) -> str:

@@ -25,6 +25,18 @@ from plan.costs import (
 )
 from sharding import CONTEXT, EXPERT, TENSOR
 
+MEANS = {  # what each part of `memory` holds; docs/planner.md and the planner's page show it
+    "parameters": "this device's shards of the weights",
+    "optimizer": "two moments of each of its parameters",
+    "outer": "with local steps: the outer parameters and their momentum",
+    "batch": "tokens and targets",
+    "gradients": "of the shards, or of unsharded weights if they are gathered once per step",
+    "weights": "weights that are gathered for use",
+    "saved": "activations that are saved for the backward pass",
+    "pipeline": "activations between stages",
+    "at work": "temporary arrays of one layer, or of the logits, while it is computed",
+}
+
 
 def expert_inputs(c: ModelAtWork, z: Sizes) -> int:
     """Return how many tokens the experts of one device receive in an MoE layer, counted once for each expert."""

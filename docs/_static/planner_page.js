@@ -14,9 +14,6 @@
   const WORK = ["schedule", "remat", "gather", "tensor_exchange", "context_attention"];
   const AXIS_COLOURS = Object.fromEntries(AXES.map((axis) => [axis, form.querySelector(`[name=${axis}]`).parentElement.style.getPropertyValue("--axis")]));
   const GRAYS = ["#4a5361", "#6b7280", "#8b93a0", "#a3abb8", "#b9c0ca", "#cdd3da", "#dfe3e8", "#eceff2"];  // a color means a mesh axis
-  const MEANS = { parameters: "this device's shards", optimizer: "two moments of each parameter", gradients: "of the shards, or unsharded if gathered once a step",
-                  weights: "gathered for use", saved: "activations for the backward pass", pipeline: "activations between stages",
-                  "at work": "one layer, or logits, while it is computed", batch: "tokens" };
 
   const number = (x, digits = 3) => x.toLocaleString("en", { maximumSignificantDigits: digits });
   const bytes = (x) => x >= 0.1 * 2 ** 30 ? `${number(x / 2 ** 30)} GiB` : x >= 0.1 * 2 ** 20 ? `${number(x / 2 ** 20)} MiB` : `${number(x / 2 ** 10)} KiB`;
@@ -128,7 +125,7 @@
       <pre class="lines">${escape(one.lines.join("\n"))}</pre>
       ${expected}
       <h3>${one.expected ? "Roofline (at best)" : "Time of a step, at best (roofline)"}: ${time(one.step_s)}, MFU ${percent(one.mfu)}</h3>${timed(one.seconds, one.step_s)}
-      <h3>Memory of a device</h3>${bar(memory, Math.max(one.peak_bytes, one.limit_bytes), one.limit_bytes)}${legend(memory, (part) => MEANS[part])}
+      <h3>Memory of a device</h3>${bar(memory, Math.max(one.peak_bytes, one.limit_bytes), one.limit_bytes)}${legend(memory, (part) => data.means[part])}
       <h3>Sent by a device in a step: ${bytes(one.wire_bytes)}, of which ${bytes(one.exposed_bytes)} exposed</h3>${wires.length ? bar(wires, one.wire_bytes) + legend(wires) : "<p>Nothing.</p>"}
       <p>To get the same numbers on the command line (add <code>--compile</code> to compare them with the compiler's):</p>
       <pre>${escape(one.command)}</pre>`;

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from config import preset, replace
-from docs import in_browser
+from docs import in_browser, planner_widget
 from docs.notebooks import ROOT
 from errors import UserError
-from plan import planner
+from plan import memory, planner
 
 PIN = {"remat": "full", "gather": "layer", "tensor_exchange": "ring", "context_attention": "gather"}
 ASK = """
@@ -78,6 +78,15 @@ def test_an_error_is_the_planners_line(ask):
     assert other == {"error": "this page has no trace of a layer of this kind; use `python -m plan` on a computer, "
                               "with JAX"}  # fmt: skip
     assert priced == {"error": "price has an effect only with tokens; fill in tokens, such as 15e12"}
+
+
+def test_every_row_of_the_memory_table_is_explained():
+    """Catches a part of the memory that the page or docs/planner.md does not explain, or explains differently."""
+    local = {"mesh": "data=2,fsdp=2", "optim.outer_every": 10}
+    parts = planner.plan(replace(preset("laptop"), **local), "v4:2x2x1").memory_bytes
+    assert [*memory.MEANS] == [*parts] and planner_widget.page_data()["means"] == memory.MEANS
+    text = (ROOT / "docs/planner.md").read_text(encoding="utf-8")
+    assert "\n".join(f"| `{part}` | {what} |" for part, what in memory.MEANS.items()) in text
 
 
 def test_the_stand_in_for_numpy():
