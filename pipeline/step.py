@@ -18,6 +18,7 @@ import model
 import sharding
 from architectures import architecture, declare, declare_stored, gather_replicas, passes
 from config import AXES, Config, ModelConfig
+from config.fields import parse_remat
 from encoder_decoder import ENCODER_BATCH
 from errors import UserError
 from overlap.weights import ready_for_autodiff
@@ -127,8 +128,20 @@ def forward_sums(w: model.Transformer, cfg: Config, batch, key):
 def schedule(cfg: Config) -> schedules.Schedule:
     """Build the schedule of a step, including all gradient accumulation passes. With one stage, they run one by one.
 
-    Raises: UserError if the schedule does not allow this mesh, or if the layers do not split into its chunks.
+    Raises: UserError if the schedule does not allow this mesh, if the layers do not split into its chunks, or if it
+    cannot offload activations to the host.
     """
+    found, remat = build_schedule(cfg), cfg.work.remat
+    if not found.in_one_piece and any((parse_remat(remat) or {}).values()):
+        raise UserError(
+            f"work.remat={remat!r}: only a step with one microbatch and one stage can offload activations to the host, "
+            f"and this step has {found.microbatches} and {found.stages}; use a larger work.device_batch and stage=1, "
+            "or leave out @host")  # fmt: skip
+    return found
+
+
+def build_schedule(cfg: Config) -> schedules.Schedule:
+    """Build the schedule of a step, as `schedule` does, for any work.remat."""
     split, work, S, n = fit.split_batch(cfg), cfg.work.resolved, cfg.mesh.stage, cfg.model.n_blocks
     v = work.chunks
     if cfg.model.encoder_layers:

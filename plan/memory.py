@@ -132,11 +132,6 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool
     )  # fmt: skip
 
 
-def microbatches_saved(sched: schedules.Schedule) -> float:
-    """Return of how many microbatches a stage saves the activations of all its layers."""
-    return (sched.slots.kept + (not sched.in_one_piece)) / sched.chunks
-
-
 def moments_bytes(cfg: Config, w: list[Weights]) -> float:
     """Return the bytes of one device's optimizer moments. A frozen parameter has none."""
     frozen = optimizer.frozen_names(cfg.optim, [x.name for x in w])
@@ -191,7 +186,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     if c.encoder_layers and not one_piece:  # a pass saves its input; its backward pass saves what its layers save
         saved = max(each) + buffers.kept * stream
     else:
-        saved = microbatches_saved(sched) * saved
+        saved = (buffers.kept + (not one_piece)) * saved / sched.chunks
     step = c.work.gather == "step"
     table = max(x.gathered_size * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV"))
     # With gather=step, gradients are summed over microbatches in float32. A CPU has a second copy while it sends them.

@@ -28,14 +28,13 @@ def step_bytes(one) -> float:
         return 0.0
     c, z = one.cfg.at_work, Sizes.from_config(one.cfg, one.platform)
     counts = costs.layer_counts(c, z).items()
-    return one.sched.microbatches * sum(many * memory.listed_bytes(c, z, kind, on_host=True) for kind, many in counts)
+    return sum(many * memory.listed_bytes(c, z, kind, on_host=True) for kind, many in counts)
 
 
 def host_bytes(one) -> float:
     """Return the bytes that a host stores at most, for all of its devices."""
-    chip, sched = one.topology.chip, one.sched
-    of_device = step_bytes(one) / sched.microbatches * memory.microbatches_saved(sched)
-    return of_device * chip.per_host * chip.devices_per_chip
+    chip = one.topology.chip
+    return step_bytes(one) * chip.per_host * chip.devices_per_chip
 
 
 def exposed_seconds(one, compute_s: float) -> float:

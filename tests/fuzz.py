@@ -91,7 +91,8 @@ def draw(seed: int) -> dict:
         "tie_embeddings": pick(True, False), "dropout": pick(0.0, 0.3),
     } | experts  # fmt: skip
     work = {
-        "remat": pick("none", "dots", "branches", "full"), "gather": pick("layer", "step"),
+        "remat": pick("none", "dots", "branches", "full", "keys,attention,hidden"),
+        "gather": pick("layer", "step"),
         "tensor_exchange": pick("ring", "gather"), "context_attention": pick("gather", "ring"),
         "loss_chunk": pick(32, 1024), "device_batch": pick("auto", "auto", 1),
         "schedule": schedule if mesh.stage > 1 else "gpipe", "chunks": chunks, "microbatches": microbatches or "auto",

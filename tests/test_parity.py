@@ -74,10 +74,10 @@ fsdp=2                      capacity  gather=step
 fsdp=4                      dense     accumulation=3
 fsdp=8                      moe       remat=dots
 expert=2                    moe       accumulation=3
-expert=4                    capacity  remat=full
+expert=4                    capacity  remat=queries,hidden,branch@host
 expert=8                    moe       gather=step
 context=2                   moe       attention=ring
-context=4                   dense     attention=ring remat=full
+context=4                   dense     attention=ring remat=input@host,keys,attention@host
 context=8                   capacity  attention=gather loss_chunk=40
 context=2                   capacity  attention=all_to_all remat=dots
 context=8                   moe       attention=all_to_all

@@ -110,13 +110,21 @@ def _(token, *arrived):
 
 def _after(x, token):
     """Return x by a computation whose result would differ if the token were True, even if x is a constant."""
-    token = token.reshape((1,) * x.ndim)
-    return jnp.where(token, jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x ^ token.astype(x.dtype)
+    token, space = token.reshape((1,) * x.ndim), jax.typeof(x).memory_space
+    x = on_device(x)
+    x = jnp.where(token, jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x ^ token.astype(x.dtype)
+    return jax.device_put(x, space) if space == jax.memory.Space.Host else x
+
+
+def on_device(x):
+    """Return an array in the device's memory (`work.remat` may place it in the host's). A CPU copies nothing."""
+    is_on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host else x
 
 
 def _token(token, *arrived):
     """False, computed from the first number of each array. (Not 0 * x, which is NaN if x is.)"""
-    for x in arrived:
+    for x in map(on_device, arrived):
         first = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(1)
         bits = first.astype(jnp.uint8) if first.dtype == bool else first.view(f"uint{8 * first.dtype.itemsize}")
         token |= bits == (bits ^ 1)

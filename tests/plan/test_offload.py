@@ -6,7 +6,7 @@ import pytest
 import model
 import pipeline
 import sharding
-from config import preset
+from config import preset, replace
 from config.fields import ACTIVATIONS
 from errors import UserError
 from plan import costs, measured, memory, offload, planner, show
@@ -20,7 +20,7 @@ MODELS = {
     "parallel": GROUPED | {"n_layers": 2, "parallel_residual": True, "n_experts": 0, "norm": "layer"},
     "prefix": {"n_layers": 1, "dense_prefix": 0, "n_experts": 0, "prefix_lm": True},
 }
-WIDE = {"data.batch_size": 64, "data.seq_len": 4096, "work.gather": "layer", "mesh": "fsdp=32"}
+WIDE = {"data.batch_size": 32, "data.seq_len": 4096, "work.gather": "layer", "mesh": "fsdp=32"}
 
 
 def config(name, mesh, remat, way="gather"):
@@ -67,16 +67,16 @@ def test_the_device_stores_what_the_host_does_not():
 
 
 def llama(topology, remat):
-    settings = WIDE | {"work.remat": remat, "work.device_batch": 1}
+    settings = WIDE | {"work.remat": remat}
     return planner.plan(preset("llama3_8b", **settings), topology)
 
 
 def test_the_time_of_copies_by_hand():
     """Catches copies that are counted once for both directions, and a time that overlap does not shorten."""
     one = llama("v5e:4x8", "input@host,queries@host")
-    sent = 2 * 32 * 2 * 4096 * 4096 * 2  # microbatches * layers * activations * positions * width * bytes
+    sent = 32 * 2 * 4096 * 4096 * 2  # layers * activations * positions * width * bytes
     assert offload.step_bytes(one) == sent
-    assert offload.host_bytes(one) == 4 * sent  # of the 4 chips of a host, which save two microbatches at a time
+    assert offload.host_bytes(one) == 4 * sent  # of the 4 chips of a host
     one_way, compute = sent / 1.5e10, 8 * sent / 1.5e10
     assert offload.exposed_seconds(one, compute) == 0
     assert offload.exposed_seconds(one, 0.0) == pytest.approx(2 * one_way)
@@ -108,9 +108,19 @@ def test_what_is_listed_is_not_computed_again():
 def test_the_plan_says_what_the_host_stores():
     one = llama("v5e:4x8", "input@host,queries@host")
     line = next(line for line in show.heading(one) if line.startswith("offload"))
-    assert line == ("offload    4.000 GiB per device and step go to the host and back, at 15 GB/s; a host stores up to "
-                    "16.000 GiB")  # fmt: skip
+    assert line == ("offload    2.000 GiB per device and step go to the host and back, at 15 GB/s; a host stores up to "
+                    "8.000 GiB")  # fmt: skip
     assert not [line for line in show.heading(llama("v5e:4x8", "full")) if line.startswith("offload")]
+
+
+@pytest.mark.parametrize("more, has", [({"work.device_batch": 1}, "2 and 1"), ({"mesh": "stage=2"}, "4 and 2")])
+def test_a_step_in_parts_refuses_the_host(more, has):
+    """Catches a trace that fails when it stores arrays of the host's memory in the device's buffers."""
+    cfg = preset("tiny", **{"work.remat": "keys@host", "data.batch_size": 4, "mesh": "fsdp=2", "model.n_layers": 2,
+                            "model.dense_prefix": 0, "model.moe_every": 1} | more)  # fmt: skip
+    with pytest.raises(UserError, match=f"can offload activations to the host, and this step has {has}; use a larger"):
+        planner.plan(cfg)
+    planner.plan(replace(cfg, **{"work.remat": "keys"}))
 
 
 def test_an_encoder_decoder_refuses_a_list():
