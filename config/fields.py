@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from errors import UserError
+from errors import UserError, suggest
 
 
 class Range(NamedTuple):
@@ -115,6 +115,9 @@ def is_remote(path: str) -> bool:
 REMAT = ("none", "dots", "branches", "full")
 ACTIVATIONS = ("input", "queries", "keys", "attention", "branch", "hidden")  # of a layer; see docs/planner.md
 HOST = "@host"
+MAXTEXT = {"minimal": "dots", "qkv_proj_offloaded": "queries@host,keys@host", "decoder_layer_input": "input",
+           "query_proj": "queries", "key_proj": "keys", "value_proj": "keys", "context": "attention",
+           "out_proj": "branch", "mlpwi": "hidden"}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
@@ -126,13 +129,17 @@ def parse_remat(text: str) -> dict[str, bool] | None:
     """
     if text in (AUTO, *REMAT):
         return None
-    found = {}
-    for part in text.split(","):
+    found, given = {}, f"work.remat={text!r}"
+    for part in map(str.strip, text.split(",")):
         name = part.removesuffix(HOST)
-        if name not in ACTIVATIONS or name in found:
-            known = f"should be {', '.join((AUTO, *REMAT))}, or a list of {', '.join(ACTIVATIONS)}"
-            why = "is given twice" if name in found else f"{known}, each with {HOST} or without"
-            raise UserError(f"work.remat={text!r}: {part!r} {why}")
+        if name in found:
+            raise UserError(f"{given}: {name!r} is given twice")
+        if name in REMAT:
+            raise UserError(f"{given}: {name!r} cannot be in a list; use it alone, or list {', '.join(ACTIVATIONS)}")
+        if name not in ACTIVATIONS:
+            near = f"MaxText's {name!r} is {MAXTEXT[name]!r} here" if name in MAXTEXT else suggest(name, ACTIVATIONS)
+            raise UserError(f"{given}: unknown activation {name!r}; {near}; each may end with {HOST}; without a list, "
+                            f"use {', '.join(REMAT)} or {AUTO}")  # fmt: skip
         found[name] = part.endswith(HOST)
     return found
 

@@ -108,8 +108,8 @@ def test_what_is_listed_is_not_computed_again():
 def test_the_plan_says_what_the_host_stores():
     one = llama("v5e:4x8", "input@host,queries@host")
     line = next(line for line in show.heading(one) if line.startswith("offload"))
-    assert line == ("offload    2.000 GiB per device and step go to the host and back, at 15 GB/s; a host stores up to "
-                    "8.000 GiB")  # fmt: skip
+    assert line == ("offload    2.000 GiB per device and step go to the host and back, each at 15 GB/s; a host of 4 "
+                    "chips stores 8.000 GiB")  # fmt: skip
     assert not [line for line in show.heading(llama("v5e:4x8", "full")) if line.startswith("offload")]
 
 
@@ -126,3 +126,15 @@ def test_a_step_in_parts_refuses_the_host(more, has):
 def test_an_encoder_decoder_refuses_a_list():
     with pytest.raises(UserError, match=r"work.remat='keys@host': a model with an encoder .* use one of none, dots"):
         planner.plan(preset("t5_laptop", **{"work.remat": "keys@host"}))
+
+
+@pytest.mark.parametrize("remat, message", [
+    ("query@host", "unknown activation 'query'; did you mean 'queries'? known: input, queries, keys, attention"),
+    ("out_proj@host", "unknown activation 'out_proj'; MaxText's 'out_proj' is 'branch' here; each may end with @host; "
+     "without a list, use none, dots, branches, full or auto"),
+    ("keys, keys@host", "'keys' is given twice"), ("keys,full", "'full' cannot be in a list; use it alone, or list"),
+])  # fmt: skip
+def test_a_list_that_cannot_be_parsed_is_explained(remat, message):
+    with pytest.raises(UserError) as error:
+        preset("tiny", **{"work.remat": remat})
+    assert str(error.value).startswith(f"work.remat={remat!r}: {message}")
