@@ -18,6 +18,7 @@ from errors import UserError
 from generate.cache import unstack
 from generate.quantised import quantize
 from overlap.weights import cast
+from pipeline import fit
 from train import checkpoint
 from weights import convert
 from weights.folders import Folder
@@ -64,7 +65,10 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
         raise UserError(f"--tokenizer {tokenizer} has {encoding.n_vocab} ids, but the vocabulary of {directory} has "
                         f"{cfg.model.vocab_size}; use the tokenizer this model was trained with")  # fmt: skip
     devices, declarations = sharding.make_mesh(mesh), declare(cfg.model)
-    sharding.check_divides(declarations, devices)
+    try:
+        sharding.check_divides(declarations, devices)
+    except sharding.DoesNotSplit as error:
+        raise UserError(f"{fit.in_words(cfg.model, error)}; use a smaller {'*'.join(error.axes)}") from None
     if (loaded_step := convert.resolve_step(directory, step)) is not None:
         checkpoint.print_to_stderr(f"reading    step {loaded_step} of {directory}/checkpoints")
     params = convert_params(convert.load_params(directory, declarations, devices, loaded_step), cfg, devices, form)

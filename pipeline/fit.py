@@ -30,9 +30,7 @@ def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work)
         sharding.check_divides(declare(c), SimpleNamespace(shape=mesh.sizes))
     except sharding.DoesNotSplit as error:
         others = ", ".join(name for name in PRESETS if fits(name, mesh)) or "none"
-        words = WORDS[setting_of(c, error)].removesuffix("s" * (error.size == 1))
-        what = error.what.replace(f"{error.letter}={error.size}", f"{error.size} {words}", 1)
-        raise UserError(f"{what}; use {remedy(c, error)}, or a smaller {'*'.join(error.axes)}; "
+        raise UserError(f"{in_words(c, error)}; use {remedy(c, error)}, or a smaller {'*'.join(error.axes)}; "
                         f"presets that split over {mesh}: {others}") from None  # fmt: skip
 
     if work.context_attention == "all_to_all":
@@ -66,6 +64,12 @@ def fits(name: str, mesh: MeshConfig) -> bool:
         return sharding.check_divides(declare_preset(name), SimpleNamespace(shape=mesh.sizes)) is None
     except sharding.DoesNotSplit:
         return False
+
+
+def in_words(c: ModelConfig, error: sharding.DoesNotSplit) -> str:
+    """Return the failed division with words for the letter of the dim."""
+    words = WORDS[setting_of(c, error)].removesuffix("s" * (error.size == 1))
+    return error.what.replace(f"{error.letter}={error.size}", f"{error.size} {words}", 1)
 
 
 def setting_of(c: ModelConfig, error: sharding.DoesNotSplit) -> str:
