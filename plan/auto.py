@@ -76,7 +76,7 @@ def choose(cfg: Config, plan: Callable):
     fits = [(way, one) for way, one in found if fits_well(one)]
     if not fits:
         least = min((one for _, one in found), key=lambda one: one.peak_bytes)
-        return least, f"nothing fits with {cfg.work}; these settings need the least memory"
+        return least, f"with {cfg.work}, nothing leaves {SPARE:.0%} of the memory free; these settings need the least"
     time = lambda one: one.likely_s or 1 + REMAT.index(one.cfg.work.remat)
     close = CLOSE * min(time(one) for _, one in fits)
     way, one = min(fits, key=lambda two: (time(two[1]) > close, -two[1].device_batch, two[1].peak_bytes))

@@ -96,9 +96,9 @@ def test_if_nothing_fits_it_returns_the_smallest_plan():
     """Catches an error in the choice itself, instead of a plan that shows by how much it is too large."""
     one = planner.plan(preset("deepseek_v3", mesh="fsdp=16", **{"data.batch_size": 16}), "v5e:4x4")
     assert one.fits is False and one.cfg.work.remat == "full" and one.cfg.work.gather == "layer"
-    assert one.why == "nothing fits with all auto; these settings need the least memory"
+    assert one.why == "with all auto, nothing leaves 10% of the memory free; these settings need the least"
     pinned = planner.plan(replace(one.cfg, work=WorkConfig(remat="dots")), "v5e:4x4")
-    assert pinned.why == "nothing fits with remat=dots; these settings need the least memory"
+    assert pinned.why == "with remat=dots, nothing leaves 10% of the memory free; these settings need the least"
 
 
 def test_a_schedule_that_the_layers_forbid_is_not_chosen():
