@@ -74,7 +74,7 @@ fsdp=2                      capacity  gather=step
 fsdp=4                      dense     accumulation=3
 fsdp=8                      moe       remat=dots
 expert=2                    moe       accumulation=3
-expert=4                    capacity  remat=queries,hidden,branch@host
+expert=4                    capacity  remat=full
 expert=8                    moe       gather=step
 context=2                   moe       attention=ring
 context=4                   dense     attention=ring remat=input@host,keys,attention@host
