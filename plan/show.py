@@ -67,8 +67,9 @@ def heading(one: Plan) -> list[str]:
         notes += hiding.notes(one.topology.chip) + tiers.notes(one)
         lines += [f"note       {line}" for line in notes]
     if copied := offload.step_bytes(one):
-        lines.append(f"offload    {amount(copied, 'bytes')} per device and step go to the host and back, at "
-                     f"{offload.bytes_per_s(one.topology.chip) / 1e9:g} GB/s; a host stores up to "
+        chip = one.topology.chip
+        lines.append(f"offload    {amount(copied, 'bytes')} per device and step go to the host and back, each at "
+                     f"{offload.bytes_per_s(chip) / 1e9:g} GB/s; a host of {chip.per_host} chips stores "
                      f"{amount(offload.host_bytes(one), 'bytes')}")  # fmt: skip
     if every := cfg.optim.outer_every:
         lines.append(f"local      each of {cfg.mesh.data} replicas takes {every} steps alone, then an outer step; the "
