@@ -186,7 +186,7 @@ estimates, so `plan/measured.py` adds what those leave out:
 - **TPU matmuls** take longer than the compiler estimates, but not on v5p: {matmuls}.
 - **Other operations on v5p** take {others:.1f} times as long: norms, activation functions, and moving tokens to
   experts. They decide the time of steps that recompute little, and of mixtures of experts.
-- **Overlapped weight all-gathers** hold up the matmuls for {held:.0%} of their time.
+- **Overlapped weight all-gathers** delay the matmuls by {held:.0%} of the time that the all-gathers take.
 - **GPUs** reach {gpus} of their peak in compute. Communication over `tensor` and `expert` is exposed, and the
   rest overlaps with compute. The roofline overlaps less, so it can be longer than the real step. H200, B200 and GB200
   use the numbers of the H100, because we know of no measured steps.
@@ -197,10 +197,14 @@ of the rules was chosen with all rows in view, though.
 
 ## Errors
 
-Each cell of *fitted* and *tested* has the number of steps, and the mean and the largest error of the real step. A
-negative error means that the step took longer than planned. *Compiled* has the mean and the largest error of the
-compiled step for the tested steps. The planner prints the *interval* with each time: how much longer or shorter than
-planned the middle 80% of the tested steps took, or all of them if there are fewer than 10.
+Each cell of *fitted* and *tested* has the number of steps, and the mean and the largest error of the real step.
+*Compiled* has the mean and the largest error of the compiled step for the tested steps. The planner prints the
+*interval* with each time: +9% means that steps took up to 9% longer than planned. It has the middle 80% of the tested
+steps, or all of them if there are fewer than 10. The errors in the tables below have the opposite sign: they are
+positive if the plan is too long.
+
+Every plan for GPUs is of the kind *GPUs*. Other plans are *several slices*, *MoE*, *context* or *dense, one slice*: the
+first of these that fits.
 
 | kind of step | fitted | tested | compiled | interval |
 |---|---|---|---|---|
