@@ -6,7 +6,7 @@
   if (!form) return;
   const data = JSON.parse(form.querySelector("script[type='application/json']").textContent), output = form.querySelector("output");
   if (location.protocol === "file:") {  // a browser then refuses to load the worker
-    output.innerHTML = '<p class="verdict refused">The planner cannot run in a page that is opened as a file. Run <code>make read</code> in the folder of the project, and open the address that it prints.</p>';
+    output.innerHTML = '<p class="verdict refused"><span>The planner cannot run in a page that is opened as a file. Run <code>make read</code> in the folder of the project, and open the address that it prints.</span></p>';
     form.dataset.state = "ready";
     return;
   }
