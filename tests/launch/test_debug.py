@@ -42,7 +42,8 @@ def panes(tmux):
 
 
 def screen(tmux, pane):
-    return tmux("capture-pane", "-p", "-t", pane)
+    """Return a pane's text with its history: tmux resizes panes as it opens them, which may scroll lines away."""
+    return tmux("capture-pane", "-p", "-S", "-", "-t", pane)
 
 
 def shows(tmux, window, text):
