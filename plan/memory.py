@@ -76,7 +76,7 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool
     remat      "full" saves the layer's input. "branches" also saves the input of the second branch. "dots" saves the
                layer's input and the outputs of matmuls without batch dims. "none" saves every operand that a gradient
                needs: inputs of norms, queries, keys, values, attention outputs, and intermediate values of an
-               activation function. A list: see `listed_bytes`
+               activation function. For a list, see `listed_bytes`
     one_piece  True if the step has only this microbatch
     """
     is_moe, z = kind == "moe", z.of_encoder if kind == "encoder" else z
@@ -101,8 +101,6 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool
         rows = grouped_rows(rows, c.n_experts // n, z.platform)
     dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
     branches = 1 if c.parallel_residual else 2 + crosses  # each normalizes and gathers the residual stream
-    if remat == c.work.remat and parse_remat(remat):
-        return listed_bytes(c, z, kind, on_host=False)
     if remat in ("full", "branches"):
         return (branches if remat == "branches" else 1) * stream * z.width
     if remat == "dots":
@@ -173,8 +171,10 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     gathered = sum(x.local_size * x.d.dtype.itemsize for x, held in zip(w, stored, strict=True) if x.d is not held.d)
     there = [(many, kind) for kind, many in layer_counts(c, z).items() if many]
     scores = SCORES_SAVED if c.work.remat == "none" else 0
-    each = [many * (saved_bytes(c, z, kind, c.work.remat, one_piece) + scores * score_bytes(c, z, kind))
-            for many, kind in there]  # fmt: skip
+    listed = parse_remat(c.work.remat)
+    saved_by = lambda kind: (listed_bytes(c, z, kind, on_host=False) if listed
+                             else saved_bytes(c, z, kind, c.work.remat, one_piece))  # fmt: skip
+    each = [many * (saved_by(kind) + scores * score_bytes(c, z, kind)) for many, kind in there]
     saved = sum(each)
     on_tpu = platform == "tpu"
     at_work = "fused" if on_tpu else "none"

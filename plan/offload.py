@@ -42,7 +42,9 @@ def exposed_seconds(one, compute_s: float) -> float:
 
     compute_s  of a step. Copies to the host overlap with forward passes, and copies back with backward passes.
     """
-    one_way = step_bytes(one) / bytes_per_s(one.topology.chip)
+    if not (copied := step_bytes(one)):
+        return 0.0
+    one_way = copied / bytes_per_s(one.topology.chip)
     run = costs.passes(one.cfg, one.sched)
     forward_s = compute_s * run.forward / (run.forward + run.again + run.inputs + run.weights)
     return max(one_way - forward_s, 0.0) + max(one_way - (compute_s - forward_s), 0.0)
