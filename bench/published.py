@@ -229,16 +229,18 @@ Spearman's rank correlation of the measured and the real step on each chip is {r
   2.04 TB/s, that takes {small_scores:.2f} s of `gpt-1.7b`, which takes {small_gpt:.2f} s longer than planned. For
   `gpt-145.6b` it is {large_scores:.2f} of {large_gpt:.2f} s, and for `gpt-neox-20b`, without dropout and at 1.6 TB/s,
   {neox_scores:.1f} of {neox:.1f} s. The rest is not explained.
-- **`mt-nlg-530b`.** The three steps fit 377 s divided by the size of `data`, and 13 s that do not shrink with it. The
-  plan has 6 s that do not shrink, the bubble for microbatches of one sequence. With two it would be 12 s.
+- **`mt-nlg-530b`.** The three steps fit {shrinks:.0f} s divided by the size of `data`, and {stays:.0f} s that do not
+  shrink with it. The plan has {bubble:.0f} s that do not shrink, the bubble for microbatches of one sequence. With two
+  it would be {twice:.0f} s.
 - **Gradients that do not overlap.** The planner overlaps gradient reductions over `data` with compute, so `gpt-530b`
   takes the same time on 280 and on 2,240 A100s. The paper says that its reductions did not overlap, and measured 37.83
   and 39.15 s.
 - **The widest GPT models** (`gpt-530b` and `gpt-1t` on 280 and 512 GPUs) reach more than the {a100:.0%} of the peak to
   which the rows of Llama 2 70B fit. The bubble of `gpt-1t` is 63 of 575 slots, and the paper has an MFU of 56.3%, so
   the other slots reach at least 63%.
-- **ZeRO-3 on 768 and 1,536 A100s.** The step takes 67 s on both, so communication limits it. A GPU receives
-  349 GB of weights at least twice, and takes part in the reduction of as many bytes of gradients: 16 GB/s. The planner
+- **ZeRO-3 on 768 and 1,536 A100s.** The step takes {zero_s:.0f} s on both, so communication limits it. A GPU receives
+  {zero_gb:.0f} GB of weights at least twice, and takes part in the reduction of as many bytes of gradients:
+  {zero_gb_s:.0f} GB/s. The planner
   expects the 200 GB/s of a node's eight network cards, and overlaps all of it with compute.
 - **`deepseek-v3` on 2,048 H100s.** The planner exposes {all_to_all:.1f} s of all-to-all, which DualPipe overlaps with
   compute, and plans matmuls in bfloat16, which are FP8 in the run.
@@ -311,9 +313,17 @@ def page(rows: tuple[Row, ...]) -> str:
     small, large = by_name["gpt-1.7b", "a100:32"], by_name["gpt-145.6b", "a100:1536"]
     neox, sparse = by_name["gpt-neox-20b", "a100:96"], by_name["deepseek-v3", "h100:2048"]
     late = lambda row: row.measured_s - row.estimate.seconds
+    nlg = [row for row in rows if row.name == "mt-nlg-530b"]
+    fit_over_data = lambda times: np.polyfit([1 / config(row.values).mesh.data for row in nlg], times, 1)
+    shrinks, stays = fit_over_data([row.measured_s for row in nlg])
+    bubble = fit_over_data([row.estimate.seconds for row in nlg])[1]
+    zero = next(row for row in rows if row.mesh == "fsdp=1536")
+    zero_gb = 2 * zero.one.params_total / 1e9  # of weights, in bfloat16
     head = HEAD.format(
         small_gpt=late(small), large_gpt=late(large), neox=late(neox), small_scores=score_seconds(small),
         large_scores=score_seconds(large), neox_scores=score_seconds(neox, 30, 1.555e12),
+        shrinks=shrinks, stays=stays, bubble=bubble, twice=2 * bubble,
+        zero_s=zero.measured_s, zero_gb=zero_gb, zero_gb_s=3 * zero_gb / zero.measured_s,
         a100=measured.GPU_MATMULS["a100"], all_to_all=measured.gpu_causes(sparse.one)["expert"],
         rows=len(rows), one_slice=longer["v5e:16x16"], many_slices=longer["32*v5e:16x16"],
         matmuls=", ".join(slower), others=1 + measured.OTHERS["v5p"], held=expected.HELD_UP,
