@@ -28,7 +28,7 @@ import numpy as np
 from config import Config, DataConfig
 from config.fields import PERIOD, Phase, is_remote, parse_mixture, parse_objectives
 from data import bucket, examples, features, objectives, order, packing
-from errors import UserError
+from utils import UserError
 
 FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"

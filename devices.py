@@ -1,20 +1,17 @@
-"""Simulated devices, their memory, the compilation cache, and logging on process 0. JAX is imported only if needed."""
+"""Simulated devices, the memory of devices, and the cache of compiled programs. JAX is imported only if needed."""
 
 import contextlib
 import functools
 import glob
 import importlib.util
-import io
 import os
 import resource
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
-import errors
-from errors import UserError
+from utils import UserError, log
 
 
 def simulate_devices(count: int) -> None:
@@ -70,7 +67,7 @@ def skip_absent_tpu() -> None:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
-skip_absent_tpu()
+skip_absent_tpu()  # when imported, because not every program that uses JAX calls a function of this file
 
 
 def devices_per_process(count: int, processes: int) -> int:
@@ -167,63 +164,3 @@ def why_not_writable(directory: str, longest_s: float = 10.0) -> str:
     thread.start()
     thread.join(longest_s)
     return found[0] if found else f"does not answer within {longest_s:g} s"
-
-
-def cache_directory() -> str:
-    """Return the user's cache folder for this project: $XDG_CACHE_HOME/axis-by-axis, or ~/.cache/axis-by-axis."""
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "axis-by-axis")
-
-
-# Logging --------------------------------------------------------------------------------------------------------------
-
-
-def is_main_process() -> bool:
-    """Whether this is process 0, which prints and writes files. Always True before JAX is imported."""
-    return "jax" not in sys.modules or sys.modules["jax"].process_index() == 0
-
-
-def log(*words) -> None:
-    """Print on process 0, or on every process that a supervisor started. Also write to the log file, if any."""
-    if is_main_process() or "AXIS_PROGRESS" in os.environ:
-        print(*words, flush=True)
-    log_to_file(*words)
-
-
-_log_file = None
-
-
-def log_to_file(*words) -> None:
-    if _log_file:
-        print(time.strftime("%F %T "), *words, file=_log_file, flush=True)
-
-
-class LossyFile(io.FileIO):
-    """A text file that ignores write errors, such as a full disk: the text is lost, but the run continues."""
-
-    def write(self, data) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:  # the reader of the pipe has exited
-            raise
-        except OSError:
-            return len(data)
-
-
-def open_lossy(file: Path | int, mode: str = "w") -> io.TextIOWrapper:
-    """Open a path or descriptor as a line-buffered `LossyFile`. Raises: OSError if it cannot be opened."""
-    return io.TextIOWrapper(io.BufferedWriter(LossyFile(file, mode)), "utf-8", "backslashreplace", line_buffering=True)
-
-
-def open_log(path: Path) -> None:
-    """Append all further log messages to this file too. A full disk does not stop the run."""
-    global _log_file
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _log_file, errors.log_error = open_lossy(path, "a"), log_to_file
-    except OSError as error:
-        log(f"note: cannot write the log file {path}: {error.strerror}")
-
-
-def log_files() -> list:
-    """Return the files for messages of a single process: its standard error and its log file."""
-    return [sys.stderr, *([_log_file] if _log_file else [])]

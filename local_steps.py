@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import sharding
 from config import Config, MeshConfig, replace
-from errors import UserError
 from sharding import DATA, as_tuple, psum, vary
 from xla import ordered
+from utils import UserError
 
 LAYERS = "PLI"  # letters of leading dims along which layers, or blocks of layers, are stacked; see `model.py`
 

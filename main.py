@@ -7,11 +7,9 @@ samples.txt, report.png.
 
 import time
 
-from devices import log
-
 START = time.perf_counter()  # before the imports below, because the run prints how long they take
 
-from errors import UserError, exit_quietly_on_ctrl_c, exit_status
+from utils import UserError, cache_directory, exit_quietly_on_ctrl_c, exit_status, is_main_process, log, parse_early
 
 if __name__ == "__main__":
     exit_quietly_on_ctrl_c()
@@ -172,7 +170,7 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: runs.Metrics, director
     encoding, prompt, text = tokenizers.from_manifest(manifest), cfg.run.sample_prompt, None
     if encoding and prompt:
         text = generate.sample(cfg, params, encoding, mesh, prompt, SAMPLE_TOKENS)
-    if devices.is_main_process():
+    if is_main_process():
         if text is not None:
             with (directory / "samples.txt").open("a", encoding="utf-8") as file:
                 file.write(f"--- step {step}\n{text}\n")
@@ -213,7 +211,7 @@ def cache_setting() -> str:
 def compile_cache(cfg: Config, name: str = ""):
     """Inside this context, cache compiled programs to speed up the next start. `name`: this process's subdirectory."""
     if (directory := cache_setting()) == "auto":
-        directory = os.path.join(devices.cache_directory(), "xla", name)
+        directory = os.path.join(cache_directory(), "xla", name)
     return devices.compile_cache(directory, enabled=cfg.mesh.devices == 1 or jax.default_backend() != "cpu")
 
 

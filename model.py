@@ -43,7 +43,6 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
-from errors import UserError
 from kernels.grouped import grouped_matmul
 from overlap.context import over_context
 from overlap.layers import scan_layers, stack_size
@@ -73,6 +72,7 @@ from sharding import (
     to_sequence_order,
     vary,
 )
+from utils import UserError
 
 float32 = jnp.float32
 

@@ -23,9 +23,9 @@ import sharding
 from architectures import declare, declare_stored
 from config import Config, OptimConfig, replace
 from config.fields import parse_schedule
-from errors import UserError, suggest
 from pipeline import fit
 from xla import options, ordered
+from utils import UserError, suggest
 
 
 @struct.dataclass

@@ -18,7 +18,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from config import AXES, MeshConfig
-from errors import UserError
+from utils import UserError
 
 # What differs between devices along each axis, and so is sharded over it:
 #   DATA     sequences; the weights are replicated

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from errors import UserError, suggest
+from utils import UserError, suggest
 
 
 class Range(NamedTuple):

@@ -13,8 +13,7 @@ import tyro
 from config.migrations import CHOICES, dropped_notes, replacement
 from config.presets import PRESETS, preset
 from config.settings import Affects, Config, ModelConfig, affecting, derived_settings, replace
-from devices import log
-from errors import UserError
+from utils import UserError
 
 
 def command_line(

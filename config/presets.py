@@ -3,7 +3,7 @@
 from typing import Any
 
 from config.settings import Config, MeshConfig, ModelConfig, replace
-from errors import UserError, suggest
+from utils import UserError, suggest
 
 # name -> (purpose, {dotted setting: value})
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {

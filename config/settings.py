@@ -37,7 +37,7 @@ from config.fields import (
     parse_skips,
 )
 from config.migrations import flatten, migrate, replacement
-from errors import UserError, suggest
+from utils import UserError, suggest
 
 AXES = ("data", "stage", "fsdp", "expert", "context", "tensor")  # outermost (slowest link) first
 SHORT_AXES = {"dp": "data", "pp": "stage", "ep": "expert", "cp": "context", "tp": "tensor"}

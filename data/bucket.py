@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from devices import cache_directory, log
-from errors import UserError
+from utils import UserError, cache_directory, log
 
 BLOCK_BYTES = 2**18  # downloads in about the same time as a single window, and later windows use it too
 CACHE_BYTES = 20 * 2**30  # limit of the cache, for all buckets together

@@ -11,8 +11,7 @@ import tyro
 import dataset
 from config import DataConfig
 from data import tokenizers
-from devices import log
-from errors import UserError, exit_status
+from utils import UserError, check_picture, exit_status, log, new_picture
 from pictures import check_picture, new_picture
 
 BAR_LETTERS = 40

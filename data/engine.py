@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
 
-from errors import UserError
+from utils import UserError
 
 QUEUED_PER_WORKER = 2  # tasks in the queue of each worker
 WAIT_S = 1.0

@@ -9,7 +9,7 @@ from config import Config, DataConfig
 from config.fields import PERIOD, parse_objectives, span_rate
 from data import features, objectives
 from data.objectives import Example, Key, Lengths
-from errors import UserError
+from utils import UserError
 
 Read = tuple[np.ndarray, np.ndarray | int]  # the tokens of a piece, and the weight of each as a target; 1: all are 1
 

@@ -21,7 +21,7 @@ import numpy as np
 from config import Config, DataConfig
 from data import objectives
 from data.objectives import Example, Lengths
-from errors import UserError
+from utils import UserError
 
 Rows = Sequence[Sequence[Example]]  # the examples of each row of a batch
 

@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 from config.fields import is_remote
 from data.bucket import file_system, retry
-from errors import UserError
+from utils import UserError
 
 ANSWER_S = 25  # timeout for a bucket or server that does not respond at all
 REQUEST_S = 10  # timeout of one request to a web server; it is sent at most twice

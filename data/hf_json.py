@@ -5,7 +5,7 @@ import json
 
 import tiktoken
 
-from errors import UserError
+from utils import UserError
 
 ENDS = (
     "<|endoftext|>",

@@ -7,7 +7,7 @@ import urllib.parse
 
 from data import files
 from data.files import File
-from errors import UserError
+from utils import UserError
 
 ENDINGS = {"parquet": (".parquet",), "jsonl": (".jsonl", ".json", ".ndjson"), "text": (".txt", ".md")}
 READABLE = tuple(

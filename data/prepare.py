@@ -28,8 +28,7 @@ from data import engine, files, progress, shards, sources, tokenizers, units
 from data.shards import Folder, UnitFile
 from data.sources import Part, Unit
 from data.units import Job
-from devices import log
-from errors import UserError, exit_status
+from utils import UserError, exit_status, log
 
 COUNTED_TOKENS = 2**24  # compute unigram_nats and bigram_nats from at most this many tokens, to limit memory
 UNFINISHED = ".unfinished-"  # prefix of the folder for unfinished work

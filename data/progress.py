@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from devices import is_main_process, log
+from utils import duration, is_main_process, log
 
 QUIET_S = 60  # between two lines when there is no terminal
 

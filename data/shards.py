@@ -13,7 +13,7 @@ import numpy as np
 
 from config.fields import is_remote
 from data import files
-from errors import UserError
+from utils import UserError
 
 SPLITS = ("train", "val")
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from data import files, hub
 from data.files import File
-from errors import UserError
+from utils import UserError
 
 # Directories to skip. pydoc_data is one generated file of prose, 6% of all bytes.
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import UserError
+from utils import UserError
 
 SPACE = "▁"  # represents a space in a token
 # A model changes this text if it normalizes, drops spaces, or has no byte fallback for unknown letters.

@@ -24,7 +24,7 @@ import tyro
 from config.fields import parse_objectives
 from data import objectives, prepare, sources, tokenizers, units
 from data.shards import SPLITS
-from errors import UserError, exit_status, suggest
+from utils import UserError, exit_status, suggest
 
 Document = dict[str, str]  # but `choices` is a list of strings, and with it `answer` may be an index
 Preprocessor = Callable[[Document], Iterator[Document]]

@@ -11,7 +11,7 @@ import numpy as np
 import tiktoken
 
 from data import files, hf_json, sp_model
-from errors import UserError
+from utils import UserError
 
 Encoding = tiktoken.Encoding | sp_model.SentencePiece
 END_OF_TEXT = "<|endoftext|>"  # the token before each document

@@ -10,8 +10,7 @@ import numpy as np
 import tyro
 
 from data import hf_json, shards, sources, tokenizers
-from devices import log
-from errors import UserError, exit_status
+from utils import UserError, exit_status, log
 
 CHECKED_BYTES = 2**20  # encode this much text with both libraries and compare the ids
 

@@ -14,7 +14,7 @@ from config.fields import is_remote
 from data import files, shards, sources, tokenizers
 from data.shards import Folder, Shard, UnitFile, UnitHead
 from data.sources import Document, Unit
-from errors import UserError
+from utils import UserError
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ import tyro
 
 from config import Count, MeshConfig, MeshFlag, RunConfig, check
 from config.fields import is_remote
-from devices import is_main_process, use_devices
-from errors import UserError, exit_status
+from devices import use_devices
 from evaluate import show, task
 from evaluate.answering import Answerer
 from evaluate.perplexity import perplexity
 from generate.runs import Run, open_run
 from train.directory import to_json
 from train.processes import end_together, join
+from utils import UserError, exit_status, is_main_process, parse_early
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 import generate
 from data import tokenizers
-from errors import UserError
 from evaluate import show
 from evaluate.answers import Answers, request_key
 from evaluate.scoring import Pair, Score, Scorer
 from generate.runs import Run
+from utils import UserError
 
 
 class Answerer:

@@ -13,8 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from config import first_difference
-from devices import is_main_process
-from errors import UserError
+from utils import UserError, is_main_process
 
 
 def request_key(kind: str, *asked) -> str:

@@ -22,8 +22,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from errors import UserError, suggest
 from evaluate.answering import Answerer
+from utils import UserError, suggest
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORTED = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")  # keys of results to report

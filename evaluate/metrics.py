@@ -11,7 +11,7 @@ import re
 import string
 from collections.abc import Sequence
 
-from errors import UserError
+from utils import UserError
 
 PACKAGES = {"bleu": "sacrebleu", "rouge1": "rouge_score", "rouge2": "rouge_score", "rougeL": "rouge_score"}
 LIKELIHOOD = "accuracy"  # the only metric that scores given texts, instead of comparing a generated one

@@ -1,14 +1,15 @@
 """The loss of a run on the validation split of a directory of tokens, computed as in training."""
 
+import functools
 import math
 
 import dataset
 import pipeline
 from config import replace
-from errors import UserError
 from evaluate import show
 from generate.runs import Run
 from train import progress
+from utils import UserError
 
 
 def perplexity(run: Run, folder: str, batches: int = 0, batch_size: int = 0) -> dict:

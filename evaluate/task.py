@@ -21,13 +21,13 @@ from jax.sharding import Mesh
 from config import Config, WorkConfig, replace
 from data import tasks, tokenizers
 from data.tasks import Task
-from errors import UserError
 from evaluate import metrics
 from evaluate.answers import append_row, begin_rows, resume_rows
 from evaluate.scoring import Scorer
 from generate.engine import Engine, Job
 from generate.sampling import Settings
 from generate.texts import positions
+from utils import UserError
 
 GREEDY = Settings(temperature=0)
 LOSSES = ("loss", "bits_per_byte")  # metrics that `--perplexity` computes

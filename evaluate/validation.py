@@ -10,10 +10,10 @@ import pipeline
 from config import Config
 from data import tokenizers
 from data.tasks import Task
-from errors import UserError
 from evaluate import task
 from evaluate.task import Question
 from train import progress
+from utils import UserError, log
 
 
 def open_tasks(cfg: Config, limit: int = 1) -> list[tuple[Task, list[Question]]]:

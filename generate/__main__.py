@@ -13,7 +13,7 @@ import tyro
 import generate
 from config import Count, MeshConfig, MeshFlag, Size, check
 from devices import use_devices
-from errors import UserError, exit_status, suggest
+from utils import UserError, exit_status, parse_early, suggest
 from generate.sampling import Request, Settings
 from generate.texts import Sampler, TextJob, token_text
 

@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from config import Config
-from errors import UserError
 from generate.cache import NOWHERE, cached_forward, copy_rows, empty_cache, unstack
 from generate.sampling import BatchSettings, DrawnTokens, Settings, choose, drawable_ids, score_tokens
 from sharding import BATCH, CONTEXT
+from utils import UserError
 
 
 def common_prefix_length(one: list[int], other: list[int]) -> int:

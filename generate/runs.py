@@ -14,12 +14,13 @@ import sharding
 from architectures import declare
 from config import Config, MeshConfig, WorkConfig, replace
 from data import tokenizers
-from errors import UserError
 from generate.cache import unstack
 from generate.quantised import quantize
 from overlap.weights import cast
 from pipeline import fit
+from progress import print_to_stderr
 from train import checkpoint
+from utils import UserError
 from weights import convert
 from weights.folders import Folder
 

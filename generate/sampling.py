@@ -9,7 +9,6 @@ import numpy as np
 from flax import struct
 
 from config.fields import Count, NotNegative, Positive, Range, ShareBelow1, Size, check
-from errors import UserError
 
 MOST_ALTERNATIVES = 20
 Alternatives = Annotated[int, Range(lambda x: 0 <= x <= MOST_ALTERNATIVES, f"must be from 0 to {MOST_ALTERNATIVES}")]

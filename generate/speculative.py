@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from generate.cache import NOWHERE
 from generate.engine import Engine, Job, Token
+from generate.request import Settings
 from generate.sampling import (
     BatchSettings,
     DrawnTokens,

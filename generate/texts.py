@@ -14,13 +14,13 @@ import sharding
 from config import Config, DataConfig, MeshConfig
 from config.fields import parse_objectives
 from data import tokenizers
-from errors import UserError
 from generate.beam import Beam, search
 from generate.cache import unstack
 from generate.engine import Engine, Job, Token
 from generate.runs import Form, open_run
 from generate.sampling import Request
 from generate.speculative import Rounds, speculate
+from utils import UserError
 
 MAX_SLOTS = 16  # requests of one call that run at a time; others wait
 

@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from errors import UserError, exit_status
 from pictures import check_picture
 from pipeline.check import check
 from pipeline.draw import draw, format_table
 from pipeline.schedules import SCHEDULES, Schedule, Simulation, in_lock_step, schedule, simulate
+from utils import UserError, check_picture, exit_status
 
 HELP = """e.g. python -m pipeline show 1f1b --stages 4 --microbatches 8
      python -m pipeline draw zb --out zb.png

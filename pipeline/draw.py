@@ -1,6 +1,7 @@
 """Print a schedule as text, and draw what each stage does over time."""
 
 import pictures
+import utils
 from pipeline.schedules import KINDS, Schedule, Simulation, simulate
 
 

@@ -9,7 +9,7 @@ import sharding
 from architectures import declare
 from config import AUTO, PRESETS, Config, MeshConfig, ModelConfig, WorkConfig, preset
 from config.fields import REMAT, parse_remat
-from errors import UserError, require_multiple
+from utils import UserError, require_multiple
 
 # Letter of a parameter's dim -> the setting that holds its size. For Q (query latent), see `setting_of`.
 SETTINGS = dict(V="vocab_size", D="d_model", H="n_heads", G="n_kv_heads", K="d_head", R="d_rope", U="d_value",

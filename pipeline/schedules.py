@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from errors import UserError, suggest
+from utils import UserError, suggest
 
 KINDS = "FBW"
 IDLE = -1

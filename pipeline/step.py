@@ -20,7 +20,6 @@ from architectures import architecture, declare, declare_stored, gather_replicas
 from config import AXES, Config, ModelConfig
 from config.fields import parse_remat
 from encoder_decoder import ENCODER_BATCH
-from errors import UserError
 from overlap.weights import ready_for_autodiff
 from pipeline import fit, schedules
 from pipeline.ticks import (
@@ -48,6 +47,7 @@ from sharding import (
     vary,
 )
 from xla import ordered
+from utils import UserError
 
 INPUTS = ("tokens_BT", "positions_BT", "segments_BT")
 BATCH_NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from config import AUTO, PRESETS, Affects, Config, Count, affecting, preset, replace
 from config.flags import command_line
 from devices import use_devices
-from errors import UserError, exit_status
+from utils import UserError, check_picture, exit_status, parse_early
 from pictures import check_picture
 from plan import budget, constants, explain, front, hardware, inference, planner, serving, show, why
 from plan.costs import parameters

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from config import Config, MeshConfig
 from config.fields import REMAT
-from errors import UserError
 from pipeline import fit, schedules
 from pipeline.step import TWO_STACKS
 from sharding import CONTEXT, SLICED, STAGE, TENSOR
+from utils import UserError
 
 SPARE = 0.1  # fraction of memory left free, because the real peak may exceed the predicted peak by that much
 CLOSE = 1.01  # settings that are slower by at most this factor count as equally fast

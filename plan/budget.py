@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from config import MeshConfig
-from errors import UserError, suggest
+from utils import UserError, suggest
 from plan import memory
 from plan.hardware import CHIPS, Topology
 from plan.planner import Plan, amount

@@ -25,12 +25,12 @@ import pipeline
 import sharding
 from config import Config, MeshConfig
 from devices import compile_cache
-from errors import UserError
 from pipeline import fit
 from pipeline.step import batch_names
 from plan import hardware
 from plan.hardware import Topology
 from xla import ledger, options
+from utils import UserError
 
 
 @dataclass(frozen=True)

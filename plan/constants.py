@@ -9,7 +9,7 @@ import math
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
-from errors import UserError, suggest
+from utils import UserError, suggest
 
 HOW = "write it with python -m train.profile RUN --calibrate FILE"
 

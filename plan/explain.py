@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from config import AUTO, AXES, replace
-from errors import UserError
+from utils import UserError
 from plan import auto, expected, measured, offload, planner, tiers
 from plan.planner import MIN_SAVING, Plan, amount
 

@@ -8,8 +8,9 @@ the fraction of a device's memory.
 from dataclasses import dataclass
 
 import pictures
+import utils
 from config import Config
-from errors import UserError
+from utils import UserError
 from plan import planner
 from plan.budget import parse_price
 from plan.hardware import Topology

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from config import MeshConfig
-from errors import UserError, suggest
+from utils import UserError, suggest
 from plan.constants import Constants
 from xla import links
 

@@ -21,13 +21,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from config import AUTO, AXES, Config, ModelConfig
-from errors import UserError
 from generate.cache import decoding_config
 from pipeline import fit
 from plan import costs, hardware, hiding, planner, traced_layer
 from plan.auto import SPARE
 from plan.costs import Weights
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, drop_axis
+from utils import UserError
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes; ignores int8 scales, one per column or position
 DType = Literal["auto", "float32", "bfloat16", "int8"]

@@ -17,10 +17,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import UserError
 from plan import expected, offload
 from sharding import EXPERT, TENSOR
 from xla import simulator
+from utils import UserError
 
 # Fitted to the steps that bench/published.csv marks as `fitted`; tests/bench/test_published.py fits them again
 MATMULS, OTHERS = {"v4": 0.23, "v5e": 0.04, "v5p": -0.04, "v6e": 0.12, "tpu7x": 0.21}, {"v5p": 2.31}

@@ -14,7 +14,6 @@ import local_steps
 import pipeline
 import sharding
 from config import AUTO, AXES, Config, MeshConfig, replace
-from errors import UserError
 from pipeline import fit, schedules
 from pipeline.step import TWO_STACKS
 from plan import auto, compiled, costs, expected, hardware, measured, memory, offload, tiers
@@ -213,6 +212,7 @@ class Plan:
             "between_nodes": tiers.between_nodes_by_axes(self), "algorithms": tiers.algorithms(self),
             "traffic": [dataclasses.asdict(one) for one in self.traffic],
         }  # fmt: skip
+from utils import UserError
 
 
 def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_bytes: int | None = None) -> Plan:

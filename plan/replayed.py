@@ -9,8 +9,9 @@ from jax.sharding import Mesh
 
 import pictures
 import pipeline
+import utils
 from config import Config
-from errors import UserError
+from utils import UserError
 from plan import costs
 from plan.hardware import Topology
 from xla import links, simulator

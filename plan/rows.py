@@ -20,11 +20,11 @@ from pathlib import Path
 import jax
 import jax.extend.core as jex
 
-from errors import UserError
 from plan import hardware
 from sharding import as_tuple
 from xla.hlo import WRAPPERS
 from xla.ledger import IN_TURN, Share, scopes_in
+from utils import UserError
 
 KIND_OF = {
     "psum": "all-reduce",

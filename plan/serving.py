@@ -8,7 +8,7 @@ the reads of the weights. The cost includes the prefill of the prompts.
 from dataclasses import dataclass
 
 from config import Config
-from errors import UserError
+from utils import UserError
 from plan import hardware, inference, planner
 from plan.budget import parse_price
 from plan.hardware import Topology

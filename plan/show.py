@@ -3,6 +3,7 @@
 import math
 
 import pictures
+import utils
 from pipeline import draw, fit, schedules
 from plan import compiled, costs, hardware, hiding, inference, offload, tiers
 from plan.planner import STATE, Plan, amount

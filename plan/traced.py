@@ -19,7 +19,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from devices import use_devices
-from errors import exit_status
+from utils import exit_status
 from plan import compiled, hardware
 from plan.planner import amount, is_tpu
 from plan.program import Program, abstract_mesh, argument_specs, read

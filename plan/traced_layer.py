@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-import devices
 import encoder_decoder
 import model
+import utils
 from architectures import declare
 from config import ModelAtWork
 from overlap.context import over_context
@@ -344,7 +344,7 @@ def code_hash() -> str:
 
 def cache_file(c: ModelAtWork, kind: str, cached: bool = False) -> Path:
     name = hashlib.sha256(repr((code_hash(), c, c.work, kind, cached)).encode()).hexdigest()
-    return Path(devices.cache_directory(), "layers", name)
+    return Path(utils.cache_directory(), "layers", name)
 
 
 @functools.cache

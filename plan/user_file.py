@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from errors import UserError, suggest
+from utils import UserError, suggest
 from plan.program import error_place
 from plan.rows import ROOT
 

@@ -16,7 +16,7 @@ import tyro
 import generate
 from config import Count, MeshConfig, MeshFlag, Positive, Size, check
 from devices import use_devices
-from errors import UserError, exit_status
+from utils import UserError, exit_status
 
 
 @dataclass(frozen=True)

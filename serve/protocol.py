@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import jinja2
 import tiktoken
 
-from errors import UserError, suggest
 from generate.engine import Token
 from generate.sampling import MOST_ALTERNATIVES, Request
 from generate.texts import token_text
 from serve.template import Template
 from serve.worker import ServedText, TextUpdate
+from utils import UserError, suggest
 
 MAX_TEXTS = 128  # per request
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit

@@ -7,7 +7,7 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from errors import UserError
+from utils import UserError
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 

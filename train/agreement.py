@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from config import differences
-from errors import UserError
+from utils import UserError
 from train.board import Board
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -38,12 +38,11 @@ from orbax.checkpoint import checkpoint_managers as policies
 from config import first_difference
 from config.fields import is_remote
 from config.migrations import migrate
-from devices import is_main_process
-from errors import DiskLost, UserError, exit_status
 from sharding import flatten_named, map_named
 from train import storage
 from train.steps import DELETING, MANIFEST, SAVING, Read, StepDirectory, latest_step, list_steps, write_manifest
 from train.storage import replace_file
+from utils import DiskLost, UserError, exit_status, is_main_process, replace_file
 
 CHUNK_BYTES = 2**26  # largest chunk of an array: reading any part of a chunk decompresses all of it
 KEEPER = "keeper"  # if the hosts share no disk, a file with the name of the host that stores the checkpoints

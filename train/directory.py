@@ -27,11 +27,10 @@ import dataset
 from config import Affects, Config, affecting, first_difference
 from config.migrations import dropped_notes, migrate
 from data import order
-from devices import is_main_process, log, log_to_file, open_log
-from errors import UserError
 from train import checkpoint, storage, tracking
 from train.processes import Processes
-from train.storage import BucketDirectory, replace_file
+from train.storage import BucketDirectory
+from utils import UserError, is_main_process, log, log_to_file, open_log, replace_file
 
 PROFILE = "profile"
 LOGS = "logs"  # one file per process, if there are several processes

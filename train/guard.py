@@ -12,8 +12,7 @@ import dataset
 import optimizer
 import sharding
 from config import Config
-from devices import log
-from errors import UserError
+from utils import UserError, log
 
 
 def mean_loss(losses: list) -> float:

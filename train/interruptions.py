@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from config.fields import is_remote
-from devices import log, log_to_file
 from train import checkpoint
 from train.processes import Processes
+from utils import log, log_to_file
 
 MAIN = Path(__file__).resolve().parent.parent / "main.py"
 

@@ -14,12 +14,12 @@ import sharding
 from config import Config
 from config.fields import parse_skips
 from data import examples, tokenizers
-from devices import devices_per_process, log, memory_bytes, only_cpu, share_of_memory
-from errors import UserError
+from devices import devices_per_process, memory_bytes, only_cpu, share_of_memory
 from pipeline import fit
 from plan import hardware, planner
 from train import checkpoint, storage
 from train.directory import check_resumable, check_saving_host, check_writable
+from utils import UserError, log
 from weights.convert import has_weights_only
 from xla import options
 

@@ -22,11 +22,11 @@ from jax._src import compiler
 from jax._src.distributed import global_state  # it holds the key-value store, which has no public name
 
 from config import RunConfig
-from devices import has_tpu_files, log_to_file, open_lossy
-from errors import UserError
+from devices import has_tpu_files
 from train.agreement import Agreement
 from train.board import Board, LocalStore
 from train.watchdog import GRACE_S, LOST, SHUTDOWN_S, Watchdog, say_alive
+from utils import UserError, log_to_file, open_lossy
 
 
 class Processes(NamedTuple):

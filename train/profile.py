@@ -26,7 +26,7 @@ import jax
 import tyro
 
 from config import Config
-from errors import UserError, exit_status
+from utils import UserError, exit_status
 from plan import constants, hardware, measured as real_step, planner, replayed
 from plan.planner import amount
 from plan.show import make_table

@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import dataset
 import sharding
 from config import Config
-from devices import is_main_process, log
 from train import guard
 from train.interruptions import command
+from utils import duration, is_main_process, log
 
 
 def evaluate(cfg: Config, mesh, compiled, params, batches: int, moves: Callable[[], None] = lambda: None) -> dict:

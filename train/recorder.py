@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from devices import log
+from utils import log
 
 
 class Recorder:

@@ -19,9 +19,9 @@ import tyro
 from etils import epath
 
 import pictures
+import utils
 from config.fields import is_remote
-from devices import log
-from errors import UserError, exit_status
+from utils import UserError, exit_status, log
 
 # kind of row -> the fields that the plot needs; a row may have more.
 FIELDS = {

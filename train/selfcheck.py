@@ -17,10 +17,10 @@ import tyro
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from config import RunConfig
-from devices import log, use_devices
-from errors import exit_status
+from devices import use_devices
 from train.board import Board
 from train.processes import end_together, join
+from utils import exit_status, log
 
 HELP = """\
 e.g. python -m train.selfcheck --devices 8

@@ -9,12 +9,12 @@ import dataset
 import optimizer
 import sharding
 from config import Config
-from devices import is_main_process, log
 from pipeline import fit
 from train import checkpoint
 from train.directory import check_saving_host, missing_rows, read_rows
 from train.processes import Processes
 from train.storage import BucketDirectory
+from utils import is_main_process, log
 
 
 def trace_step(cfg: Config, mesh):

@@ -13,8 +13,8 @@ from typing import Literal
 from etils import epath
 
 from config.fields import is_remote
-from errors import UserError
 from train import storage
+from utils import UserError
 
 MANIFEST = "manifest.json"
 REST = os.path.join("state", "rest", "")  # not needed to read only the parameters

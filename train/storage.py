@@ -29,8 +29,7 @@ from etils import epath
 from config import Config
 from config.fields import is_remote
 from data import bucket
-from devices import cache_directory, is_main_process, log
-from errors import DiskLost, UserError
+from utils import DiskLost, UserError, cache_directory, is_main_process, log
 
 CHECKPOINTS, OWNER = "checkpoints", "owner"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from config import Config
-from devices import is_main_process, log
+from utils import is_main_process, log
 
 FILES = ("wandb.json", "wandb.log", "wandb")  # files and a folder that it writes to the run's directory
 PATIENCE_S = 30.0  # once training is done, how long to wait until the last rows are sent

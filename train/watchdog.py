@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from config import RunConfig
-from devices import log, log_files, log_to_file
+from utils import log, log_files, log_to_file, replace_file
 from train import pace
 from train.agreement import ROOT, Agreement
 from train.board import Message

@@ -5,7 +5,7 @@ import sys
 import jax
 import tyro
 
-from errors import exit_status
+from utils import UserError, exit_status
 from weights.convert import from_hf, to_hf
 from weights.slim import slim
 

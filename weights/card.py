@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from config import Affects, affecting
-from errors import UserError
+from utils import UserError
 from weights.folders import Folder
 
 Scores = Annotated[str, tyro.conf.arg(metavar="FILE", help="JSON file of an evaluation, for the model card")]

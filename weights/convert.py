@@ -21,9 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 import sharding
 from config import Config, ModelConfig, replace
 from config.fields import is_remote
-from devices import log
-from errors import UserError, suggest
 from train import checkpoint
+from utils import UserError, log, suggest
 from weights import card
 from weights.families import (
     FAMILIES,

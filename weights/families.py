@@ -25,7 +25,7 @@ import numpy as np
 import sharding
 from architectures import declare
 from config import Affects, ModelConfig, affecting
-from errors import UserError
+from utils import UserError
 
 # Tables: tensors ------------------------------------------------------------------------------------------------------
 

@@ -21,8 +21,7 @@ import numpy as np
 
 from config.fields import is_remote
 from data.files import file_system_of, retry_if_remote
-from devices import log
-from errors import UserError
+from utils import UserError
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NUMPY = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("float16")}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from config import ModelConfig
-from errors import UserError, suggest
+from utils import UserError, suggest
 from weights import families
 from weights.families import IGNORED, PASSED_THROUGH, REQUIRED, Family, family_of
 

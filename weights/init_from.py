@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from architectures import declare_stored
 from config import Affects, Config, ModelConfig, affecting, differences
-from devices import log
+from utils import UserError, log
 from weights import convert
 
 FLAGS = ("--init-from", "--init_from", "--run.init_from", "--run.init-from")

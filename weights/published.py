@@ -15,7 +15,7 @@ from typing import NamedTuple
 import sharding
 from architectures import declare
 from config import Config, ModelConfig, replace
-from errors import UserError, suggest
+from utils import UserError, suggest
 from weights import families
 from weights.families import IGNORED, PASSED_THROUGH, Family, Setting, rope_scaling_from_hf
 from weights.hf_config import field_values, with_old_names

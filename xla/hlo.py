@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from errors import UserError
+from utils import UserError
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # Collectives between TPU slices are a send to the host and a recv, with the kind as an attribute.

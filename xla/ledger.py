@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from errors import UserError
+from utils import UserError
 from xla.hlo import ARRAY, GROUPS, KINDS, Instruction, Program, array_bytes, device_groups, dims, shorten
 
 

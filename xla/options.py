@@ -9,7 +9,7 @@ import re
 import jax
 from jax.sharding import Mesh
 
-from errors import UserError
+from utils import UserError
 
 OPTIONS = {
     # libtpu accepts these for every TPU generation without a warning.

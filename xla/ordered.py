@@ -24,7 +24,7 @@ from jax.interpreters import mlir, partial_eval
 from jax.sharding import Mesh, PartitionSpec as P
 
 from devices import compile_cache
-from errors import UserError
+from utils import UserError
 from xla import ledger, options
 
 COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter",

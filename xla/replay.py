@@ -19,7 +19,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from errors import UserError, exit_status
+from utils import UserError, check_picture, exit_status
 from pictures import check_picture
 from plan import hardware, replayed
 from plan.planner import amount

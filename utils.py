@@ -1,13 +1,16 @@
-"""Errors that a user can cause, and the decorator with which commands report them in one line."""
+"""What every command uses: errors that a user can cause, messages on process 0, and figures. It imports no JAX."""
 
 import contextlib
 import difflib
 import functools
+import io
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
-log_error = None  # `devices.open_log` sets it, to write the final error message to the log file too
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 
 class UserError(ValueError):
@@ -55,8 +58,7 @@ def exit_status(main):
         except (UserError, OSError) as error:
             with contextlib.suppress(OSError):  # a full disk
                 print(f"error: {error}", file=sys.stderr, flush=True)
-            if log_error:
-                log_error(f"error: {error}")
+            log_to_file(f"error: {error}")
             wrapped.error = str(error)
             return getattr(error, "status", 2)
         except KeyboardInterrupt:
@@ -64,6 +66,17 @@ def exit_status(main):
             return 130
 
     return wrapped
+
+
+def parse_early(parse):
+    """Return parse(this process's arguments). A command calls this before slow imports, such as JAX's.
+
+    A mistake is then reported at once, and ends the process with its status; so does --help.
+    """
+    parsed = []
+    if status := exit_status(lambda: parsed.append(parse(sys.argv[1:])))():
+        sys.exit(status)
+    return parsed[0]
 
 
 def exit_quietly_on_ctrl_c() -> None:
@@ -82,3 +95,70 @@ def suggest(word: str, known) -> str:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     listed = list(known) if len(known) <= 12 else difflib.get_close_matches(word, known, n=5, cutoff=0)
     return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(listed)
+
+
+# Logging --------------------------------------------------------------------------------------------------------------
+
+
+def is_main_process() -> bool:
+    """Whether this is process 0, which prints and writes files. Always True before JAX is imported."""
+    return "jax" not in sys.modules or sys.modules["jax"].process_index() == 0
+
+
+def log(*words) -> None:
+    """Print on process 0, or on every process that a supervisor started. Also write to the log file, if any."""
+    if is_main_process() or "AXIS_PROGRESS" in os.environ:
+        print(*words, flush=True)
+    log_to_file(*words)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words, such as `40 s` or `3 minutes`."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+
+
+_log_file = None
+
+
+def log_to_file(*words) -> None:
+    if _log_file:
+        print(time.strftime("%F %T "), *words, file=_log_file, flush=True)
+
+
+class LossyFile(io.FileIO):
+    """A text file that ignores write errors, such as a full disk: the text is lost, but the run continues."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:  # the reader of the pipe has exited
+            raise
+        except OSError:
+            return len(data)
+
+
+def open_lossy(file: Path | int, mode: str = "w") -> io.TextIOWrapper:
+    """Open a path or descriptor as a line-buffered `LossyFile`. Raises: OSError if it cannot be opened."""
+    return io.TextIOWrapper(io.BufferedWriter(LossyFile(file, mode)), "utf-8", "backslashreplace", line_buffering=True)
+
+
+def open_log(path: Path) -> None:
+    """Append all further log messages to this file too. A full disk does not stop the run."""
+    global _log_file
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _log_file = open_lossy(path, "a")
+    except OSError as error:
+        log(f"note: cannot write the log file {path}: {error.strerror}")
+
+
+def log_files() -> list:
+    """Return the files for messages of a single process: its standard error and its log file."""
+    return [sys.stderr, *([_log_file] if _log_file else [])]
+
+
+def cache_directory() -> str:
+    """Return the user's cache folder for this project: $XDG_CACHE_HOME/axis-by-axis, or ~/.cache/axis-by-axis."""
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "axis-by-axis")
+
+
