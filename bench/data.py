@@ -33,7 +33,7 @@ import dataset
 from config import Config, preset, replace
 from config.flags import command_line
 from data import packing, prepare, sources, tokenizers
-from errors import UserError, exit_status
+from utils import UserError, exit_status
 
 TOKENS = 20_000_000
 DOCUMENTS = 1_000_000  # documents to pack

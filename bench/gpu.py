@@ -25,7 +25,7 @@ import tyro
 from bench.step import random_batch, say
 from config import Config, NotNegative, Size, check, preset
 from devices import compile_cache
-from errors import UserError, exit_status, suggest
+from utils import UserError, exit_status, suggest
 from plan.hardware import PEAK_FLOPS_PER_S
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import sharding
 from config import MeshConfig
-from errors import exit_status
 from plan import compiled, hardware
 from sharding import BATCH, FSDP
 from xla import ledger, options
+from utils import exit_status
 
 FUSION = "xla_tpu_enable_async_collective_fusion"
 ASYNC = {"xla_enable_async_all_gather": True}

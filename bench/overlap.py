@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from bench.step import say
 from config import Config
 from config.flags import command_line
-from errors import UserError, exit_status
-from pictures import check_picture
+from utils import UserError, check_picture, exit_status
 from plan import compiled, hardware, planner, replayed, show
 
 LINES = 12  # rows of a table, those with the most exposed bytes

@@ -33,7 +33,7 @@ import sharding
 from bench import explicit
 from config import Config, preset, replace
 from devices import use_devices
-from errors import UserError, exit_status
+from utils import UserError, exit_status
 from plan import compiled, hardware, planner, replayed
 from xla import ledger, simulator
 

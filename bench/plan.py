@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from bench.step import say
 from config import Config, preset
 from config.flags import command_line
-from errors import UserError, exit_status
+from utils import UserError, exit_status
 from plan import compiled, hardware, planner, replayed
 
 TOPOLOGIES = ("v4:2x2x4", "v4:4x4x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")

@@ -19,7 +19,7 @@ import numpy as np
 import tyro
 
 from config import Config, ModelConfig, preset, replace
-from errors import UserError, exit_status
+from utils import UserError, exit_status
 from plan import expected, hardware, measured, planner
 
 ROWS, PAGE = Path(__file__).parent / "published.csv", Path(__file__).parents[1] / "docs" / "published.md"

@@ -27,8 +27,8 @@ import tyro
 from bench import step
 from config import Config, replace
 from devices import simulate_devices
-from errors import exit_status
 from pipeline import schedules
+from utils import exit_status
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ import numpy as np
 import tyro
 
 from config import Size, check
-from errors import UserError, exit_status
+from utils import UserError, exit_status
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ import main
 import optimizer
 import sharding
 from data import prepare
-from errors import exit_status
 from train import checkpoint
+from utils import exit_status
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMED = {"tokens_per_s", "mfu", "time", "import_s", "restore_s", "compile_s", "seconds", "peak_host_bytes"}

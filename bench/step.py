@@ -21,7 +21,7 @@ import numpy as np
 from config import Config, DataConfig, MeshConfig, ModelConfig, WorkConfig
 from config.flags import command_line
 from devices import simulate_devices
-from errors import UserError, exit_status
+from utils import UserError, exit_status
 
 MOST_DEVICES = 64  # simulated devices are threads of one process
 DEFAULT = Config(

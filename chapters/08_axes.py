@@ -27,7 +27,6 @@ import numpy as np
 
 import config
 from chapters import lesson, opening
-from errors import UserError
 from plan import hardware, planner
 
 # %% tags=["hide-input"]

@@ -26,7 +26,7 @@ import numpy as np
 
 import config
 from chapters import lesson, opening
-from errors import UserError
+from utils import UserError
 from plan import budget, hardware, planner
 
 # %% tags=["hide-input"]

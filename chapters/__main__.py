@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from errors import UserError, exit_status, suggest
+from utils import UserError, exit_status, suggest
 
 HELP = """e.g. python -m chapters
      python -m chapters 03 04

@@ -12,7 +12,6 @@ import dataset
 from config import DataConfig
 from data import tokenizers
 from utils import UserError, check_picture, exit_status, log, new_picture
-from pictures import check_picture, new_picture
 
 BAR_LETTERS = 40
 FIRST_LETTERS = 70  # letters shown of each document

@@ -17,9 +17,10 @@ from typing import Annotated
 
 import tyro
 
+from chapters.__main__ import limit_s
 from docs import layer_timeline, mesh_explorer, notebooks, planner_widget, reference, schedule_explorer
 from docs.notebooks import ROOT
-from errors import UserError, exit_status
+from utils import UserError, exit_status
 
 HELP = """e.g. python -m docs.build
      python -m docs.build 00 04    # build only these chapters, to preview a page

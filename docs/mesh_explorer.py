@@ -159,8 +159,8 @@ def lines(cfg, which: str) -> list[dict]:
 
 def limits(which: str) -> dict[str, list]:
     """Return the largest size of each axis, up to MOST devices, and why the next one is refused."""
-    from errors import UserError
     from pipeline import fit
+    from utils import UserError
 
     found = {}
     for axis in AXES:

@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from chapters.__main__ import select_chapters
-from errors import UserError, exit_status
+from utils import UserError, exit_status
 
 HELP = """e.g. python -m docs.notebooks
      python -m docs.notebooks 04 05

@@ -7,9 +7,9 @@ operation starts and ends.
 from pathlib import Path
 
 from docs import planner_widget
-from errors import UserError
 from pipeline.__main__ import BOTH, PUBLISHED, RUN, Shape
 from pipeline.schedules import SCHEDULES, Op, Schedule
+from utils import UserError
 
 STAGES, MICROBATCHES = 8, 16  # the largest sizes on the page
 FIRST = "#"  # means tick 0; the next character means tick 1, and so on

@@ -12,7 +12,7 @@ import typing
 from pathlib import Path
 
 import config
-from errors import exit_status
+from utils import exit_status
 
 PAGE = Path(__file__).parent / "settings.md"
 HEAD = """\

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from pictures import check_picture
 from pipeline.check import check
 from pipeline.draw import draw, format_table
 from pipeline.schedules import SCHEDULES, Schedule, Simulation, in_lock_step, schedule, simulate

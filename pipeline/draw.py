@@ -1,6 +1,5 @@
 """Print a schedule as text, and draw what each stage does over time."""
 
-import pictures
 import utils
 from pipeline.schedules import KINDS, Schedule, Simulation, simulate
 
@@ -20,7 +19,7 @@ def draw(forms: dict[str, tuple[Schedule, Simulation]], path: str) -> None:
     """
     stages, longest = next(iter(forms.values()))[0].stages, max(found.makespan for _, found in forms.values())
     inches = min(max(longest * 0.36, 8), 22)
-    figure = pictures.new_picture(figsize=(inches, (0.42 * stages + 0.9) * len(forms) + 0.4), dpi=160)
+    figure = utils.new_picture(figsize=(inches, (0.42 * stages + 0.9) * len(forms) + 0.4), dpi=160)
     panels = figure.subplots(len(forms), sharex=True, squeeze=False)[:, 0]
     for axes, (form, (sched, found)) in zip(panels, forms.items(), strict=True):
         paint_spans(axes, sched, found, inches * found.makespan / longest, form)

@@ -10,7 +10,6 @@ from config import AUTO, PRESETS, Affects, Config, Count, affecting, preset, rep
 from config.flags import command_line
 from devices import use_devices
 from utils import UserError, check_picture, exit_status, parse_early
-from pictures import check_picture
 from plan import budget, constants, explain, front, hardware, inference, planner, serving, show, why
 from plan.costs import parameters
 from plan.inference import DType

@@ -7,7 +7,6 @@ the fraction of a device's memory.
 
 from dataclasses import dataclass
 
-import pictures
 import utils
 from config import Config
 from utils import UserError
@@ -106,7 +105,7 @@ def plot_front(front: list[Layout], best: list[Layout], path: str) -> None:
     """
     priced = all(one.dollars is not None for one in front + best)
     height = (lambda one: one.dollars) if priced else (lambda one: 100 * one.memory)
-    figure = pictures.new_picture(figsize=(8, 4.5), dpi=150)
+    figure = utils.new_picture(figsize=(8, 4.5), dpi=150)
     axes = figure.subplots()
     for name in dict.fromkeys(str(one.plan.topology) for one in best):
         ones = [one for one in front if str(one.plan.topology) == name]

@@ -7,7 +7,6 @@ pipeline schedule.
 import numpy as np
 from jax.sharding import Mesh
 
-import pictures
 import pipeline
 import utils
 from config import Config
@@ -95,7 +94,7 @@ def plot(found: simulator.Replay, title: str, path: str) -> None:
     """Plot what core and links do in the two computations that take the most time: a layer's forward and backward."""
     names = found.longest()
     lanes = [["core", *sorted({e.lane for e in found.played[name].events} - {"core"})] for name in names]
-    figure = pictures.new_picture(figsize=(12, 1.3 + sum(0.7 + 0.35 * len(lane) for lane in lanes)), dpi=150)
+    figure = utils.new_picture(figsize=(12, 1.3 + sum(0.7 + 0.35 * len(lane) for lane in lanes)), dpi=150)
     panels = figure.subplots(len(names), 1, squeeze=False, height_ratios=[len(lane) for lane in lanes])[:, 0]
     for axes, name, rows in zip(panels, names, lanes, strict=True):
         for event in found.played[name].events:

@@ -2,7 +2,6 @@
 
 import math
 
-import pictures
 import utils
 from pipeline import draw, fit, schedules
 from plan import compiled, costs, hardware, hiding, inference, offload, tiers
@@ -324,7 +323,7 @@ def plot_inference(one: inference.Plan, asked: tuple[int, ...], path: str) -> No
     """Draw tokens per second, the seconds of a step by cause, and the time to the first token, by batch size."""
     found = [one.batch_summary(batch) for batch in one.batches(asked)]
     batches = [row["batch"] for row in found]
-    figure = pictures.new_picture(figsize=(12, 3.9), dpi=150)
+    figure = utils.new_picture(figsize=(12, 3.9), dpi=150)
     rate, step, first = figure.subplots(1, 3)
     rate.loglog(batches, [row["tokens_per_s"] for row in found], "o-", label="all sequences")
     rate.loglog(batches, [row["sequence_tokens_per_s"] for row in found], "s--", label="per sequence")
@@ -438,7 +437,7 @@ def plot_schedule(axes, one: Plan) -> None:
 def plot_search(fit: list[Plan], path: str, most: int = 20) -> None:
     """Draw the step time by cause, for the fastest layouts, to an image file."""
     fit = fit[:most]
-    figure = pictures.new_picture(figsize=(11, 1.4 + 0.28 * len(fit)), dpi=150)
+    figure = utils.new_picture(figsize=(11, 1.4 + 0.28 * len(fit)), dpi=150)
     axes, ends = figure.subplots(), [0.0] * len(fit)
     cause = lambda part: part if part in FIXED else "communication"
     for name in ("compute", "communication", "optimizer", "bubble"):

@@ -6,8 +6,9 @@ import socket
 
 import hypothesis
 
-from devices import cache_directory, simulate_devices
+from devices import simulate_devices
 from tests import extras, quick, rotation
+from utils import cache_directory
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set in background jobs; child processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

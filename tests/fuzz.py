@@ -22,7 +22,7 @@ from pathlib import Path
 import tyro
 
 from config import AXES, MeshConfig
-from errors import exit_status
+from utils import UserError, exit_status
 from tests import parity
 
 ROOT = Path(__file__).parent.parent

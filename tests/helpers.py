@@ -5,6 +5,7 @@ by name.
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 
@@ -18,7 +19,7 @@ import sharding
 from config import Config, MeshConfig, ModelConfig
 from on_mesh import unstack
 from plan import show
-from sharding import AXES, TOKENS
+from sharding import AXES, TOKENS, Declaration
 from xla import ordered
 
 GROUPED = {"attention": "gqa"}  # settings of every test of grouped attention

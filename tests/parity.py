@@ -12,6 +12,8 @@ import json
 import sys
 from typing import NamedTuple
 
+from devices import use_devices
+from utils import exit_status, parse_early
 import jax
 import numpy as np
 import optax
@@ -21,8 +23,6 @@ import optimizer
 import sharding
 from config import Affects, Config, affecting, replace
 from config.flags import command_line
-from devices import use_devices
-from errors import exit_status
 from tests import helpers, quick
 from xla import ordered
 

@@ -14,8 +14,8 @@ import pytest
 import dataset
 from config import first_difference, preset, replace
 from data import prepare, units
-from errors import UserError
 from pipeline.step import BATCH_NAMES
+from utils import UserError
 
 B, T = 3, 7  # rows and positions of a batch
 NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")

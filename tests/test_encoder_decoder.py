@@ -14,10 +14,10 @@ import pipeline
 import sharding
 from architectures import declare
 from config import preset, replace
-from errors import UserError
 from kernels.attention import masked_attention
 from pipeline import check, schedules, step
 from tests import helpers
+from utils import UserError
 
 T5 = preset("t5_tiny", **{"data.batch_size": 2})
 PREFIX = preset("tiny", **{"model.n_experts": 0, "model.dense_prefix": 0, "model.n_layers": 2, "model.prefix_lm": True,

@@ -14,11 +14,11 @@ import local_steps
 import optimizer
 import sharding
 from config import first_difference, preset
-from errors import UserError
 from sharding import Declaration
 from tests import helpers
 from train import checkpoint, directory, guard
 from xla import ledger
+from utils import UserError
 
 # A linear model of two layers' weights, small enough to compile in no time. Letters: B sequences, T inputs, L layers
 MESH, B, T, L, RATE = "data=2,fsdp=2", 12, 6, 5, 0.1

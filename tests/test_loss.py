@@ -15,11 +15,11 @@ import pipeline
 import sharding
 from config import preset
 from config.fields import ACTIVATIONS, REMAT
-from errors import UserError
 from on_mesh import unstack
 from overlap import weights as overlap_weights
 from pipeline import fit
 from tests import helpers
+from utils import UserError
 
 B, T, V = 16, 18, 280
 SLICE = 35  # words whose logits exist at once: 8 slices make V

@@ -11,10 +11,10 @@ from hypothesis import given, settings, strategies as st
 
 import model
 from config import preset
-from errors import UserError
 from kernels import grouped
 from overlap.weights import gather_weights
 from tests import helpers
+from utils import UserError
 
 B, T, D, E = 4, 11, 24, 8  # of these tests; the tiny preset is 24 wide and has 8 experts
 

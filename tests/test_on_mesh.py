@@ -16,12 +16,12 @@ import optimizer
 import pipeline
 import sharding
 from config import OptimConfig, preset
-from errors import UserError
 from on_mesh import on_mesh, unstack
 from overlap.weights import at_use
 from sharding import CONTEXT, FSDP, STAGE, TENSOR, all_gather, make_mesh, psum, reduce_scatter, vary
 from tests import helpers
 from tests.test_house import NOT_OURS, ROOT
+from utils import UserError
 from weights import families
 
 C = preset("tiny").model

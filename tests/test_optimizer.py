@@ -16,10 +16,10 @@ import pipeline
 import sharding
 from config import preset, replace
 from data import prepare
-from errors import UserError
 from plan import planner
 from tests import helpers
 from train import checkpoint
+from utils import UserError
 
 # Only three MoE layers, which compile in seconds; these tests do not depend on the depth.
 SMALL = {"model.n_layers": 3, "model.dense_prefix": 0, "model.moe_every": 1, "model.attention": "gqa",

@@ -9,7 +9,7 @@ import pytest
 import config
 import main
 from config import Config, fields, migrations, preset
-from errors import UserError
+from utils import UserError
 
 # The config.json of `tiny`, written when there were 104 settings.
 OLD = Path(__file__).parent / "fixtures/config_104_settings.json"

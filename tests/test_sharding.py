@@ -29,10 +29,10 @@ from config import (
     replace,
 )
 from config.flags import command_line
-from errors import UserError
 from pipeline import fit
 from plan import planner
 from sharding import AXES, DATA, FSDP, SLICED, TENSOR
+from utils import UserError
 
 # Meshes ---------------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ import main
 import optimizer
 import pipeline
 import sharding
-from config import preset
 from data import prepare
 from plan import hardware
 from tests.helpers import OLD_WORK_SETTINGS

@@ -41,7 +41,6 @@ from config.migrations import migrate
 from sharding import flatten_named, map_named
 from train import storage
 from train.steps import DELETING, MANIFEST, SAVING, Read, StepDirectory, latest_step, list_steps, write_manifest
-from train.storage import replace_file
 from utils import DiskLost, UserError, exit_status, is_main_process, replace_file
 
 CHUNK_BYTES = 2**26  # largest chunk of an array: reading any part of a chunk decompresses all of it

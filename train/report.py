@@ -18,7 +18,6 @@ from typing import Annotated
 import tyro
 from etils import epath
 
-import pictures
 import utils
 from config.fields import is_remote
 from utils import UserError, exit_status, log
@@ -112,14 +111,14 @@ def draw(run_directories: list[str | Path], out: str | Path) -> Path:
     Raises: UserError for a run that cannot be read, or an image format that cannot be written.
     """
     runs = [read_run(directory) for directory in run_directories]
-    pictures.check_picture(out)
+    utils.check_picture(out)
     make_figure(runs).savefig(out)
     return Path(out)
 
 
 def make_figure(runs: list[Run]):
     """Lay out the panels for which these runs have data; dense models have no panels about experts."""
-    figure = pictures.new_picture(figsize=(12, 7), dpi=130)
+    figure = utils.new_picture(figsize=(12, 7), dpi=130)
     import matplotlib
 
     one_moe = len(runs) == 1 and runs[0].is_moe

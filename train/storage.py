@@ -251,13 +251,6 @@ def absolute_path(path: str | os.PathLike) -> str:
     return os.path.abspath(path)
 
 
-def replace_file(path: str | os.PathLike, text: str) -> None:
-    """Write a file atomically."""
-    partial = f"{path}.partial"
-    Path(partial).write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
 def remove_path(path: str | os.PathLike) -> None:
     """Remove a file or folder, if it exists."""
     path = epath.Path(path)

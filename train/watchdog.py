@@ -19,7 +19,6 @@ from utils import log, log_files, log_to_file, replace_file
 from train import pace
 from train.agreement import ROOT, Agreement
 from train.board import Message
-from train.storage import replace_file
 
 LOST = 75  # exit status which means that another attempt may succeed; EX_TEMPFAIL in sysexits.h
 ALIVE_S = 2.0  # seconds between two heartbeats for the supervisor

@@ -20,7 +20,6 @@ import numpy as np
 import tyro
 
 from utils import UserError, check_picture, exit_status
-from pictures import check_picture
 from plan import hardware, replayed
 from plan.planner import amount
 from plan.show import make_table

@@ -9,13 +9,15 @@ import stand_ins
 HERE = Path(__file__).parent
 stand_ins.install(str(HERE / "mesh_utils.py"), (HERE / "jax_version").read_text())
 
-import devices
+import utils
 
-devices.cache_directory = lambda: str(HERE)  # has the rows of layers, which JAX traced when the site was built
+utils.cache_directory = lambda: str(HERE)  # has the rows of layers, which JAX traced when the site was built
 
 from config import AUTO, Config, preset, replace
-from errors import UserError
+from config.needs import unmet
+from pipeline import fit
 from plan import budget, explain, hardware, planner, show, traced_layer
+from utils import UserError
 from weights import published
 
 stand_ins.ready()

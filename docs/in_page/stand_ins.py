@@ -14,7 +14,7 @@ import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
-from errors import UserError
+from utils import UserError
 
 PACKAGES = {"absl", "flax", "jax", "jaxlib", "optax", "orbax", "resource", "tyro", "yaml"}
 WHY = "this page has no JAX, which the planner needs for {}; use `python -m plan` on a computer"

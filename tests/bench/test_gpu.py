@@ -21,9 +21,9 @@ import sharding
 from bench import gpu
 from bench.step import random_batch
 from config import Config, preset
-from errors import UserError
 from pipeline import fit
 from plan import costs, hardware
+from utils import UserError
 
 needs_torch = pytest.mark.extra("torch")
 

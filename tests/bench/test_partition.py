@@ -13,9 +13,9 @@ import sharding
 from bench import explicit, partition
 from bench.partition import PARTITIONINGS, SMALL, WAYS
 from config import preset
-from errors import UserError
 from plan import compiled, hardware
 from tests.helpers import assert_gradients_close
+from utils import UserError
 
 DATA, MODEL = 2, 4
 

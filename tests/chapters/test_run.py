@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from errors import UserError
+from utils import UserError
 
 runner = importlib.import_module("chapters.__main__")
 BAD = "print('last words')\nassert 1 == 2\n"

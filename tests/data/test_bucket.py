@@ -20,7 +20,7 @@ import pytest
 import dataset
 from config import preset
 from data import bucket, prepare
-from errors import UserError
+from utils import UserError
 
 B, T = 8, 64
 TOKENS, SHARD = 200_000, 30_000

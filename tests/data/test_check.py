@@ -9,7 +9,7 @@ import pytest
 import dataset
 from config import DataConfig
 from data import check, prepare
-from errors import UserError
+from utils import UserError
 
 TEXTS = [f"text {n}, 五 " * n or "\n\n  the first\nthe second" for n in range(40)]
 

@@ -8,7 +8,7 @@ import pytest
 from config import preset
 from data import features, objectives, tasks
 from data.objectives import Example
-from errors import UserError
+from utils import UserError
 
 EOT = 256
 CAPITALS = [("France", "Paris"), ("Peru", "Lima"), ("Laos", "")]

@@ -12,9 +12,9 @@ import generate
 from config import preset, replace
 from data import prepare, tokenizers, units
 from data.prepare import from_ids
-from errors import UserError
 from tests.data.test_prepare import write_ranks
 from tests.test_training import rows, run
+from utils import UserError
 
 
 def streams(out):

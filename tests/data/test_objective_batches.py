@@ -8,9 +8,9 @@ import pytest
 import dataset
 from config import preset
 from data import examples, objectives, prepare
-from errors import UserError
 from tests.data import test_hosts
 from train import preflight
+from utils import UserError
 
 EOT, VOCAB_SIZE, B, T, S = 900, 940, 6, 33, 41
 ENCODER = {"model.encoder_layers": 2, "model.attention": "gqa", "model.n_experts": 0, "model.dense_prefix": 0,

@@ -9,10 +9,10 @@ import pytest
 from scipy.stats import spearmanr
 
 import dataset
+import sharding
 from config import preset, replace
 from data import prepare
-from errors import UserError
-from train import directory
+from utils import UserError
 
 B, T = 8, 5
 SIZES = {"code": 300, "prose": 700, "maths": 45}  # tokens of each source; each has its own range of ids

@@ -15,9 +15,9 @@ import pipeline
 import sharding
 from config import preset, replace
 from data import packing, prepare
-from errors import UserError
 from tests import helpers
 from tests.data import test_hosts
+from utils import UserError
 
 B, T, EOT = 8, 14, 3000
 GOLDEN = json.loads((Path(__file__).parent / "golden_batches.json").read_text())["documents"]

@@ -26,7 +26,7 @@ from hypothesis import given, settings, strategies as st
 import dataset
 from config import preset
 from data import prepare, sources, tokenizers, units
-from errors import UserError
+from utils import UserError
 
 TEXTS = {f"{name}.txt": (name * n) for n, name in enumerate("un déux trois quatre 五 six sept huit neuf dix".split())}
 

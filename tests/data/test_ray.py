@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data import engine, prepare
-from errors import UserError
+from utils import UserError
 
 
 class StandIn(types.ModuleType):

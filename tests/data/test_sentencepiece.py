@@ -10,7 +10,7 @@ import pytest
 
 import dataset
 from data import prepare, tokenizers
-from errors import UserError
+from utils import UserError
 
 needs_package = pytest.mark.extra("sentencepiece")
 TEXTS = [

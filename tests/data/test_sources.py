@@ -19,7 +19,7 @@ import pytest
 
 import dataset
 from data import files, prepare, sources
-from errors import UserError
+from utils import UserError
 
 END = "<|endoftext|>"
 

@@ -11,7 +11,7 @@ import dataset
 from config import preset
 from data import prepare, tasks
 from data.tasks import Task
-from errors import UserError
+from utils import UserError
 
 
 @pytest.fixture

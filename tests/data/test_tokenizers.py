@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from data import hf_json, prepare, tokenizers, train_tokenizer
-from errors import UserError
 from tests import extras
+from utils import UserError
 
 pytestmark = extras.require("parity")
 

@@ -16,7 +16,7 @@ import pytest
 
 import dataset
 from data import engine, prepare, shards, sources, units
-from errors import UserError
+from utils import UserError
 
 ROOT = Path(__file__).parents[2]
 UNITS = 8

@@ -10,12 +10,12 @@ import model
 import sharding
 from config import preset, replace
 from data import tokenizers
-from errors import UserError
 from evaluate.answering import Answerer
 from evaluate.answers import Answers
 from generate import Request
 from generate.runs import Run
 from tests import helpers
+from utils import UserError
 
 CFG = preset("tiny", **{"data.seq_len": 30})
 MERGES = [b"ca", b"cat", b" cat", b"at"]

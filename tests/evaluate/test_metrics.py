@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 
 from data import tasks
-from errors import UserError
 from evaluate import metrics
+from utils import UserError
 
 
 @pytest.mark.parametrize(

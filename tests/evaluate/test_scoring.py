@@ -10,9 +10,9 @@ import model
 import pipeline
 import sharding
 from config import MeshConfig, preset, replace
-from errors import UserError
 from evaluate.scoring import LEAST_POSITIONS, Scorer
 from tests import helpers
+from utils import UserError
 
 CFG = preset("tiny", **{"model.capacity_factor": 1.0})  # in training, experts would drop tokens
 T, V = CFG.data.seq_len, CFG.model.vocab_size

@@ -9,11 +9,11 @@ import pytest
 
 from data import tasks
 from data.tasks import Task
-from errors import UserError
 from evaluate import task as evaluating
 from generate.runs import open_run
 from tests.evaluate.test_command import command, refused
 from tests.generate.models import rule_text, save_run
+from utils import UserError
 
 PROMPTS = [chr(33 + (7 * n) % 90) * (n % 3 > 0) + chr(34 + (11 * n) % 88) for n in range(24)]
 

@@ -10,12 +10,12 @@ import sharding
 from architectures import declare
 from config import preset, replace
 from data import tokenizers
-from errors import UserError
 from generate import beam
 from generate.engine import Engine, Job
 from generate.sampling import Request, Settings
 from generate.texts import Sampler, WithSentinels, prompt_ids
 from tests import helpers
+from utils import UserError
 
 START, END = 256, 303
 T5 = preset("t5_tiny")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import sharding
-from errors import UserError
 from generate.engine import Engine, Job
 from generate.sampling import Request
 from tests.generate.models import CONFIGS, EOT, V, one_device, placed
+from utils import UserError
 
 MOE = CONFIGS["tiny"]
 

@@ -10,7 +10,6 @@ import pytest
 import tiktoken
 
 from config import replace
-from errors import UserError
 from generate.engine import Engine, Job
 from generate.sampling import BatchSettings, Request, drawable_ids, filter_logits
 from generate.speculative import propose, speculate, verify
@@ -19,6 +18,7 @@ from sharding import make_mesh
 from tests import helpers
 from tests.generate.models import CONFIGS, EOT, one_device, placed, rule_text
 from tests.generate.test_command import run
+from utils import UserError
 
 V, K, N = 5, 2, 20_000
 

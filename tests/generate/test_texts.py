@@ -9,13 +9,13 @@ import model
 import pipeline
 from config import replace
 from data import tokenizers
-from errors import UserError
 from generate.cache import NOWHERE
 from generate.engine import Token
 from generate.sampling import BatchSettings, DrawnTokens, Request
 from generate.texts import Sampler
 from tests import helpers
 from tests.generate.models import BYTES, EOT, RULE, TINY, V, one_device, rule_text
+from utils import UserError
 
 # Whole samples from a real model --------------------------------------------------------------------------------------
 

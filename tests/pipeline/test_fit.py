@@ -8,8 +8,8 @@ import pytest
 import model
 import sharding
 from config import PRESETS, MeshConfig, preset, replace
-from errors import UserError
 from pipeline import fit
+from utils import UserError
 
 CASES = [
     ("laptop", "stage=4", "2 layer blocks of blocks.moe.norm_attention_D", "--model.n_layers 6"),  # 2 dense before

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from errors import UserError
-from pictures import new_picture
 from pipeline import schedules
 from pipeline.__main__ import main
 from pipeline.check import check
 from pipeline.schedules import Op, Schedule, live_activations, lock_step, rows, schedule, simulate
+from utils import UserError, new_picture
 
 SIZES = [(S, M) for S in (1, 2, 3, 4, 8) for M in (S, 2 * S, 8 * S)]
 NAMES = [("gpipe", 1), ("1f1b", 1), ("zb", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)]

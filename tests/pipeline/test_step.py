@@ -10,10 +10,10 @@ import model
 import pipeline
 import sharding
 from config import preset
-from errors import UserError
 from pipeline import ticks
 from tests import helpers, parity
 from xla import ledger
+from utils import UserError
 
 # Sixteen blocks of one layer, so that 8 stages can have 2 chunks each; every dim a different size.
 SHARED = {"model.n_layers": 16, "model.dense_prefix": 0, "model.moe_every": 1, "model.n_experts": 4,

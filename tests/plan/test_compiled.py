@@ -13,10 +13,10 @@ import optimizer
 import sharding
 from config import MeshConfig, preset
 from devices import compile_cache
-from errors import UserError
 from plan import compiled
 from sharding import FSDP, STAGE, TENSOR
 from xla import ledger
+from utils import UserError
 
 GIB = 2**30
 

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from config import MeshConfig, ModelConfig
-from errors import UserError
+from utils import UserError
 from plan import hardware, planner
 from plan.hardware import CHIPS, Topology, collective_seconds, layout
 

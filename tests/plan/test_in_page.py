@@ -11,7 +11,7 @@ import pytest
 from config import preset, replace
 from docs import in_browser, planner_widget
 from docs.notebooks import ROOT
-from errors import UserError
+from utils import UserError
 from plan import memory, planner
 
 PIN = {"remat": "full", "gather": "layer", "tensor_exchange": "ring", "context_attention": "gather"}
@@ -133,7 +133,7 @@ def test_the_stand_in_for_numpy():
 
 def test_a_damaged_download_is_not_unpacked(tmp_path, monkeypatch):
     """Catches a site with another Pyodide than the one that was tested, and a folder that is half written."""
-    monkeypatch.setattr(in_browser.devices, "cache_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(in_browser.utils, "cache_directory", lambda: str(tmp_path))
     (tmp_path / f"pyodide-{in_browser.VERSION}.tgz").write_bytes(b"half of a file")
     with pytest.raises(UserError, match=r"pyodide-.*\.tgz is not the package that npm published .*; delete it"):
         in_browser.write_pyodide(tmp_path / "pyodide")

@@ -15,15 +15,15 @@ import pytest
 from jax.sharding import NamedSharding
 
 import model
-import pictures
 import sharding
+import utils
 from config import PRESETS, ModelConfig, preset, replace
-from errors import UserError
 from generate.cache import cache_shapes, cached_forward, unstack, unstacked_specs
 from generate.engine import Engine
 from plan import hardware, inference, planner
 from plan.__main__ import main
 from xla import ledger
+from utils import UserError
 
 GROUPED = {"model.attention": "gqa", "model.n_kv_heads": 2, "model.n_experts": 0, "model.n_layers": 2,
            "model.dense_prefix": 0}  # fmt: skip
@@ -264,8 +264,8 @@ def run(capsys, *words):
 
 def test_the_table_the_plot_and_the_json_agree(capsys, tmp_path, monkeypatch):
     """Catches a column of another batch or phase, an empty plot, and full memory that is not reported."""
-    figures, new = [], pictures.new_picture
-    monkeypatch.setattr(pictures, "new_picture", lambda **how: figures.append(new(**how)) or figures[-1])
+    figures, new = [], utils.new_picture
+    monkeypatch.setattr(utils, "new_picture", lambda **how: figures.append(new(**how)) or figures[-1])
     path, picture = tmp_path / "a.json", tmp_path / "a.png"
     words = ["--prompt", "7680", "--answer", "512", "--weights_dtype", "int8", "--cache_dtype", "int8"]
     status, out, _ = run(capsys, "llama3_70b", *EIGHT, *words, "--json", str(path), "--plot", str(picture))

@@ -8,9 +8,9 @@ import pipeline
 import sharding
 from config import preset, replace
 from config.fields import ACTIVATIONS
-from errors import UserError
 from plan import costs, measured, memory, offload, planner, show
 from tests import helpers
+from utils import UserError
 
 EVERY = ",".join(f"{name}@host" for name in ACTIVATIONS)
 GROUPED = helpers.GROUPED | {"dense_prefix": 0}

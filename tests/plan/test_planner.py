@@ -8,16 +8,17 @@ import re
 import jax
 import pytest
 
-import pictures
 import pipeline
+import sharding
+import utils
 from bench import step as bench_step
+from compile import ledger
 from config import PRESETS, preset, replace
-from errors import UserError
-from pipeline import schedules
 from plan import compiled, costs, hardware, planner
 from plan.__main__ import main
 from tests import fuzz
 from tests.helpers import GROUPED, check_prediction, in_model
+from utils import UserError
 
 GIB = 2**30
 
@@ -461,8 +462,8 @@ def test_compiled_numbers_are_printed_next_to_predicted_ones(capsys, tmp_path):
 @pytest.fixture
 def figures(monkeypatch):
     """Collect the figures that a test draws."""
-    drawn, new = [], pictures.new_picture
-    monkeypatch.setattr(pictures, "new_picture", lambda **how: drawn.append(new(**how)) or drawn[-1])
+    drawn, new = [], utils.new_picture
+    monkeypatch.setattr(utils, "new_picture", lambda **how: drawn.append(new(**how)) or drawn[-1])
     return drawn
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from config import preset
 from config.flags import starting_point
-from errors import UserError
 from plan.__main__ import main
+from utils import UserError
 from weights import published
 
 MODELS = json.loads((Path(__file__).parent / "fixtures/published_configs.json").read_text())

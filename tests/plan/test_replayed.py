@@ -7,7 +7,7 @@ import pytest
 
 from bench import overlap
 from config import preset
-from errors import UserError
+from utils import UserError
 from plan import replayed
 from plan.hardware import Topology
 from xla import simulator

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from config import MeshConfig, preset
-from errors import UserError
+from utils import UserError
 from plan import hardware, inference, networks, planner, traced
 from plan.hardware import CHIPS, Topology
 

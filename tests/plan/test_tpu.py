@@ -16,13 +16,13 @@ from jax.experimental import pallas
 import optimizer
 import sharding
 from config import MeshConfig, preset
-from errors import UserError
 from kernels import attention, grouped
 from overlap import context
 from plan import compiled, offload, planner, replayed
 from sharding import CONTEXT, FSDP
 from tests.helpers import check_prediction, with_repeats
 from xla import ledger
+from utils import UserError
 
 pytestmark = pytest.mark.tpu
 GIB = 2**30

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import pipeline
 from config import PRESETS, MeshConfig, preset
-from errors import UserError
+from utils import UserError
 from plan import costs, hardware, program, rows, traced
 from plan.program import abstract_mesh
 from xla.ledger import IN_TURN

@@ -11,13 +11,13 @@ pytestmark = extras.require("serve")
 
 import tiktoken
 
-from errors import UserError
 from generate.engine import Token
 from generate.sampling import Request
 from generate.texts import token_text
 from serve import template
 from serve.protocol import Choice, RequestError, ServedModel, chat_text
 from tests.generate.models import BYTES, EOT, follow, rule_text
+from utils import UserError
 
 
 def completion(server, **asked):

@@ -12,9 +12,9 @@ from config import AXES, preset, replace
 from docs import planner_widget
 from docs.build import MADE
 from docs.notebooks import ROOT
-from errors import UserError
 from plan import explain, hardware, planner
 from tests.plan.test_in_page import different
+from utils import UserError
 from weights import published
 
 pytestmark = pytest.mark.site

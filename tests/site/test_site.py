@@ -9,10 +9,11 @@ from urllib.parse import urldefrag
 
 import pytest
 
+from chapters import folded
 from docs import build, layer_timeline, notebooks
 from docs.notebooks import ROOT
-from errors import UserError
 from tests.site import browser
+from utils import UserError
 
 pytestmark = pytest.mark.site
 

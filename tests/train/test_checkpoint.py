@@ -28,10 +28,10 @@ import sharding
 import train.steps
 from bench import soak
 from config import preset, replace
-from errors import UserError
 from tests import helpers
 from tests.train.small_run import EVERY, ROOT, STEPS, flags, run, snapshot, trained_steps
 from train import checkpoint, progress
+from utils import UserError
 
 # Steps and their manifests --------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ import pytest
 
 import main
 from bench import soak
-from config import replace
-from tests.train.small_run import STEPS, flags, run, signal_at_step, snapshot, trained_steps
+from config import Affects, Config, affecting, replace
+from tests.train.small_run import ROOT, STEPS, flags, run, signal_at_step, snapshot, trained_steps
 from train.directory import SET_ASIDE, Metrics, check_resumable, lock_directory, missing_rows
 
 

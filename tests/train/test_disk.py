@@ -8,11 +8,11 @@ import pytest
 
 import main
 from bench import soak
-from errors import DiskLost
 from tests.train.small_run import run, snapshot
 from train import checkpoint, storage
 from train.directory import Metrics
 from train.watchdog import LOST
+from utils import DiskLost
 
 
 def rename_before(monkeypatch, module, name, directory, calls):

@@ -18,11 +18,11 @@ import pipeline
 import sharding
 from config import preset, replace
 from data import prepare
-from errors import UserError
 from tests.helpers import random_batch
 from tests.test_training import PowerCut, cut_at, restored, rows, run, snapshot, untimed
 from train import checkpoint, guard, report
 from train.directory import to_json
+from utils import UserError
 
 # Two blocks of one layer each, over two devices.
 SMALL = {"model.n_layers": 2, "model.dense_prefix": 0, "model.moe_every": 1, "model.attention": "gqa",

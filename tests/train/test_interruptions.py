@@ -6,6 +6,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 
 import pytest
 

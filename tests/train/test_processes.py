@@ -17,13 +17,13 @@ import pytest
 
 from config import RunConfig
 from devices import why_not_writable
-from errors import UserError, exit_status
 from tests.train.several import SHORT, Ended, run_in_threads, run_two_processes
 from tests.train.small_run import ROOT, flags
 from train import agreement, processes, watchdog
 from train.board import Board
 from train.interruptions import Interruptions
 from train.watchdog import LOST
+from utils import UserError, exit_status
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,12 +8,12 @@ import pytest
 
 import main
 from config import preset
-from errors import UserError
 from plan import __main__ as plan_command, measured, planner
 from tests.train.small_run import flags
 from train import profile
 from train.profile import Event
 from xla.hlo import Program
+from utils import UserError
 
 SIZES = {"data": 2, "model": 2}
 TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=4

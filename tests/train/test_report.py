@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from errors import UserError
 from train import report
+from utils import UserError
 
 ROOT = Path(__file__).parents[2]
 STEPS, LAYERS, EXPERTS = 7, 2, 5

@@ -8,7 +8,7 @@ import yaml
 import model
 import sharding
 from config import preset
-from errors import UserError
+from utils import UserError
 from weights import card
 
 CFG = preset("tiny", **{"data.path": "/home/someone/tokens", "run.dir": "/home/someone/runs"})

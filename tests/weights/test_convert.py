@@ -21,9 +21,9 @@ import model
 import pipeline
 import sharding
 from config import Config, MeshConfig, preset, replace
-from errors import UserError
 from tests.helpers import assert_gradients_close, draw
 from train import checkpoint
+from utils import UserError
 from weights import convert, families, folders
 from weights.__main__ import main
 from weights.families import FAMILIES, declare

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from errors import UserError
+from utils import UserError
 from weights import convert, folders
 
 FIXTURE = Path(__file__).parent / "fixtures/deepseek_v3"

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from config import ModelConfig, preset
-from errors import UserError
 from tests.weights.test_convert import FIXTURES, tiny
+from utils import UserError
 from weights import families, folders, init_from
 from weights.families import FAMILIES
 from weights.hf_config import config_from_hf, config_to_hf

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from errors import UserError
+from utils import UserError
 from xla import ledger
 
 # As libtpu 0.0.42 compiles a psum over data and fsdp on two slices of four chips; shortened.

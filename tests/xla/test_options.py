@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import optimizer
 import sharding
 from config import MeshConfig, preset
-from errors import UserError
+from utils import UserError
 from plan import compiled
 from xla import options
 

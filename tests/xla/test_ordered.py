@@ -16,12 +16,12 @@ import pipeline
 import sharding
 from config import preset
 from devices import compile_cache
-from errors import UserError
 from generate import cache
 from plan import compiled
 from sharding import FSDP, STAGE, TENSOR
 from tests import fuzz, helpers, parity
 from xla import ledger, ordered
+from utils import UserError
 
 MESH = "stage=2,fsdp=2,tensor=2"
 SPEC = P((STAGE, FSDP, TENSOR))

@@ -9,9 +9,9 @@ import pytest
 
 from bench import overlap
 from config import preset
-from errors import UserError
 from plan import planner
 from xla import ledger
+from utils import UserError
 
 SIZES = {"fsdp": 2}
 PRODUCT = 2 * 5 * 7 * 3

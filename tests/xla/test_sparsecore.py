@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from config import MeshConfig
-from errors import UserError
 from plan import compiled
 from sharding import FSDP
 from xla import ledger, options
+from utils import UserError
 
 SIZES = {"data": 2, "fsdp": 2}
 PRODUCT = 2 * 5 * 7 * 3
