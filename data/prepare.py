@@ -24,10 +24,10 @@ import tyro
 import dataset
 from config import first_difference
 from config.fields import is_remote
-from data import engine, files, progress, shards, sources, tokenizers, units
 from data.shards import Folder, UnitFile
 from data.sources import Part, Unit
 from data.units import Job
+from progress import show_progress
 from utils import UserError, exit_status, log
 
 COUNTED_TOKENS = 2**24  # compute unigram_nats and bigram_nats from at most this many tokens, to limit memory
@@ -240,7 +240,7 @@ def _tokenize(args: Arguments, job: Job, cut: list[Unit]) -> tuple[list[UnitFile
     found = {name: shards.open_complete_unit(job.folder, name, job.dtype) for name in names if name in existing}
     todo = [(name, unit) for name, unit in zip(names, cut, strict=True) if not found.get(name)]
     results = _run_tasks(args, units.tokenize, job, todo, len(todo))
-    with progress.show_progress("tokenizing", len(cut), len(cut) - len(todo)) as advance:
+    with show_progress("tokenizing", len(cut), len(cut) - len(todo)) as advance:
         for head in results:
             advance(head and sum(head.tokens.values()))
     sums = ("documents", "tokens", "text_bytes")
@@ -274,7 +274,7 @@ def _assemble(args: Arguments, job: Job, cut: list[Unit], unit_files: list[UnitF
     todo = [shard for shard in every if shard.file not in done]
     # Starting a process takes as long as writing a few shards, so start one per 4 shards.
     results = _run_tasks(args, units.assemble, job, todo, len(todo) // 4)
-    with progress.show_progress("shards", len(every), len(done)) as advance:
+    with show_progress("shards", len(every), len(done)) as advance:
         for one in results:
             if one:
                 done[one.row["file"]] = one

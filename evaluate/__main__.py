@@ -13,7 +13,6 @@ import tyro
 from config import Count, MeshConfig, MeshFlag, RunConfig, check
 from config.fields import is_remote
 from devices import use_devices
-from evaluate import show, task
 from evaluate.answering import Answerer
 from evaluate.perplexity import perplexity
 from generate.runs import Run, open_run
@@ -56,6 +55,10 @@ e.g. python -m evaluate runs/laptop --perplexity tokens/stdlib-bytes
 Evaluate a run on tasks, or compute its loss on the validation split of any tokens."""
 
 
+from rich.console import Console
+from rich.table import Table
+
+from progress import print_to_stderr, show_progress
 def evaluate_tasks(args: Arguments) -> dict:
     """Return the results of every task. Errors that need no device are raised first."""
     if not importlib.util.find_spec("lm_eval"):
@@ -69,7 +72,7 @@ def evaluate_tasks(args: Arguments) -> dict:
     with harness.hf_evaluate_module():
         results = harness.run_tasks(answerer, harness.load(manager, names), args.limit, args.num_fewshot)
     if not args.json and is_main_process():
-        show.table(harness.result_rows(results), "task", "metric", "value", "stderr", "shots", "examples")
+        print_table(harness.result_rows(results), "task", "metric", "value", "stderr", "shots", "examples")
     return {"step": run.step} | results
 
 
@@ -82,11 +85,11 @@ def evaluate_task(args: Arguments) -> dict:
     at = "" if run.step is None else f"-{run.step}"
     path = Path(args.cache or Path(args.run, f"predictions-{which.name}{at}.jsonl"))
     evaluator = task.Evaluator(run.cfg, run.mesh, run.encoding, args.batch or 32)
-    with show.progress("examples", len(asked)) as advance:
+    with show_progress("examples", len(asked), say=print_to_stderr) as advance:
         found = evaluator.evaluate(which, asked, run.params, path, {"weights": run.digest}, advance)
     if not args.json and is_main_process():
         rows = [(which.name, *metric, len(asked)) for metric in found.items()]
-        show.table(rows, "task", "metric", "value", "examples")
+        print_table(rows, "task", "metric", "value", "examples")
         print(f"predictions: {path}")
     return {"step": run.step, "task": which.name, "examples": len(asked), "predictions": str(path)} | found
 
@@ -95,8 +98,18 @@ def evaluate_perplexity(args: Arguments) -> dict:
     run = load_run(args)
     results = perplexity(run, args.perplexity, args.batches, args.batch)
     if not args.json and is_main_process():
-        show.table([tuple(results.values())[:4]], *list(results)[:4])
+        print_table([tuple(results.values())[:4]], *list(results)[:4])
     return {"step": run.step} | results
+
+
+def print_table(rows: list[tuple], *columns: str) -> None:
+    """Print rows under their column names. Numbers are right-aligned."""
+    table = Table(box=None, header_style="")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if all(isinstance(row[number], str) for row in rows) else "right")
+    for row in rows:
+        table.add_row(*(f"{x:.4f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in row))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def load_run(args: Arguments) -> Run:

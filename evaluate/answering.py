@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import generate
 from data import tokenizers
-from evaluate import show
 from evaluate.answers import Answers, request_key
 from evaluate.scoring import Pair, Score, Scorer
 from generate.runs import Run
+from progress import print_to_stderr, show_progress
 from utils import UserError
 
 
@@ -68,7 +68,7 @@ class Answerer:
             if key not in self.answers:
                 first.setdefault(key, number)
         numbers = list(first.values())
-        with show.progress(what, len(numbers)) as advance:
+        with show_progress(what, len(numbers), say=print_to_stderr) as advance:
             for place, answer in work(numbers) if numbers else ():
                 self.answers.add(keys[numbers[place]], answer)
                 advance()

@@ -6,8 +6,8 @@ import math
 import dataset
 import pipeline
 from config import replace
-from evaluate import show
 from generate.runs import Run
+from progress import print_to_stderr, show_progress
 from train import progress
 from utils import UserError
 
@@ -27,7 +27,7 @@ def perplexity(run: Run, folder: str, batches: int = 0, batch_size: int = 0) -> 
     check_tokenizer(run, folder, corpus.manifest["tokenizer"])
     compiled = pipeline.evaluate(cfg, run.mesh)
     total = -(-dataset.rows_of(corpus.splits["val"], dataset.evaluation_data(cfg)) // size)
-    with show.progress("batches", min(batches or total, total)) as advance:
+    with show_progress("batches", min(batches or total, total), say=print_to_stderr) as advance:
         found = progress.evaluate(cfg, run.mesh, compiled, run.params, batches, moves=advance)
     return {"tokens": found["tokens"], "loss": found["loss"], "perplexity": math.exp(found["loss"]),
             "bits_per_byte": found["bits_per_byte"], "whole": found["full"]}  # fmt: skip

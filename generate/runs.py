@@ -71,7 +71,7 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
     except sharding.DoesNotSplit as error:
         raise UserError(f"{fit.in_words(cfg.model, error)}; use a smaller {'*'.join(error.axes)}") from None
     if (loaded_step := convert.resolve_step(directory, step)) is not None:
-        checkpoint.print_to_stderr(f"reading    step {loaded_step} of {directory}/checkpoints")
+        print_to_stderr(f"reading    step {loaded_step} of {directory}/checkpoints")
     params = convert_params(convert.load_params(directory, declarations, devices, loaded_step), cfg, devices, form)
     known_step = about.get("slim", {}).get("step") if loaded_step is None else loaded_step
     return Run(directory, cfg, params, devices, encoding, trained and trained["tokenizer"], known_step,
@@ -113,6 +113,6 @@ def digest(run: str, about: dict, step: int | None) -> str:
     """
     if step is not None:
         return hashlib.sha256(Folder(run).read(f"checkpoints/{step}/{checkpoint.MANIFEST}")).hexdigest()
-    files = sorted([*Path(run).glob("weights/*"), *Path(run).glob("*.safetensors")])
-    stats = [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in files]
+    stats = [(file.name, (status := file.stat()).st_size, status.st_mtime_ns)
+             for file in sorted(Path(run).glob("*.safetensors"))]  # fmt: skip
     return hashlib.sha256(json.dumps([about, stats]).encode()).hexdigest()

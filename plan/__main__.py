@@ -104,6 +104,7 @@ def names_file(word: str) -> bool:
     """Return whether the first word of a command names a folder or file instead of a preset."""
     return word not in PRESETS and not word.startswith("-") and (
         "/" in word or word.endswith(".json") or os.path.exists(word))  # fmt: skip
+from progress import print_to_stderr, track
 
 
 def presets() -> None:

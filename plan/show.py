@@ -29,14 +29,6 @@ def compare(one: Plan, found: dict) -> list[tuple[str, str, float, float | None]
     return [*rows, ("step (roofline)", "s", one.step_s, found.get("step_s"))]
 
 
-def progress_bar(shown: bool = True):
-    """Return fn(items, what) that yields the items and draws a bar on standard error, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    hidden = not (shown and console.is_terminal)
-    return lambda items, what: track(items, what, console=console, transient=True, disable=hidden)
 
 
 def make_table(title: str, *columns: str, words: int = 1, **more):

@@ -38,6 +38,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 from config import first_difference
 from config.fields import is_remote
 from config.migrations import migrate
+from progress import print_to_stderr
 from sharding import flatten_named, map_named
 from train import storage
 from train.steps import DELETING, MANIFEST, SAVING, Read, StepDirectory, latest_step, list_steps, write_manifest
@@ -279,11 +280,6 @@ class _PolicyStep:
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
-
-
-def print_to_stderr(sentence: str) -> None:
-    if is_main_process():
-        print(sentence, file=sys.stderr, flush=True)
 
 
 def _select_step(directory: str | os.PathLike, step: int | None, read: Read = "all") -> tuple[int, str]:

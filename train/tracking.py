@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -70,30 +71,22 @@ class Tracker:
 # In the tracking process ----------------------------------------------------------------------------------------------
 
 
-class Steps:
-    """Reads metrics.jsonl as it grows, and returns each step with all its rows, once the step is complete."""
+def completed_steps(path: Path) -> Iterator[list[tuple[int, dict]]]:
+    """Read metrics.jsonl as it grows: each `next` returns the steps that became complete, as (step, its numbers).
 
-    def __init__(self, path: Path):
-        self.path, self.read_bytes, self.held = path, 0, []
-
-    def completed_steps(self) -> list[tuple[int, list[dict]]]:
-        """Return the steps that became complete since the last call, as (step, its rows).
-
-        A step is complete once the file has a row of a later step, or the row that ends the run. Until then this run
-        or a resumed run may still write more rows for the step.
-        """
-        with self.path.open("rb") as file:
-            file.seek(self.read_bytes)
-            new = file.read()
-        new = new[: new.rfind(b"\n") + 1]  # without a half-written row
-        self.read_bytes += len(new)
-        self.held += [json.loads(line) for line in new.splitlines()]
-        steps: dict[int, list[dict]] = {}
-        for row in self.held:
-            steps.setdefault(row["step"], []).append(row)
-        newest = self.held[-1]["step"] if self.held and self.held[-1]["kind"] != "end" else None
-        self.held = steps.pop(newest, [])
-        return list(steps.items())
+    A step is complete once the file has a row of a later step, or the row that ends the run. Until then this run or a
+    resumed run may still write more rows for the step.
+    """
+    steps: dict[int, dict] = {}
+    with path.open("rb") as file:
+        newest, half_line = None, b""
+        while True:
+            *lines, half_line = (half_line + file.read()).split(b"\n")
+            for row in map(json.loads, lines):
+                kind, step = row.pop("kind"), row.pop("step")
+                steps.setdefault(step, {}).update(flatten_numbers(row, kind))
+                newest = step if kind != "end" else None
+            yield [(step, steps.pop(step)) for step in [*steps] if step != newest]
 
 
 def flatten_numbers(value, name: str) -> dict:
@@ -120,34 +113,26 @@ def send_steps(directory: Path) -> None:
     with (directory / "wandb.json").open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # the tracking process of a killed run may still be sending
         file.seek(0)
-        state = json.loads(file.read() or "{}")
-        run_id, sent = state.get("id") or uuid.uuid4().hex[:8], state.get("sent", -1)
+        state = {"id": uuid.uuid4().hex[:8], "sent": -1} | json.loads(file.read() or "{}")
 
         import wandb  # here, because it is an optional package and slow to import
 
         mode = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
         run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "axis-by-axis"), name=directory.resolve().name, id=run_id,
+            project=os.environ.get("WANDB_PROJECT", "axis-by-axis"), name=directory.resolve().name, id=state["id"],
             resume="allow", dir=str(directory), mode=mode,
             config=json.loads((directory / "config.json").read_text())["config"],
             settings=wandb.Settings(disable_git=True, disable_code=True, console="off", silent=True),
         )  # fmt: skip
-
-        def save_state(step: int) -> None:
-            file.seek(0)
-            file.truncate()
-            file.write(json.dumps({"id": run_id, "sent": step}) + "\n")
-            file.flush()
-
-        save_state(sent)
-        steps, ended = Steps(directory / "metrics.jsonl"), False
+        save_state = lambda: Path(file.name).write_text(json.dumps(state) + "\n")  # the same file, so still locked
+        save_state()
+        steps, ended = completed_steps(directory / "metrics.jsonl"), False
         while True:
-            for step, rows in steps.completed_steps():
-                if step > sent:
-                    values = [flatten_numbers({k: v for k, v in row.items() if k not in ("kind", "step")}, row["kind"])
-                              for row in rows]  # fmt: skip
-                    run.log({name: x for of_row in values for name, x in of_row.items()}, step=step)
-                    save_state(sent := step)
+            for step, numbers in next(steps):
+                if step > state["sent"]:
+                    run.log(numbers, step=step)
+                    state["sent"] = step
+                    save_state()
             if ended:
                 return run.finish()
             ended = bool(select.select([sys.stdin], [], [], POLL_S)[0])

@@ -2,9 +2,8 @@
 
 Open `families.py` first: it has one table per family of models, which maps tensor names and layouts in both directions.
 `hf_config.py` converts a config.json, and `published.py` reads one for the planner. `convert.py` applies a table, one
-tensor at a time, and opens a run's parameters. `folders.py` reads and writes folders. `slim.py` writes only the
-parameters of a run, and `card.py` their README.md. `python -m weights` is the command. `init_from.py` starts a run from
-the parameters of another run.
+tensor at a time, and opens or exports a run's parameters. `folders.py` reads and writes folders, and `card.py` their
+README.md. `python -m weights` is the command. `init_from.py` starts a run from the parameters of another run.
 
 From outside: `init_from`; `convert.load_params` and `convert.load_weights`; `folders.Folder`; `families.register`,
 which adds your own table; `published.read`.

@@ -6,8 +6,7 @@ import jax
 import tyro
 
 from utils import UserError, exit_status
-from weights.convert import from_hf, to_hf
-from weights.slim import slim
+from weights.convert import from_hf, slim, to_hf
 
 HELP = """e.g. python -m weights from-hf DIR --out runs/x
      python -m weights to-hf runs/x --out DIR

@@ -1,6 +1,7 @@
 """Convert weights to and from Hugging Face with the tables of `families.py`, which map tensor names and layouts.
 
 Both directions keep one Hugging Face tensor in memory at a time, plus a few blocks (`BLOCK_BYTES`) of a checkpoint.
+`slim` exports only the weights of a run. A checkpoint also has the optimizer state, which is twice as large.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 import sharding
 from config import Config, ModelConfig, replace
 from config.fields import is_remote
+from progress import print_to_stderr
 from train import checkpoint
 from utils import UserError, log, suggest
 from weights import card
@@ -34,7 +36,7 @@ from weights.families import (
     pieces,
     to_hf_layout,
 )
-from weights.folders import FILES, Folder, Tensor, Tensors, fresh_folder, write_tensors
+from weights.folders import FILES, NUMPY, Folder, Tensor, Tensors, fresh_folder, write_tensors
 from weights.hf_config import config_from_hf, config_to_hf
 
 BLOCK_BYTES = 2**29  # maximum bytes of a checkpoint's parameter to read at once
@@ -162,21 +164,13 @@ def read_config(run: str | Path) -> ModelConfig:
 def has_weights_only(run: str | Path) -> bool:
     """Return whether a directory has weights, as written by `from_hf` or `slim`, and no checkpoints."""
     folder = Folder(run)
-    return not folder.has("checkpoints") and any(map(folder.has, ("weights/index.json", *FILES)))
+    return not folder.has("checkpoints") and any(map(folder.has, FILES))
 
 
 def open_weights(run: str | Path) -> dict:
-    """Open the weights that `from_hf` or `slim` wrote: arrays by name, which are read when indexed.
-
-    This also reads the .npy files that earlier versions of `from_hf` wrote.
-    """
-    folder = Folder(run)
-    if any(map(folder.has, FILES)):
-        tensors = Tensors(folder)
-        return {name: stored for name, stored in tensors.arrays.items() if tensors.dtype(name)}
-    index = folder.json("weights/index.json")
-    load = lambda name: np.load(f"{folder.root}/weights/{name}.npy", mmap_mode="r")
-    return {name: load(name).view(about["dtype"]) for name, about in index.items()}
+    """Open the weights that `from_hf` or `slim` wrote: arrays by name, which are read when indexed."""
+    tensors = Tensors(Folder(run))
+    return {name: stored for name, stored in tensors.arrays.items() if tensors.dtype(name)}
 
 
 def load_weights(run: str | Path, declarations, mesh: Mesh):
@@ -196,7 +190,7 @@ def load_weights(run: str | Path, declarations, mesh: Mesh):
     return sharding.map_named(place, declarations)
 
 
-def resolve_step(run: str | Path, requested: str = "", report: Callable = checkpoint.print_to_stderr) -> int | None:
+def resolve_step(run: str | Path, requested: str = "", report: Callable = print_to_stderr) -> int | None:
     """Return the step of a requested checkpoint: a number, "best" (as in `train.checkpoint ls`) or "" for the latest.
 
     Returns None if the run has only weights. Raises: UserError if it has neither, or has other steps, which it lists.
@@ -347,3 +341,42 @@ def to_hf(
 def hf_tensor(piece: Piece, weights: dict, declared) -> Tensor:
     dtype = str(weights[piece.parts[0].name].dtype)
     return Tensor(piece.hf_name, piece.shape, dtype, lambda: [to_hf_layout(weights.__getitem__, piece, declared)])
+
+
+# slim -----------------------------------------------------------------------------------------------------------------
+
+EXPORT_DTYPES = ("float32", "bfloat16")
+
+
+def slim(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", help="run directory, e.g. runs/x")],
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT", help="folder to write, or a bucket")],
+    dtype: Annotated[str, tyro.conf.arg(help=f"{' or '.join(EXPORT_DTYPES)}; empty: as stored")] = "",
+    step: Step = "",
+    scores: card.Scores = "",
+) -> None:
+    """Write only the weights of a run: sharded safetensors, and the config.json that other commands read."""
+    if dtype and dtype not in EXPORT_DTYPES:
+        raise UserError(f"--dtype {dtype} is not supported; {suggest(dtype, EXPORT_DTYPES)}")
+    score_values, about = card.read_scores(scores), read_about(run)
+    declared = sharding.flatten_named(declare(Config.from_dict(about["config"]).model))
+    weights, at_step = open_run(run, declared, step)
+    tensors = [run_tensor(name, weights[name], dtype) for name in declared]
+    parameters, numbers = sum(d.size for d in declared.values()), sum(tensor.bytes for tensor in tensors)
+    with fresh_folder(out) as folder:
+        written = write_tensors(folder, tensors, "slim")
+        folder.write("README.md", card.render_card(run, about, declared, at_step, score_values))
+        if at_step is not None:
+            about["slim"] = {"step": at_step, "rows": card.last_rows(run, about, at_step)}
+        folder.write("config.json", json.dumps(about, indent=1) + "\n")
+    dtypes = sorted({tensor.dtype for tensor in tensors})
+    log(f"wrote {out}: {parameters:,} parameters in {' and '.join(dtypes)}")
+    sizes = {NUMPY[tensor.dtype].itemsize for tensor in tensors}
+    each = f"{parameters:,} x {sizes.pop()}" if len(sizes) == 1 else f"{numbers:,}"
+    log(f"bytes      {written:,} = {each} of tensor data + {written - numbers:,} of headers")
+
+
+def run_tensor(name: str, array, dtype: str) -> Tensor:
+    dtype = dtype or str(array.dtype)
+    parts = lambda: (np.asarray(part).astype(NUMPY[dtype], copy=False) for part in read_in_parts(array))
+    return Tensor(name, tuple(array.shape), dtype, parts)

@@ -11,16 +11,16 @@ import functools
 import json
 import math
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes  # names bfloat16 to NumPy
 import numpy as np
 
 from config.fields import is_remote
 from data.files import file_system_of, retry_if_remote
+from progress import show_progress
 from utils import UserError
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -114,17 +114,6 @@ def _remove(folder: Folder) -> None:
     for name in folder.written_files:
         with contextlib.suppress(Exception):  # keep the original error
             folder.files.rm_file(f"{folder.root}/{name}")
-
-
-def report_progress(items: list, bytes_of: Callable[[Any], int], what: str) -> Iterator:
-    """Yield the items, and print the progress in bytes every 5 seconds."""
-    total, done, last = sum(map(bytes_of, items)), 0, time.perf_counter()
-    for item in items:
-        yield item
-        done += bytes_of(item)
-        if time.perf_counter() - last > 5:
-            last = time.perf_counter()
-            log(f"{what}  {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -271,8 +260,10 @@ def write_tensors(folder: Folder, tensors: list[Tensor], what: str) -> int:
     one, n = len(files) == 1, len(files)
     names = [ONE_FILE] if one else [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
     written = 0
-    for name, some in report_progress(list(zip(names, files, strict=True)), lambda item: size(item[1]), what):
-        written += write_file(folder, name, some)
+    with show_progress(f"{what}: files", n) as advance:
+        for name, some in zip(names, files, strict=True):
+            written += write_file(folder, name, some)
+            advance()
     if not one:
         weight_map = {tensor.name: name for name, some in zip(names, files, strict=True) for tensor in some}
         index = {"metadata": {"total_size": size(tensors)}, "weight_map": weight_map}

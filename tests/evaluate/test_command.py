@@ -21,7 +21,6 @@ from evaluate.__main__ import main
 from generate.runs import open_run
 from tests import test_training
 from tests.test_training import SMALL
-from weights import convert, slim
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/weights/fixtures"
@@ -149,7 +148,7 @@ def test_converted_weights_are_opened_with_a_tokenizer(converted, home, tmp_path
 
 def test_slim_weights_open_like_a_run(home):
     """Catches a folder of `slim` that is opened like converted weights, without tokenizer and step."""
-    slim.slim(str(home / "small"), str(home / "alone"))
+    convert.slim(str(home / "small"), str(home / "alone"))
     want, got = (open_run(str(home / name)) for name in ("small", "alone"))
     assert (got.step, got.encoding.name, got.cfg.data.seq_len) == (2, "bytes", want.cfg.data.seq_len)
     assert got.digest != want.digest

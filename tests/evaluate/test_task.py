@@ -9,7 +9,6 @@ import pytest
 
 from data import tasks
 from data.tasks import Task
-from evaluate import task as evaluating
 from generate.runs import open_run
 from tests.evaluate.test_command import command, refused
 from tests.generate.models import rule_text, save_run

@@ -121,13 +121,11 @@ def change_tensors(folder, change):
 
 
 def write_run(cfg, run, dtype="float32"):
-    """A run directory as `from-hf` wrote it in .npy files, with random weights. Returns them by name."""
+    """A run directory as `from-hf` writes it, with random weights. Returns them by name."""
     weights = {name: x.astype(dtype) for name, x in sharding.flatten_named(draw(declare(cfg.model))).items()}
-    (run / "weights").mkdir(parents=True)
-    for name, x in weights.items():
-        np.save(run / "weights" / f"{name}.npy", x.view(np.uint16) if dtype == "bfloat16" else x)
-    index = {name: {"shape": x.shape, "dtype": dtype} for name, x in weights.items()}
-    (run / "weights" / "index.json").write_text(json.dumps(index))
+    run.mkdir(parents=True)
+    tensors = [folders.Tensor(name, x.shape, dtype, lambda x=x: [x]) for name, x in weights.items()]
+    folders.write_tensors(folders.Folder(run), tensors, "")
     (run / "config.json").write_text(json.dumps({"config": cfg.to_dict(), "data": None}))
     return weights
 
@@ -411,7 +409,7 @@ def test_runs_that_cannot_be_read_are_refused(runs, tmp_path, capsys):
     """A Hugging Face folder given as a run, a run without weights, and an existing output are errors."""
     theirs, empty = FIXTURES / "llama", tmp_path / "empty"
     write_run(OTHERS["tiny"], empty)
-    shutil.rmtree(empty / "weights")
+    (empty / "model.safetensors").unlink()
     for run, out, message in ((theirs, "out", "is not the config of a run"), (empty, "out", "no checkpoint in "),
                               (runs["llama"], "empty", "exists; choose another folder")):  # fmt: skip
         status, _, said = command("to-hf", run, "--out", tmp_path / out, capsys=capsys)
@@ -426,7 +424,7 @@ def test_weights_that_the_model_lacks_are_not_dropped(trained, tmp_path, capsys)
     untied = replace(cfg, **{"model.tie_embeddings": False})
     write_run(untied, run)
     if trained:
-        shutil.rmtree(run / "weights")
+        (run / "model.safetensors").unlink()
         with checkpoint.Saver(run / "checkpoints") as manager:
             params = jax.tree.map(jax.numpy.asarray, draw(declare(untied.model)))
             checkpoint.save(manager, 7, {"params": params, "step": jax.numpy.int32(7)}, about={})

@@ -1,12 +1,18 @@
-"""Report the progress of a command: a bar on a terminal, otherwise a line once a minute."""
+"""Show the progress of a command: a bar on a terminal, otherwise a line once a minute."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 
 from utils import duration, is_main_process, log
 
 QUIET_S = 60  # between two lines when there is no terminal
+
+
+def print_to_stderr(sentence: str) -> None:
+    if is_main_process():
+        print(sentence, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
