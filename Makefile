@@ -42,7 +42,7 @@ help: ## list every command
 # python -m evaluate #: evaluate answers to tasks, lm-evaluation-harness tasks (needs extra-evaluate), or the loss on any tokens
 # python -m plan #: predict memory, communication and step time of a mesh; without arguments: the presets' sizes
 # python -m plan.traced #: plan any JAX program from its trace, before you pay for accelerators
-# python -m xla.replay #: simulate any TPU program from its compiled text: seconds by cause and by source line, peak memory
+# python -m plan.replay #: simulate any TPU program from its compiled text: seconds by cause and by source line, peak memory
 # python -m pipeline #: print, plot and compare pipeline schedules
 # python -m tests.parity #: compare training on a mesh with training on one device
 # python -m tests.fuzz #: the same for random meshes and models

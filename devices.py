@@ -31,8 +31,8 @@ def prepare_collectives(devices: int) -> None:
     - Start more threads: a thread sleeps in a collective until the other devices of its group join. XLA's default is
       one thread per device, so devices that start a second program can take the threads that the first still needs
       (`python bench/deadlock.py`).
-    - Use no compilation cache, except for programs that `xla/ordered.py` compiled: a program that is read from a file
-      has lost part of the order of its collectives (seen with JAX 0.10.2).
+    - Use no compilation cache, except for programs that `compile/ordered.py` compiled: a program that is read from a
+      file has lost part of the order of its collectives (seen with JAX 0.10.2).
     """
     if devices > 1:
         os.environ.setdefault("NPROC", str(min(8 * devices, 256)))  # XLA reads the size of its thread pools from NPROC

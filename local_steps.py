@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import sharding
+from compile import ordered
 from config import Config, MeshConfig, replace
 from sharding import DATA, as_tuple, psum, vary
-from xla import ordered
 from utils import UserError
 
 LAYERS = "PLI"  # letters of leading dims along which layers, or blocks of layers, are stacked; see `model.py`

@@ -27,6 +27,7 @@ import optimizer
 import sharding
 from config import PRESETS, Config
 from config.flags import command_line
+from compile import ordered
 from data import tokenizers
 from evaluate.validation import Validation, open_tasks
 from plan import hardware
@@ -36,7 +37,6 @@ from train.processes import Processes, end_together, join, write_cache_on_every_
 from train.progress import format_result, print_complete, progress_bar, to_row
 from train.start import load_state_before, restore_or_init, trace_step
 from weights import init_from
-from xla import ordered
 
 IMPORT_S = time.perf_counter() - START
 SAMPLE_TOKENS = 200  # maximum length of the sample at the end, which also stops at the end of the context

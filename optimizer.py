@@ -21,10 +21,10 @@ import parameters
 import pipeline
 import sharding
 from architectures import declare, declare_stored
+from compile import options, ordered
 from config import Config, OptimConfig, replace
 from config.fields import parse_schedule
 from pipeline import fit
-from xla import options, ordered
 from utils import UserError, suggest
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from jax.extend.random import threefry2x32_p
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from compile import ordered
 from sharding import Declaration, as_tuple, axis_index, axis_size, check_divides, map_named, specs, vary
-from xla import ordered
 
 
 def init(declarations, mesh: Mesh, seed: int):

@@ -11,11 +11,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, resh
 
 import model
 import optimizer
+from compile import options
 from config import Config, ModelConfig
 from kernels.attention import partial_attention
 from plan import compiled
 from sharding import BATCH, STAGE, TENSOR, drop_axis, map_fsdp_sharded
-from xla import options
 from utils import UserError
 
 CHUNKS = 8  # of positions: the loss computes the logits of one chunk at a time

@@ -2,7 +2,7 @@
 
 `python -m bench.options` compiles the forward pass, recomputation and backward pass of six layers with two matrices
 each, on the mesh data=2,fsdp=8, with each set of options. It prints which fraction of each collective's bytes overlaps
-with matmuls (`xla/ledger.py`). For all-gathers and reduce-scatters this is at most half, because a layer's first
+with matmuls (`compile/ledger.py`). For all-gathers and reduce-scatters this is at most half, because a layer's first
 all-gather and last reduce-scatter have no matmul in the same layer to overlap with. The last column is "yes" if libtpu
 prints a warning about the options."""
 
@@ -18,10 +18,10 @@ import tyro
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import sharding
+from compile import ledger, options
 from config import MeshConfig
 from plan import compiled, hardware
 from sharding import BATCH, FSDP
-from xla import ledger, options
 from utils import exit_status
 
 FUSION = "xla_tpu_enable_async_collective_fusion"

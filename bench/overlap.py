@@ -4,7 +4,7 @@
 `--mesh` and any setting of main.py choose another step. `--json` prints one line instead of a table. `--seconds`
 simulates the compiled program, and `--plot` draws one layer of it.
 
-Numbers are for one device and one step: GB = 1e9 bytes, GiB = 2^30. `xla/ledger.py` defines hidden and exposed.
+Numbers are for one device and one step: GB = 1e9 bytes, GiB = 2^30. `compile/ledger.py` defines hidden and exposed.
 """
 
 import dataclasses

@@ -31,11 +31,11 @@ import parameters
 import pipeline
 import sharding
 from bench import explicit
+from compile import ledger
 from config import Config, preset, replace
 from devices import use_devices
 from utils import UserError, exit_status
 from plan import compiled, hardware, planner, replayed
-from xla import ledger, simulator
 
 HELP = """e.g. python -m bench.partition
      python -m bench.partition --topology v5e:4x4

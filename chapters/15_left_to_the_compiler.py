@@ -29,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from bench import partition
 from chapters import lesson, opening
-from xla import ledger
+from compile import ledger
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Left, one of eight devices holds the whole layer and computes for 87 ms. Right, each holds an eighth, computes for 11 ms, and four all-reduces of activations that the compiler inserted take 8 ms."}}
 GiB, n = 2**30, opening.DEVICES

@@ -14,8 +14,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Rectangle
 
+from compile import ledger
 from sharding import CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, as_tuple
-from xla import ledger
 
 # Each mesh axis has the same color in the whole guide; NEUTRAL is for everything else. In dark mode the site inverts
 # figures and restores the hues, and these colors stay distinct.

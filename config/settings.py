@@ -427,7 +427,7 @@ class RunConfig:
     check: Annotated[Literal["yes", "no", "only"], Affects.START] = "yes"
     # number of CPU devices to simulate, for a mesh larger than the machine; 0: use the machine's devices
     devices: Annotated[Count, tyro.conf.arg(aliases=["--devices"])] = 0
-    # XLA options, as NAME=VALUE,.., in addition to those in xla/options.py; NAME= removes an option
+    # XLA options, as NAME=VALUE,.., in addition to those in compile/options.py; NAME= removes an option
     compiler_options: str = ""
     # if a process sends no heartbeat for this many seconds, the others exit. The processes may take 5 times as long to
     # join at start-up, and 30 times as long for one step or evaluation batch, before the run exits as hung

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import model
 import sharding
+from compile import ordered
 from config import Config, replace
 from generate.texts import round_up_to_power_of_two
 from overlap.weights import ready_for_autodiff
@@ -21,7 +22,6 @@ from pipeline.step import batch_names, on_mesh, run_stages
 from pipeline.step import on_mesh, run_stages
 from pipeline.ticks import keep_last_stage, loss_input
 from sharding import BATCH, CONTEXT, STAGE, TENSOR, all_gather, axis_index, psum, to_sequence_order
-from xla import ordered
 from utils import UserError
 
 READS = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT")

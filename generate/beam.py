@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from compile import ordered
 from config import ModelConfig
 from generate.cache import NOWHERE, ROWS_DIM, cache_spec
 from generate.engine import Engine, Job
 from generate.sampling import Settings, log_probabilities
 from sharding import BATCH, all_gather
-from xla import ordered
 
 
 @dataclass(frozen=True)

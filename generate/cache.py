@@ -26,6 +26,7 @@ import encoder_decoder
 import model
 import sharding
 from architectures import declare
+from compile import ordered
 from config import ModelAtWork, ModelConfig
 from generate.quantised import Quantized, dequantize, gather_over_context, gather_weights, quantize_like, specs
 from kernels.blocks import HIDDEN
@@ -48,7 +49,6 @@ from sharding import (
     shift,
     vary,
 )
-from xla import ordered
 
 NOWHERE = 2**30  # a position past the last slot of any cache
 ROWS_DIM = 1  # the dim of every cache array that counts sequences

@@ -11,10 +11,10 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from architectures import declare
+from compile import ordered
 from config import ModelConfig
 from parameters import split_axes
 from sharding import CONTEXT, FSDP, Declaration, all_gather, as_tuple, axis_size, map_fsdp_sharded, vary
-from xla import ordered
 
 
 @struct.dataclass

@@ -20,6 +20,7 @@ from architectures import architecture, declare, declare_stored, gather_replicas
 from config import AXES, Config, ModelConfig
 from config.fields import parse_remat
 from encoder_decoder import ENCODER_BATCH
+from compile import ordered
 from overlap.weights import ready_for_autodiff
 from pipeline import fit, schedules
 from pipeline.ticks import (
@@ -46,7 +47,6 @@ from sharding import (
     to_sequence_order,
     vary,
 )
-from xla import ordered
 from utils import UserError
 
 INPUTS = ("tokens_BT", "positions_BT", "segments_BT")

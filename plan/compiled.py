@@ -23,13 +23,13 @@ from jax.sharding import Mesh, NamedSharding
 import optimizer
 import pipeline
 import sharding
+from compile import ledger, options
 from config import Config, MeshConfig
 from devices import compile_cache
 from pipeline import fit
 from pipeline.step import batch_names
 from plan import hardware
 from plan.hardware import Topology
-from xla import ledger, options
 from utils import UserError
 
 

@@ -1,4 +1,4 @@
-"""Predict, with formulas, the step time that a simulation of the compiled program (`xla/simulator.py`) would give.
+"""Predict, with formulas, the step time that a simulation of the compiled program (`plan/simulate/`) would give.
 
 `Plan.seconds` is a roofline: every matmul runs at the chip's peak, every link at its full speed, and overlapped
 communication is free. The simulated time of compiled steps is 1.2 to 2 times as long. Four rules explain the

@@ -17,7 +17,6 @@ import numpy as np
 from config import MeshConfig
 from utils import UserError, suggest
 from plan.constants import Constants
-from xla import links
 
 MiB, GiB = 2**20, 2**30
 # The fraction of a GPU's memory that JAX reserves at start. A program cannot use more, unless XLA_CLIENT_MEM_FRACTION
@@ -449,7 +448,7 @@ def _torus_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
 
     - A group whose coordinates form a box gathers along all its torus axes at once, so their speeds add up. With
       wraparound links both directions of a link count, otherwise one, because a chip at the end has one neighbor.
-    - A group that uses part of a torus axis has one ring, in both directions (`xla/links.py`).
+    - A group that uses part of a torus axis has one ring, in both directions (`plan/chips/links.py`).
     - If neighbors in the group are h links apart, h groups interleave and share the links.
     - An all-to-all is limited by the links across the middle of the longest torus axis. They carry a quarter of the
       gathered array in each direction. Each of n devices sends (n - 1) / n^2 of the array.

@@ -1,6 +1,6 @@
 """Predict which collectives the TPU compiler overlaps with compute, and which it replaces with others.
 
-The rules were found by reading the instruction schedules of programs compiled with the options in `xla/options.py`.
+The rules were found by reading the instruction schedules of programs compiled with the options in `compile/options.py`.
 tests/plan/test_tpu.py checks v4's exposed bytes against them, within 10% of all bytes. On chips that are not in HIDES,
 all communication counts as exposed.
 """

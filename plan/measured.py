@@ -19,7 +19,6 @@ from pathlib import Path
 
 from plan import expected, offload
 from sharding import EXPERT, TENSOR
-from xla import simulator
 from utils import UserError
 
 # Fitted to the steps that bench/published.csv marks as `fitted`; tests/bench/test_published.py fits them again

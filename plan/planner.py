@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import local_steps
 import pipeline
 import sharding
+from compile import ledger
 from config import AUTO, AXES, Config, MeshConfig, replace
 from pipeline import fit, schedules
 from pipeline.step import TWO_STACKS
 from plan import auto, compiled, costs, expected, hardware, measured, memory, offload, tiers
 from plan.costs import model_flops_per_token, parameters
 from sharding import TENSOR
-from xla import ledger
 
 STATE = ("parameters", "optimizer", "outer", "batch")  # parts of memory that exist before and after a step
 

@@ -21,13 +21,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 import pipeline
 import sharding
 from architectures import declare
+from compile.ledger import Share
+from compile.ordered import without_dead_code
 from config import Config
 from plan import hardware
 from plan.compiled import batch_shapes, slot_shares
 from plan.rows import EXTERNAL, ROOT, Place, Row, Walk, array_bytes, is_external
 from sharding import as_tuple
-from xla.ledger import Share
-from xla.ordered import without_dead_code
 from utils import UserError
 
 # Programs -------------------------------------------------------------------------------------------------------------

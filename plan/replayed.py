@@ -13,7 +13,6 @@ from config import Config
 from utils import UserError
 from plan import costs
 from plan.hardware import Topology
-from xla import links, simulator
 
 # FLOPs per cycle of a device's matrix units (two per cell). The clock is the peak divided by this number. v4 has 8
 # units of 128 x 128 at 1.05 GHz (arXiv:2304.01433, table 4), v5e 4 at 1.5 GHz, v5p 8 at 1.75 GHz, v6e 4 of 256 x 256

@@ -3,7 +3,7 @@
 `Walk` visits each equation (operation) of a jaxpr once. Inside `shard_map` every array is a local shard and every
 collective is an equation, so the trace shows what each device computes and sends.
 
-Bytes sent follow the formulas in `sharding.py`, as in `xla/ledger.py`. FLOPs are those of matmuls, convolutions and
+Bytes sent follow the formulas in `sharding.py`, as in `compile/ledger.py`. FLOPs are those of matmuls, convolutions and
 kernels; a kernel counts what it declares (`cost_estimate`). HBM bytes are operands and results of the same operations.
 
 A compiler may still merge two equal matmuls. XLA does so on CPUs if attention has a single block and a layer is
@@ -20,10 +20,10 @@ from pathlib import Path
 import jax
 import jax.extend.core as jex
 
+from compile.hlo import WRAPPERS
+from compile.ledger import IN_TURN, Share, scopes_in
 from plan import hardware
 from sharding import as_tuple
-from xla.hlo import WRAPPERS
-from xla.ledger import IN_TURN, Share, scopes_in
 from utils import UserError
 
 KIND_OF = {

@@ -18,6 +18,7 @@ import tyro
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from compile import ledger
 from devices import use_devices
 from utils import exit_status
 from plan import compiled, hardware
@@ -26,7 +27,6 @@ from plan.program import Program, abstract_mesh, argument_specs, read
 from plan.rows import COUNTED_ONCE
 from plan.show import make_table
 from plan.user_file import load, shapes_of, user_errors
-from xla import ledger
 
 __all__ = ["read"]
 

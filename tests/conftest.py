@@ -24,7 +24,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 import jax
 import pytest
 
-from xla import ordered
+from compile import ordered
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

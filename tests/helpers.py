@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import sharding
+from compile import ordered
 from config import Config, MeshConfig, ModelConfig
 from on_mesh import unstack
 from plan import show
 from sharding import AXES, TOKENS, Declaration
-from xla import ordered
 
 GROUPED = {"attention": "gqa"}  # settings of every test of grouped attention
 

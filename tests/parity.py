@@ -21,10 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import optimizer
 import sharding
+from compile import ordered
 from config import Affects, Config, affecting, replace
 from config.flags import command_line
 from tests import helpers, quick
-from xla import ordered
 
 STEPS, TRIES = 3, 3
 

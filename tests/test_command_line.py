@@ -417,7 +417,7 @@ HELP = {  # command -> its examples, in the order of its help
                 "laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices",
                 "llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256",
                 "llama3_70b --inference --topology v5e:8x8 --search 64 --token_ms 60"],
-    "-m xla.replay": ["step.hlo --topology v5p:4x4x4 --mesh fsdp=16,tensor=4"],
+    "-m plan.replay": ["step.hlo --topology v5p:4x4x4 --mesh fsdp=16,tensor=4"],
     "-m bench.step": ["--mesh stage=2,fsdp=4"],
     "-m bench.data": ["--data.batch_size 512", "laptop --data.path tokens/stdlib-bytes"],
     "-m bench.gpu": ["--rounds 5                                # dense_124m and a small MoE",
@@ -522,7 +522,7 @@ def test_compiled_programs_are_cached_in_the_given_directory(tmp_path, monkeypat
 
 def test_programs_of_several_simulated_devices_are_not_cached(tmp_path):
     """Catches a run that reads such a program from a file, where its collectives have lost their order. Programs of
-    `xla/ordered.py` are cached; see tests/xla."""
+    `compile/ordered.py` are cached; see tests/compile."""
     cache = str(tmp_path / "cache")
     compile_something(23, cache, "--devices", "8", "--mesh", "fsdp=2")
     assert not [*Path(cache).iterdir()]

@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import local_steps
 import optimizer
 import sharding
+from compile import ledger
 from config import first_difference, preset
 from sharding import Declaration
 from tests import helpers
 from train import checkpoint, directory, guard
-from xla import ledger
 from utils import UserError
 
 # A linear model of two layers' weights, small enough to compile in no time. Letters: B sequences, T inputs, L layers

@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 import model
 import pipeline
 import sharding
+from compile import ledger
 from config import PRESETS, preset
 from on_mesh import unstack
 from parameters import init
 from plan import planner
 from tests import helpers
 from tests.scores import attend as attend_at_once
-from xla import ledger
 
 B, T, D = 3, 18, 24  # of the blocks tested alone; the tiny preset is 24 wide
 

@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import sharding
+from compile import ledger, ordered
 from overlap import positions, rings
 from sharding import AXES, TENSOR
-from xla import ledger, ordered
 
 X, Y, Z = 2, 3, 5  # dims of a device's slice
 AROUND = [1, 2, 3, 4, 8]  # devices on a ring

@@ -11,6 +11,7 @@ import jax
 import dataset
 import generate
 import sharding
+from compile import options
 from config import Config
 from config.fields import parse_skips
 from data import examples, tokenizers
@@ -21,7 +22,6 @@ from train import checkpoint, storage
 from train.directory import check_resumable, check_saving_host, check_writable
 from utils import UserError, log
 from weights.convert import has_weights_only
-from xla import options
 
 LATE_S = 15  # when a process is lost, the others exit within run.peer_timeout_s + LATE_S
 

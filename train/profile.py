@@ -25,13 +25,13 @@ from typing import Annotated, NamedTuple
 import jax
 import tyro
 
+from compile import ledger
+from compile.hlo import Program
 from config import Config
 from utils import UserError, exit_status
 from plan import constants, hardware, measured as real_step, planner, replayed
 from plan.planner import amount
 from plan.show import make_table
-from xla import ledger, replay, simulator
-from xla.hlo import Program
 
 HELP = """e.g. python -m train.profile runs/laptop
 

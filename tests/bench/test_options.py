@@ -22,7 +22,7 @@ def test_a_slice_that_does_not_do_is_refused_before_any_is_compiled(slices, said
 @pytest.mark.tpu
 def test_the_rows_of_v4_are_those_of_the_page(capsys):
     """Catches an option that hides another collective than it did. Rows of the other chips are compared with the page's
-    by `make test-rotation`; what their SparseCores hide, by tests/xla/test_sparsecore.py."""
+    by `make test-rotation`; what their SparseCores hide, by tests/compile/test_sparsecore.py."""
     assert not options.main(["--topology", "v4:2x2x4"])
     _, _, *rows = capsys.readouterr().out.splitlines()
     page = (Path(__file__).parents[2] / "docs/meshes.md").read_text(encoding="utf-8").splitlines()

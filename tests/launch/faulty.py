@@ -19,9 +19,9 @@ sys.path.insert(0, str(ROOT))
 import config
 import dataset
 import main
+from compile import ordered
 from train import checkpoint
 from train.watchdog import Watchdog
-from xla import ordered
 
 
 def hang_on_a_line_of_its_own():

@@ -9,10 +9,10 @@ import pytest
 import model
 import pipeline
 import sharding
+from compile import ledger
 from config import preset
 from pipeline import ticks
 from tests import helpers, parity
-from xla import ledger
 from utils import UserError
 
 # Sixteen blocks of one layer, so that 8 stages can have 2 chunks each; every dim a different size.

@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import optimizer
 import sharding
+from compile import ledger
 from config import MeshConfig, preset
 from devices import compile_cache
 from plan import compiled
 from sharding import FSDP, STAGE, TENSOR
-from xla import ledger
 from utils import UserError
 
 GIB = 2**30

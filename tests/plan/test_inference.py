@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding
 import model
 import sharding
 import utils
+from compile import ledger
 from config import PRESETS, ModelConfig, preset, replace
 from generate.cache import cache_shapes, cached_forward, unstack, unstacked_specs
 from generate.engine import Engine
 from plan import hardware, inference, planner
 from plan.__main__ import main
-from xla import ledger
 from utils import UserError
 
 GROUPED = {"model.attention": "gqa", "model.n_kv_heads": 2, "model.n_experts": 0, "model.n_layers": 2,

@@ -10,7 +10,6 @@ from config import preset
 from utils import UserError
 from plan import replayed
 from plan.hardware import Topology
-from xla import simulator
 
 
 def mesh_of(places, **more):

@@ -15,13 +15,13 @@ from jax.experimental import pallas
 
 import optimizer
 import sharding
+from compile import ledger
 from config import MeshConfig, preset
 from kernels import attention, grouped
 from overlap import context
 from plan import compiled, offload, planner, replayed
 from sharding import CONTEXT, FSDP
 from tests.helpers import check_prediction, with_repeats
-from xla import ledger
 from utils import UserError
 
 pytestmark = pytest.mark.tpu

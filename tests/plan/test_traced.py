@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 import pipeline
+from compile.ledger import IN_TURN
 from config import PRESETS, MeshConfig, preset
 from utils import UserError
 from plan import costs, hardware, program, rows, traced
 from plan.program import abstract_mesh
-from xla.ledger import IN_TURN
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 import main
+from compile.hlo import Program
 from config import preset
 from plan import __main__ as plan_command, measured, planner
 from tests.train.small_run import flags
 from train import profile
 from train.profile import Event
-from xla.hlo import Program
 from utils import UserError
 
 SIZES = {"data": 2, "model": 2}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from compile import ledger
 from utils import UserError
-from xla import ledger
 
 # As libtpu 0.0.42 compiles a psum over data and fsdp on two slices of four chips; shortened.
 TEXT = """HloModule m, is_scheduled=true, num_partitions=4

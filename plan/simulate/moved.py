@@ -7,8 +7,8 @@ memory, which HLO calls S(1) and above, do not count.
 
 import functools
 
-from xla.hlo import ARRAY, Instruction, Program, array_bytes, root
-from xla.ledger import CALLERS, NAMES, main_memory_bytes
+from compile.hlo import ARRAY, Instruction, Program, array_bytes, root
+from compile.ledger import CALLERS, NAMES, main_memory_bytes
 
 PASSED_ON = {"bitcast", "reshape", "get-tuple-element", "copy", "convert"}  # same entries, inside a fusion
 NO_WORK = ("AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")  # targets that move no bytes

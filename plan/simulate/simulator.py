@@ -26,10 +26,10 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from xla import ledger, links
-from xla.hlo import GROUPS, Instruction, Program, device_groups
-from xla.ledger import Share
-from xla.moved import Memory
+from compile import ledger
+from compile.hlo import GROUPS, Instruction, Program, device_groups
+from compile.ledger import Share
+from plan.simulate.moved import Memory
 
 PRODUCTS, OTHERS, COPIES = "products", "other ops", "copies"
 

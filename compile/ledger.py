@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from compile.hlo import ARRAY, GROUPS, KINDS, Instruction, Program, array_bytes, device_groups, dims, shorten
 from utils import UserError
-from xla.hlo import ARRAY, GROUPS, KINDS, Instruction, Program, array_bytes, device_groups, dims, shorten
 
 
 @dataclass(frozen=True)
@@ -379,8 +379,8 @@ def refuse_unknown(program: Program) -> None:
 
 def unknown_error(program: Program, one: Instruction, what: str) -> UserError:
     line = shorten(f"%{one.name} = {one.type} {one.opcode}({one.arguments})")
-    return UserError(f"xla/ledger.py, which counts communication, does not know {what} and would count 0 bytes; please "
-                     f"report it: {line} ({one.scope or 'no scope'}, {program.source(one)})")  # fmt: skip
+    return UserError(f"compile/ledger.py, which counts communication, does not know {what} and would count 0 bytes; "
+                     f"please report it: {line} ({one.scope or 'no scope'}, {program.source(one)})")  # fmt: skip
 
 
 # Collectives ----------------------------------------------------------------------------------------------------------

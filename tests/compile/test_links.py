@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from xla import links
-from xla.links import Torus
 
 CLOSED, OPEN = Torus((4, 4, 4), (True, True, True)), Torus((4, 4, 4), (False, False, False))
 CHIPS = np.array([*np.ndindex(4, 4, 4)])

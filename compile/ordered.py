@@ -23,9 +23,9 @@ import numpy as np
 from jax.interpreters import mlir, partial_eval
 from jax.sharding import Mesh, PartitionSpec as P
 
+from compile import ledger, options
 from devices import compile_cache
 from utils import UserError
-from xla import ledger, options
 
 COLLECTIVES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "reduce_scatter",
                "all_to_all", "ragged_all_to_all", "ppermute", "pbroadcast")  # fmt: skip
@@ -79,7 +79,9 @@ def compile(lowered: jax.stages.Lowered, mesh: Mesh):
     if pairs := ledger.unordered_pairs(program.as_text()):
         raise UserError(
             f"{mesh.size} simulated devices could deadlock or compute wrong results: no dependency orders these "
-            f"collectives: {pairs[0]}, and {len(pairs) - 1} more pairs; use xla.ordered.jit, not jax.jit")  # fmt: skip
+            f"collectives: {pairs[0]}, and {len(pairs) - 1} more pairs; use compile.ordered.jit, "
+            "not jax.jit"
+        )
     return OneAtATime(program)
 
 
@@ -162,7 +164,7 @@ def without_dead_code(jaxpr):
 
     Only this function calls `dce_jaxpr`, which is private to JAX. If JAX has renamed it, the jaxpr is returned
     unchanged. The program stays correct, but FLOPs and bytes read from it are upper bounds, because a compiler removes
-    unused code (4% of moe1b's FLOPs). tests/xla/test_ordered.py fails when that happens.
+    unused code (4% of moe1b's FLOPs). tests/compile/test_ordered.py fails when that happens.
     """
     remove = getattr(partial_eval, "dce_jaxpr", None)
     return remove(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0] if remove else jaxpr
@@ -256,7 +258,7 @@ class Writer:
             at = params["num_consts"]
             body = closed(params["jaxpr"], at=at)
             return self.add_with_token(equation, inputs, at, jaxpr=body, num_carry=params["num_carry"] + 1)
-        raise NotImplementedError(f"collectives in {name}: xla/ordered.py cannot order them on simulated devices")
+        raise NotImplementedError(f"collectives in {name}: compile/ordered.py cannot order them on simulated devices")
 
     def add_with_token(self, equation, inputs, at=0, **params) -> list:
         """Add an equation that takes the token as its input at index `at`, and returns it as its first result."""

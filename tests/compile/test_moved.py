@@ -2,8 +2,8 @@
 
 import pytest
 
-from xla.hlo import Program
-from xla.moved import Memory
+from compile.hlo import Program
+from plan.simulate.moved import Memory
 
 TEXT = """\
 HloModule m, is_scheduled=true

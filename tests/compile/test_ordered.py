@@ -14,13 +14,13 @@ import optimizer
 import parameters
 import pipeline
 import sharding
-from config import preset
+from compile import ledger, ordered
+from config import preset, replace
 from devices import compile_cache
 from generate import cache
 from plan import compiled
 from sharding import FSDP, STAGE, TENSOR
 from tests import fuzz, helpers, parity
-from xla import ledger, ordered
 from utils import UserError
 
 MESH = "stage=2,fsdp=2,tensor=2"

@@ -19,11 +19,11 @@ import model
 import pipeline
 import sharding
 from bench import step as bench_step
+from compile import hlo, ledger
 from config import preset, replace
 from pipeline import fit
 from plan import compiled as compiled_step
 from sharding import FSDP, STAGE, TENSOR
-from xla import hlo, ledger
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = (STAGE, FSDP, TENSOR)

@@ -12,8 +12,8 @@ import collections
 import functools
 import re
 
-from xla.hlo import ARRAY, Instruction, Program, array_bytes, element_types, root
-from xla.ledger import CALLERS
+from compile.hlo import ARRAY, Instruction, Program, array_bytes, element_types, root
+from compile.ledger import CALLERS
 
 SAME_MEMORY = {"bitcast", "reshape", "optimization-barrier", "after-all", "add-dependency", "partition-id"}
 PASSED_ON = {"bitcast", "reshape", "convert", "copy"}  # between a parameter of a fusion and its update in place

@@ -7,10 +7,10 @@ import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from compile import ledger, options
 from config import MeshConfig
 from plan import compiled
 from sharding import FSDP
-from xla import ledger, options
 from utils import UserError
 
 SIZES = {"data": 2, "fsdp": 2}
@@ -128,7 +128,7 @@ def test_unknown_instructions_are_refused(line):
     with pytest.raises(UserError) as refusal:
         read(line=f'{line}, metadata={{op_name="jit(step)/strange"}}')
     message = str(refusal.value)
-    assert message.startswith(f"xla/ledger.py, which counts communication, does not know {STRANGE[line]} and would")
+    assert message.startswith(f"compile/ledger.py, which counts communication, does not know {STRANGE[line]} and would")
     assert message.endswith(" (jit(step)/strange, ?)") and "\n" not in message and len(message) < 300
 
 

@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import optimizer
 import sharding
+from compile import options
 from config import MeshConfig, preset
 from utils import UserError
 from plan import compiled
-from xla import options
 
 
 def mesh_of(platform, kind="", devices=2, **shape):

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from bench import overlap
+from compile import ledger
 from config import preset
 from plan import planner
-from xla import ledger
 from utils import UserError
 
 SIZES = {"fsdp": 2}

@@ -1,4 +1,4 @@
-"""`python -m xla.replay` on programs that were not written for this project, and on what it has to refuse.
+"""`python -m plan.replay` on programs that were not written for this project, and on what it has to refuse.
 
 fixtures/ has the text of each program, with other paths: two that the files beside it lower, and MaxText 0.2.5's step
 of Llama 2 7B, dumped by `python -m maxtext.trainers.pre_train.train_compile base.yml compile_topology=v5e-16
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from xla import live, replay
-from xla.hlo import Program
+from compile.hlo import Program
+from plan.simulate import live
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = ("flash_attention", "flax_lm", "maxtext_llama2_7b")

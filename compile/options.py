@@ -78,7 +78,7 @@ def option_errors():
         name = (re.search(r"No such compile option: '(\w+)'", message) or ["", ""])[1]
         if any(name in ours for ours in (*OPTIONS.values(), SPARSECORE)):
             raise UserError(
-                f"this machine's compiler does not know the option {name} from xla/options.py; install a "
+                f"this machine's compiler does not know the option {name} from compile/options.py; install a "
                 f"newer one (TPU: make extra-tpu), or remove the option with --run.compiler_options {name}="
             ) from None
         raise UserError(f"run.compiler_options: {message}; NAME= removes an option") from None

@@ -19,12 +19,12 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+from compile import ledger
+from compile.hlo import Program
 from utils import UserError, check_picture, exit_status
 from plan import hardware, replayed
 from plan.planner import amount
 from plan.show import make_table
-from xla import ledger, live, simulator
-from xla.hlo import Program
 
 HELP = """e.g. python -m xla.replay step.hlo --topology v5p:4x4x4 --mesh fsdp=16,tensor=4
 
