@@ -30,7 +30,7 @@ from config.flags import command_line
 from compile import ordered
 from data import tokenizers
 from evaluate.validation import Validation, open_tasks
-from plan import hardware
+from plan.chips import hardware
 from train import checkpoint, directory as runs, guard, preflight, recorder, report, storage, tracking
 from train.interruptions import Interruptions
 from train.processes import Processes, end_together, join, write_cache_on_every_process

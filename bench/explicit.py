@@ -14,7 +14,7 @@ import optimizer
 from compile import options
 from config import Config, ModelConfig
 from kernels.attention import partial_attention
-from plan import compiled
+from plan.trace import compiled
 from sharding import BATCH, STAGE, TENSOR, drop_axis, map_fsdp_sharded
 from utils import UserError
 

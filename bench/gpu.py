@@ -25,8 +25,8 @@ import tyro
 from bench.step import random_batch, say
 from config import Config, NotNegative, Size, check, preset
 from devices import compile_cache
+from plan.chips.hardware import PEAK_FLOPS_PER_S
 from utils import UserError, exit_status, suggest
-from plan.hardware import PEAK_FLOPS_PER_S
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 3  # untimed steps after the first
@@ -54,7 +54,7 @@ class Arguments:
     device: Literal["gpu", "cpu"] = "gpu"  # cpu: small shapes, to test the benchmark
     torch_python: str = sys.executable  # a Python with torch installed, if this one does not have it
     ours_only: bool = False  # measure only this project's trainer, without torch
-    peak_tflops: NotNegative = 0.0  # peak TFLOP/s of the GPU, bf16 dense, for MFU; 0: from plan/hardware.py
+    peak_tflops: NotNegative = 0.0  # peak TFLOP/s of the GPU, bf16 dense, for MFU; 0: from plan/chips/hardware.py
     json: bool = False  # print one line of JSON instead of a table
 
 
@@ -108,7 +108,8 @@ def measure(spec: dict) -> dict:
 
     import optimizer
     import sharding
-    from plan import compiled, costs
+    from plan.count import costs
+    from plan.trace import compiled
 
     cfg = Config.from_dict(spec["config"])
     device = jax.devices()[0]

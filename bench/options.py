@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import sharding
 from compile import ledger, options
 from config import MeshConfig
-from plan import compiled, hardware
+from plan.chips import hardware
+from plan.trace import compiled
 from sharding import BATCH, FSDP
 from utils import exit_status
 

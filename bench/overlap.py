@@ -17,8 +17,13 @@ from dataclasses import dataclass
 from bench.step import say
 from config import Config
 from config.flags import command_line
+from plan import planner
+from plan.answer import show
+from plan.chips import hardware
+from plan.count.step import is_tpu
+from plan.simulate import replayed
+from plan.trace import compiled
 from utils import UserError, check_picture, exit_status
-from plan import compiled, hardware, planner, replayed, show
 
 LINES = 12  # rows of a table, those with the most exposed bytes
 MEMORIES = {"S(1)": "VMEM", "S(3)": "CMEM"}  # see `ledger.bytes_by_memory`

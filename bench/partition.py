@@ -34,8 +34,11 @@ from bench import explicit
 from compile import ledger
 from config import Config, preset, replace
 from devices import use_devices
+from plan import planner
+from plan.chips import hardware
+from plan.simulate import replayed, simulator
+from plan.trace import compiled
 from utils import UserError, exit_status
-from plan import compiled, hardware, planner, replayed
 
 HELP = """e.g. python -m bench.partition
      python -m bench.partition --topology v5e:4x4

@@ -1,4 +1,4 @@
-"""Compare the step times that `plan/expected.py` predicts with simulations of the compiled programs.
+"""Compare the step times that `plan/time/expected.py` predicts with simulations of the compiled programs.
 
 `python -m bench.plan` compiles steps with random presets, meshes and settings for four kinds of TPU, simulates each
 program, and prints both times. With a preset and `--first 10`, it compiles the ten fastest layouts of a search. It
@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from bench.step import say
 from config import Config, preset
 from config.flags import command_line
+from plan import planner
+from plan.chips import hardware
+from plan.count.step import is_tpu
+from plan.simulate import replayed
+from plan.trace import compiled
 from utils import UserError, exit_status
-from plan import compiled, hardware, planner, replayed
 
 TOPOLOGIES = ("v4:2x2x4", "v4:4x4x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")
 PRESETS = ("dense_124m", "moe1b", "llama3_8b", "mixtral_8x7b")
@@ -68,7 +72,7 @@ def search_plans(cfg: Config, topology: str, most: int):
 
 
 def measure(what: str, one: planner.Plan) -> dict | None:
-    """Compile a planned step, and simulate it (`plan/replayed.py`). Return None if it does not fit in memory."""
+    """Compile a planned step, and simulate it (`replayed.py`). Return None if it does not fit in memory."""
     mesh = compiled.topology_mesh(one.cfg.mesh, str(one.topology))
     try:
         step = compiled.compile_step(one.cfg, mesh)

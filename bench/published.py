@@ -19,8 +19,10 @@ import numpy as np
 import tyro
 
 from config import Config, ModelConfig, preset, replace
+from plan import planner
+from plan.chips import hardware
+from plan.time import measured
 from utils import UserError, exit_status
-from plan import expected, hardware, measured, planner
 
 ROWS, PAGE = Path(__file__).parent / "published.csv", Path(__file__).parents[1] / "docs" / "published.md"
 KINDS = ("dense, one slice", "several slices", "context", "MoE", "GPUs", "GPUs without FlashAttention")

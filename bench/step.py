@@ -81,7 +81,7 @@ def measure(cfg: Config, steps: int) -> dict:
     import optimizer
     import sharding
     from pipeline import fit
-    from plan import compiled
+    from plan.trace import compiled
 
     mesh, split = sharding.make_mesh(cfg.mesh), fit.split_batch(cfg)
     say(f"mesh {cfg.mesh}: {split}")

@@ -27,7 +27,8 @@ import matplotlib.pyplot as plt
 
 from chapters import lesson, opening
 from config import MeshConfig, preset
-from plan import hardware, planner
+from plan import planner
+from plan.chips import hardware
 from sharding import DATA, FSDP, STAGE, TENSOR, as_tuple, make_mesh
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Memory and time of one Llama 3 8B layer. Before: one GPU stores 3.2 GiB and computes for 87 ms. After: eight GPUs store 3.2 GiB each, compute for 11 ms and communicate for 3 ms."}}

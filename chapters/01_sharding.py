@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 import sharding
 from chapters import lesson, opening
 from config import MeshConfig
-from plan import hardware
+from plan.chips import hardware
 
 COLOUR = lesson.COLORS["fsdp"]  # of the `fsdp` axis
 

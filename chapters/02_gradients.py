@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 import sharding
 from chapters import lesson, opening
 from config import MeshConfig
-from plan import hardware
+from plan.chips import hardware
 
 COLOR, GiB = lesson.COLORS["fsdp"], 2**30  # the color of the `fsdp` axis
 

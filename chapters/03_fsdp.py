@@ -29,7 +29,9 @@ import parameters
 import pipeline
 import sharding
 from chapters import lesson, opening
-from plan import costs, hardware, planner
+from plan import planner
+from plan.chips import hardware
+from plan.count import costs
 from sharding import DATA, FSDP
 
 blue, GiB = lesson.COLORS[FSDP], 2**30

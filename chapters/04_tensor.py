@@ -28,7 +28,8 @@ from jax.sharding import PartitionSpec as P
 
 from chapters import lesson, opening
 from config import preset
-from plan import hardware, planner
+from plan import planner
+from plan.chips import hardware
 
 # %% tags=["hide-input"]
 eight, tokens, GiB = opening.DEVICES, 4096, 2**30

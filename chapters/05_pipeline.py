@@ -27,7 +27,8 @@ import matplotlib.pyplot as plt
 import config
 from chapters import lesson, opening
 from pipeline import check, draw, schedules
-from plan import hardware, planner
+from plan import planner
+from plan.chips import hardware
 from sharding import STAGE
 
 orange, GRAY = lesson.COLORS[STAGE], lesson.NEUTRAL
@@ -488,7 +489,7 @@ def compare(cfg):
 
 
 # %%
-from plan import compiled
+from plan.trace import compiled
 
 program, args = compile_step(settings())
 LOSS, _, GRADS = jax.tree.map(np.asarray, program(*args))

@@ -599,7 +599,7 @@ title = figure.suptitle("A step waits for its busiest device (boxed; titles: mea
 
 # %%
 from config import MeshConfig
-from plan import hardware
+from plan.chips import hardware
 
 T, H_, G_, K_ = 131_072, 32, 8, 128  # Llama 3 8B
 keys, pair = 2 * G_ * K_ * 2, 4 * H_ * K_  # bytes per position, FLOPs per pair

@@ -524,7 +524,7 @@ for ax, (title, hops) in zip(axes, WAYS.items(), strict=True):
 
 # %% tags=["hide-input"]
 from config import MeshConfig
-from plan import hardware
+from plan.chips import hardware
 
 D_, M_, E_, k_ = 7168, 2048, 256, 8
 PLACES = {"v5p:2x2x2": 8, "v5p:4x4x4": 64, "h100:8": 8, "h100:16": 16, "h100:64": 64}

@@ -27,7 +27,8 @@ import numpy as np
 
 import config
 from chapters import lesson, opening
-from plan import hardware, planner
+from plan import planner
+from plan.chips import hardware
 
 # %% tags=["hide-input"]
 W, N = opening.PARAMETERS, 8192  # parameters of a layer, tokens per step

@@ -26,8 +26,10 @@ import numpy as np
 
 import config
 from chapters import lesson, opening
+from plan import planner
+from plan.answer import budget
+from plan.chips import hardware
 from utils import UserError
-from plan import budget, hardware, planner
 
 # %% tags=["hide-input"]
 W, tokens = opening.PARAMETERS, opening.TOKENS

@@ -28,7 +28,8 @@ import config
 import sharding
 from chapters import lesson, opening
 from generate.cache import empty_cache
-from plan import costs, hardware
+from plan.chips import hardware
+from plan.count import costs
 
 in_heads = 2 * opening.D * (opening.N + opening.K) * opening.H
 fraction = in_heads / opening.PARAMETERS  # of the first prediction

@@ -422,7 +422,7 @@ assert (np.diff(nats) > 0).all() and (np.diff(bits) < 0).all()
 # FLOPs per *byte*, here for models of three sizes:
 
 # %% tags=["hide-input"]
-from plan import costs
+from plan.count import costs
 
 print("FLOPs per byte, relative to 256 ids")
 models = {}

@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 from jax.sharding import NamedSharding
 
 from chapters import lesson, opening
-from plan import hardware
+from plan.chips import hardware
 
 GREY = lesson.NEUTRAL
 

@@ -26,7 +26,7 @@ import numpy as np
 
 import config
 from chapters import lesson, opening
-from plan.hardware import CHIPS, Topology, layout, wire_bytes
+from plan.chips.hardware import CHIPS, Topology, layout, wire_bytes
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "One layer on eight devices. Above: each stores 52 MiB of weights and a KV cache, 1 MiB for one sequence, 16 MiB for 16 sequences. Below: reading the weights takes 16 microseconds in both cases, reading the caches 0.3 or 5, and compute at most 1."}}
 MiB = 2**20

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 
 from chapters.lesson import COLORS, NEUTRAL
-from plan import hardware
+from plan.chips import hardware
 
 DEVICES, TOKENS = 8, 65_536  # one node of eight H100, and the tokens of a step: 16 sequences of 4,096
 D, F, N, K, H = 4096, 14_336, 32, 8, 128  # width, hidden width, query heads, KV heads, head dim

@@ -32,7 +32,7 @@ Share = Annotated[float, Range(lambda x: 0 <= x <= 1, "must be between 0 and 1")
 ShareBelow1 = Annotated[float, Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
 Betas = tuple[ShareBelow1, ShareBelow1]
 
-AUTO = "auto"  # the planner chooses a value that suits the mesh, the chip and its memory; see `plan/auto.py`
+AUTO = "auto"  # the planner chooses a value that suits the mesh, the chip and its memory; see `plan/answer/auto.py`
 SizeOrAuto = Size | Literal["auto"]
 
 

@@ -55,7 +55,7 @@ def pages() -> dict[str, str]:
     overview = re.sub(r"\A# .*", "# Overview", re.sub(r"<!--.*?-->\n?", "", readme))
     found["trainer.md"] = overview.replace("](docs/", "](").replace("](chapters/", "](../chapters/")
     found = {name: re.sub(r"\]\(\.\./([^)#]+)", to_page, text) for name, text in found.items()}
-    return found | {f"api/{name}.md": reference.api_page(name) for name in reference.API}
+    return found | {f"api/{name.replace('/', '_')}.md": reference.api_page(name) for name in reference.API}
 
 
 def to_page(link: re.Match) -> str:

@@ -22,10 +22,11 @@ from utils import UserError
 VERSION = "314.0.7"  # of Pyodide; it has Python 3.14
 INTEGRITY = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 FILES = "pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json"
-MODULES = ("errors.py devices.py pictures.py sharding.py parameters.py rotary.py model.py encoder_decoder.py "
-           "architectures.py local_steps.py optimizer.py config/*.py xla/*.py kernels/*.py overlap/*.py pipeline/*.py "
-           "plan/*.py plan/*.json generate/__init__.py generate/cache.py generate/quantised.py weights/__init__.py "
-           "weights/families.py weights/hf_config.py weights/published.py").split()  # fmt: skip
+MODULES = ("utils.py devices.py sharding.py parameters.py model.py encoder_decoder.py "
+           "architectures.py local_steps.py optimizer.py config/*.py compile/*.py kernels/*.py overlap/*.py "
+           "pipeline/*.py plan/*.py plan/*/*.py plan/*/*.json generate/__init__.py generate/cache.py "
+           "generate/quantised.py weights/__init__.py weights/families.py "
+           "weights/hf_config.py weights/published.py").split()  # fmt: skip
 PAGE = "docs/in_page/*.py"
 
 
@@ -74,7 +75,7 @@ SETTINGS = {"remat": ("none", "dots", "branches", "full"), "tensor_exchange": ("
 
 def layers(models: list[ModelAtWork], settings: dict = SETTINGS) -> Iterator[tuple[str, bytes]]:
     """Yield the file names and the contents of traced layers, see `traced_layer.cached_on_disk`."""
-    from plan import traced_layer
+    from plan.count import traced_layer
 
     wanted = {}
     for c, values in itertools.product(models, itertools.product(*settings.values())):

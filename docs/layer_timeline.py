@@ -91,7 +91,8 @@ def versions() -> dict[str, str]:
 
 def compiled_text(case: Case, say=print) -> str:
     from bench import overlap
-    from plan import compiled, planner
+    from plan import planner
+    from plan.trace import compiled
 
     cfg, args = overlap.parse(case.flags)
     cfg = planner.plan(cfg, args.topology).cfg
@@ -101,7 +102,10 @@ def compiled_text(case: Case, say=print) -> str:
 def export(case: Case, text: str) -> dict:
     """Return the page's data for one compiled step, in microseconds from the start of a layer."""
     from bench import overlap
-    from plan import compiled, hardware, planner, replayed
+    from plan import planner
+    from plan.chips import hardware
+    from plan.simulate import replayed
+    from plan.trace import compiled
 
     cfg, args = overlap.parse(case.flags)
     cfg = planner.plan(cfg, args.topology).cfg

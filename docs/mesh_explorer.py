@@ -72,7 +72,7 @@ def shown(name: str, dims: str, shape, spec, itemsize: int, **more) -> dict:
 def arrays(which: str) -> dict[str, list[dict]]:
     """Weights, activations and cache of a layer."""
     from generate.cache import cache_spec
-    from plan import costs
+    from plan.count import costs
     from sharding import BATCH, CONTEXT, DATA, FSDP, TENSOR
 
     cfg = settings(which, MeshConfig())
@@ -116,7 +116,8 @@ def lines(cfg, which: str) -> list[dict]:
     Bytes of lines with the same name are added. `axes` may include axes of one device.
     """
     from pipeline import fit, schedules
-    from plan import costs
+    from plan.chips import hardware
+    from plan.count import costs
     from sharding import STAGE, TOKENS
 
     c, z, split = cfg.at_work, costs.Sizes.from_config(cfg), fit.split_batch(cfg)

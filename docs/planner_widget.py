@@ -113,8 +113,8 @@ def start_of(which: str, chip) -> dict:
 
 def page_data() -> dict:
     """Return what the page's controls need, before the planner has loaded."""
-    from plan import hardware
-    from plan.memory import MEANS
+    from plan.chips import hardware
+    from plan.count.memory import MEANS
 
     chips = {key: {"shapes": shapes(chip), "torus_dims": chip.torus_dims} for key, chip in hardware.CHIPS.items()
              if key != "cpu"}  # fmt: skip

@@ -11,9 +11,10 @@ from pathlib import Path
 from docs.notebooks import ROOT, chapters
 
 # Pages of the API in reading order: files at the root, and packages.
-API = ("model", "rotary", "encoder_decoder", "sharding", "parameters", "overlap", "kernels", "optimizer", "pipeline",
-       "plan", "xla", "config", "dataset", "data", "train", "generate", "weights", "evaluate", "main", "on_mesh",
-       "errors", "devices", "pictures", "chapters")  # fmt: skip
+API = ("model", "encoder_decoder", "sharding", "parameters", "overlap", "kernels", "optimizer", "pipeline",
+       "compile", "plan", "plan/chips", "plan/trace", "plan/count", "plan/simulate", "plan/time", "plan/answer",
+       "config", "dataset", "data/reading", "data", "train/hosts", "train", "startup", "generate", "weights",
+       "evaluate", "main", "utils", "progress", "devices", "chapters")  # fmt: skip
 
 
 # Letters and axes -----------------------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def inline_safe(text: str) -> str:
 
 def api_page(name: str) -> str:
     """Return the page of a file or package: the docstring of each module, and of its functions and classes."""
-    single = (ROOT / f"{name}.py").exists()
+    dotted, single = name.replace("/", "."), (ROOT / f"{name}.py").exists()
     files = [ROOT / f"{name}.py"] if single else sorted((ROOT / name).glob("*.py"))
     files = [path for path in files if path.stem != "__init__" and not path.stem[0].isdigit()]
     out = [f"# `{name}`" if single else f"# `{name}/`", ""]
@@ -154,7 +155,7 @@ def api_page(name: str) -> str:
         tree = ast.parse(source)
         text = ast.get_docstring(tree) or ""
         if not single:
-            out += [f"## `{name}.{path.stem}`" if path.stem != "__main__" else f"## `python -m {name}`", ""]
+            out += [f"## `{dotted}.{path.stem}`" if path.stem != "__main__" else f"## `python -m {dotted}`", ""]
         out += [f'<pre class="doc">{html.escape(text, quote=False)}</pre>', ""]
         if single:
             out += ["## Functions and classes", ""]

@@ -10,9 +10,6 @@ from config import AUTO, PRESETS, Affects, Config, Count, affecting, preset, rep
 from config.flags import command_line
 from devices import use_devices
 from utils import UserError, check_picture, exit_status, parse_early
-from plan import budget, constants, explain, front, hardware, inference, planner, serving, show, why
-from plan.costs import parameters
-from plan.inference import DType
 from weights import published
 
 HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
@@ -104,6 +101,12 @@ def names_file(word: str) -> bool:
     """Return whether the first word of a command names a folder or file instead of a preset."""
     return word not in PRESETS and not word.startswith("-") and (
         "/" in word or word.endswith(".json") or os.path.exists(word))  # fmt: skip
+from plan import planner
+from plan.answer import budget, explain, front, inference, own_steps, parameter_list, planning, serving, show, why
+from plan.chips import constants, hardware
+from plan.count.costs import parameters
+from plan.count.step import is_tpu
+from plan.time import measured
 from progress import print_to_stderr, track
 
 

@@ -1,4 +1,4 @@
-"""Simulate a TPU program that somebody else wrote, from its compiled text: the command `python -m xla.replay`.
+"""Simulate a TPU program that somebody else wrote, from its compiled text: the command `python -m plan.replay`.
 
 HELP explains how to get the text. `simulator.py` is the simulator, and `live.py` estimates memory. This is the only
 file of the package that uses the chips of `plan/`.
@@ -21,12 +21,13 @@ import tyro
 
 from compile import ledger
 from compile.hlo import Program
+from plan.answer.show import make_console, make_table, sum_collectives
+from plan.chips import hardware
+from plan.chips.units import amount
+from plan.simulate import live, replayed, simulator
 from utils import UserError, check_picture, exit_status
-from plan import hardware, replayed
-from plan.planner import amount
-from plan.show import make_table
 
-HELP = """e.g. python -m xla.replay step.hlo --topology v5p:4x4x4 --mesh fsdp=16,tensor=4
+HELP = """e.g. python -m plan.replay step.hlo --topology v5p:4x4x4 --mesh fsdp=16,tensor=4
 
 Simulate any scheduled TPU program from its text: seconds by cause, exposed communication by source line, peak memory.
 
@@ -242,9 +243,7 @@ def print_result(numbers: dict, most: int, console) -> None:
 
 @exit_status
 def main(argv: list[str] | None = None) -> None:
-    from rich.console import Console
-
-    args = tyro.cli(Arguments, args=argv, prog="python -m xla.replay", description=HELP, use_underscores=True)
+    args = tyro.cli(Arguments, args=argv, prog="python -m plan.replay", description=HELP, use_underscores=True)
     if args.plot:
         check_picture(args.plot)
     if args.latency_us < 0:

@@ -20,13 +20,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from compile import ledger
 from devices import use_devices
+from plan.answer.show import link_lines, make_console, make_table, sum_collectives
+from plan.chips import hardware
+from plan.chips.units import amount
+from plan.count.step import is_tpu
+from plan.trace import compiled
+from plan.trace.program import Program, abstract_mesh, argument_specs, read
+from plan.trace.rows import COUNTED_ONCE
+from plan.trace.user_file import load, shapes_of, user_errors
 from utils import exit_status
-from plan import compiled, hardware
-from plan.planner import amount, is_tpu
-from plan.program import Program, abstract_mesh, argument_specs, read
-from plan.rows import COUNTED_ONCE
-from plan.show import make_table
-from plan.user_file import load, shapes_of, user_errors
 
 __all__ = ["read"]
 

@@ -19,7 +19,7 @@ import sharding
 from compile import ordered
 from config import Config, MeshConfig, ModelConfig
 from on_mesh import unstack
-from plan import show
+from plan.answer import show
 from sharding import AXES, TOKENS, Declaration
 
 GROUPED = {"attention": "gqa"}  # settings of every test of grouped attention

@@ -15,7 +15,7 @@ import optimizer
 import parameters
 import sharding
 from config import ModelConfig, preset
-from plan import compiled
+from plan.trace import compiled
 from sharding import FSDP, SLICED, TENSOR, declare, param
 
 

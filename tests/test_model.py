@@ -17,7 +17,7 @@ from compile import ledger
 from config import PRESETS, preset
 from on_mesh import unstack
 from parameters import init
-from plan import planner
+from plan.count import costs
 from tests import helpers
 from tests.scores import attend as attend_at_once
 

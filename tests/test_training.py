@@ -23,7 +23,6 @@ import optimizer
 import pipeline
 import sharding
 from data import prepare
-from plan import hardware
 from tests.helpers import OLD_WORK_SETTINGS
 from train import checkpoint, progress, report
 from train.directory import OWN_FILES, SET_ASIDE, Metrics, result_settings

@@ -17,7 +17,9 @@ from config.fields import parse_skips
 from data import examples, tokenizers
 from devices import devices_per_process, memory_bytes, only_cpu, share_of_memory
 from pipeline import fit
-from plan import hardware, planner
+from plan import planner
+from plan.answer import auto
+from plan.chips import hardware
 from train import checkpoint, storage
 from train.directory import check_resumable, check_saving_host, check_writable
 from utils import UserError, log

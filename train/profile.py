@@ -28,10 +28,13 @@ import tyro
 from compile import ledger
 from compile.hlo import Program
 from config import Config
+from plan import planner, replay
+from plan.answer.show import make_console, make_table
+from plan.chips import constants, hardware
+from plan.chips.units import amount
+from plan.simulate import replayed, simulator
+from plan.time import measured as real_step
 from utils import UserError, exit_status
-from plan import constants, hardware, measured as real_step, planner, replayed
-from plan.planner import amount
-from plan.show import make_table
 
 HELP = """e.g. python -m train.profile runs/laptop
 

@@ -16,7 +16,10 @@ utils.cache_directory = lambda: str(HERE)  # has the rows of layers, which JAX t
 from config import AUTO, Config, preset, replace
 from config.needs import unmet
 from pipeline import fit
-from plan import budget, explain, hardware, planner, show, traced_layer
+from plan import planner
+from plan.answer import budget, explain, show
+from plan.chips import hardware
+from plan.count import traced_layer
 from utils import UserError
 from weights import published
 

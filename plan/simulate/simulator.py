@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from compile import ledger
 from compile.hlo import GROUPS, Instruction, Program, device_groups
 from compile.ledger import Share
+from plan.chips import links
 from plan.simulate.moved import Memory
 
 PRODUCTS, OTHERS, COPIES = "products", "other ops", "copies"

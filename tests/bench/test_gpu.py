@@ -22,7 +22,8 @@ from bench import gpu
 from bench.step import random_batch
 from config import Config, preset
 from pipeline import fit
-from plan import costs, hardware
+from plan.chips import hardware
+from plan.count import costs
 from utils import UserError
 
 needs_torch = pytest.mark.extra("torch")

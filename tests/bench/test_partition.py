@@ -13,7 +13,8 @@ import sharding
 from bench import explicit, partition
 from bench.partition import PARTITIONINGS, SMALL, WAYS
 from config import preset
-from plan import compiled, hardware
+from plan.chips import hardware
+from plan.trace import compiled
 from tests.helpers import assert_gradients_close
 from utils import UserError
 

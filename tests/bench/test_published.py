@@ -8,7 +8,7 @@ import pytest
 
 from bench import published
 from docs import pictures
-from plan import measured
+from plan.time import measured, terms
 
 SLICE = "dense, one slice"
 ROOT = Path(__file__).parent.parent.parent

@@ -22,7 +22,7 @@ from bench import step as bench_step
 from compile import hlo, ledger
 from config import preset, replace
 from pipeline import fit
-from plan import compiled as compiled_step
+from plan.trace import compiled as compiled_step
 from sharding import FSDP, STAGE, TENSOR
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from plan.chips import links
+from plan.chips.links import Torus
 
 CLOSED, OPEN = Torus((4, 4, 4), (True, True, True)), Torus((4, 4, 4), (False, False, False))
 CHIPS = np.array([*np.ndindex(4, 4, 4)])

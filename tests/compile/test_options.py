@@ -12,8 +12,8 @@ import optimizer
 import sharding
 from compile import options
 from config import MeshConfig, preset
+from plan.trace import compiled
 from utils import UserError
-from plan import compiled
 
 
 def mesh_of(platform, kind="", devices=2, **shape):

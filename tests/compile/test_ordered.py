@@ -18,7 +18,7 @@ from compile import ledger, ordered
 from config import preset, replace
 from devices import compile_cache
 from generate import cache
-from plan import compiled
+from plan.trace import compiled
 from sharding import FSDP, STAGE, TENSOR
 from tests import fuzz, helpers, parity
 from utils import UserError

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from compile.hlo import Program
+from plan import replay
 from plan.simulate import live
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -6,6 +6,7 @@ Per second the machine does 1 FLOP, moves 10 bytes of memory and 4 bytes over a 
 import numpy as np
 import pytest
 
+from plan.chips.links import Torus
 from plan.simulate import simulator
 
 LINE = simulator.Machine(Torus((4,), (False,)), np.array([[0], [1], [2], [3]]), 1.0, 2.0, 10.0, 4.0)

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from compile import ledger, options
 from config import MeshConfig
-from plan import compiled
+from plan.trace import compiled
 from sharding import FSDP
 from utils import UserError
 

@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec as P
 import model
 from config import MeshConfig
 from kernels import grouped, grouped_gpu
-from plan import hardware
+from plan.chips import hardware
 from sharding import FSDP, make_mesh
 from tests.helpers import every_form
 

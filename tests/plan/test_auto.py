@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from config import WorkConfig, preset, replace
-from plan import auto, hardware, planner
+from plan import planner
+from plan.answer import auto
+from plan.chips import hardware
 
 GIB = 2**30
 WIDE = {"data.batch_size": 64, "data.seq_len": 4096}

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from config import preset
-from plan import budget, planner
+from plan import planner
 from plan.__main__ import main
+from plan.answer import budget
 
 PLAN = planner.plan(preset("llama3_8b", mesh="fsdp=16,tensor=2", **{"data.batch_size": 64, "data.seq_len": 4096,
                                                                     "work.remat": "full"}), "v5p:2x4x4")  # fmt: skip

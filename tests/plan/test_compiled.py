@@ -14,7 +14,7 @@ import sharding
 from compile import ledger
 from config import MeshConfig, preset
 from devices import compile_cache
-from plan import compiled
+from plan.trace import compiled
 from sharding import FSDP, STAGE, TENSOR
 from utils import UserError
 

@@ -3,8 +3,10 @@
 import pytest
 
 from config import preset
-from plan import expected, hardware, hiding, planner
-from plan.costs import Exchange, Matmul
+from plan import planner
+from plan.chips import hardware, hiding
+from plan.count.costs import Matmul
+from plan.time import expected
 from sharding import TENSOR
 
 # Settings of all tests, unless a test changes them, so that layouts are comparable.
@@ -91,7 +93,7 @@ def test_a_ring_overlaps_only_as_long_as_its_matmul_lasts():
 def test_every_ring_of_a_layer_overlaps_with_its_matmul():
     """Catches a kind of layer whose rings overlap with the matmuls of another kind, or with none."""
     one = of("moe1b", "v4:4x4x2", mesh="fsdp=16,tensor=2")
-    from plan import costs
+    from plan.count import costs
 
     for many, rows in costs.layers(one.cfg.at_work, costs.Sizes.from_config(one.cfg, "tpu")):
         rings = [row for row in rows if isinstance(row, Exchange) and row.kind == "collective-permute"]

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from config import preset, replace
-from plan import explain, planner
+from plan import planner
 from plan.__main__ import main
+from plan.answer import explain
+from plan.time import measured
 
 CFG = preset(
     "llama3_8b", mesh="fsdp=16,tensor=2", **{"data.batch_size": 64, "data.seq_len": 4096, "work.remat": "full"}

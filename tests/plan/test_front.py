@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from plan import front
 from plan.__main__ import main
+from plan.answer import front
 
 FLAGS = ("--data.batch_size", "32", "--data.seq_len", "128")
 

@@ -18,9 +18,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from config import MeshConfig, ModelConfig
+from plan import planner
+from plan.chips import hardware
+from plan.chips.hardware import CHIPS, Topology, collective_seconds, layout
+from plan.count import costs
 from utils import UserError
-from plan import hardware, planner
-from plan.hardware import CHIPS, Topology, collective_seconds, layout
 
 approx = pytest.approx
 V5P = CHIPS["v5p"]
@@ -239,7 +241,7 @@ def test_mesh_axes_use_the_links_that_jax_gives_them(topology, mesh, expected):
 def test_the_compiler_arranges_the_chips_the_same_way(topology, mesh):
     """Catches placeholder devices that JAX arranges differently from libtpu's, whose coordinates are in Cloud's order;
     hosts of another size; and a chip of two devices that counts as one."""
-    from plan import compiled
+    from plan.trace import compiled
 
     sizes, slice_ = MeshConfig.parse(mesh), Topology.parse(topology)
     real, dims = compiled.topology_mesh(sizes, topology).devices, len(slice_.shape)
@@ -254,7 +256,7 @@ def test_the_compiler_arranges_the_chips_the_same_way(topology, mesh):
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
 def test_memory_is_what_the_compiler_reports(topology):
     """Catches the nominal memory of a chip used instead of what a program can use."""
-    from plan import compiled
+    from plan.trace import compiled
 
     chip, devices = Topology.parse(topology).chip, Topology.parse(topology).devices
     device = compiled.topology_mesh(MeshConfig(fsdp=devices), topology).devices.flat[0]
@@ -272,7 +274,7 @@ def test_memory_is_what_the_compiler_reports(topology):
 ])  # fmt: skip
 def test_a_scatter_over_the_whole_slice_compiles_as_the_note_says(topology, as_one):
     """Catches a wrong note of an all-reduce: there is none on Ironwood, and none on the 8 chips of one host."""
-    from plan import compiled
+    from plan.trace import compiled
 
     sizes = MeshConfig(fsdp=Topology.parse(topology).devices)
     mesh = compiled.topology_mesh(sizes, topology)
@@ -288,7 +290,7 @@ def test_a_scatter_over_the_whole_slice_compiles_as_the_note_says(topology, as_o
 
 def test_a_slice_unknown_to_the_compiler_is_refused_in_one_line(monkeypatch):
     """Catches the page-long error of a libtpu that is older than the chip, and GPUs that are passed to libtpu."""
-    from plan import compiled
+    from plan.trace import compiled
 
     def older(**arguments):
         raise RuntimeError("INVALID_ARGUMENT: Invalid TPU external name: TPU7X\na page")

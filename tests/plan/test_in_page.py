@@ -11,8 +11,9 @@ import pytest
 from config import preset, replace
 from docs import in_browser, planner_widget
 from docs.notebooks import ROOT
+from plan import planner
+from plan.count import memory
 from utils import UserError
-from plan import memory, planner
 
 PIN = {"remat": "full", "gather": "layer", "tensor_exchange": "ring", "context_attention": "gather"}
 ASK = """

@@ -21,8 +21,10 @@ from compile import ledger
 from config import PRESETS, ModelConfig, preset, replace
 from generate.cache import cache_shapes, cached_forward, unstack, unstacked_specs
 from generate.engine import Engine
-from plan import hardware, inference, planner
+from plan import planner
 from plan.__main__ import main
+from plan.answer import inference
+from plan.chips import hardware
 from utils import UserError
 
 GROUPED = {"model.attention": "gqa", "model.n_kv_heads": 2, "model.n_experts": 0, "model.n_layers": 2,

@@ -5,7 +5,11 @@ import dataclasses
 import pytest
 
 from config import preset
-from plan import measured, planner, show
+from plan import planner
+from plan.__main__ import main
+from plan.answer import show
+from plan.chips import hardware
+from plan.time import fit, measured, terms
 
 WIDE = {"data.batch_size": 64, "data.seq_len": 4096, "work.remat": "full", "work.gather": "layer"}
 

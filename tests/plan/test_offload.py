@@ -8,7 +8,10 @@ import pipeline
 import sharding
 from config import preset, replace
 from config.fields import ACTIVATIONS
-from plan import costs, measured, memory, offload, planner, show
+from plan import planner
+from plan.answer import show
+from plan.count import costs, memory
+from plan.time import measured, offload
 from tests import helpers
 from utils import UserError
 

@@ -14,8 +14,12 @@ import utils
 from bench import step as bench_step
 from compile import ledger
 from config import PRESETS, preset, replace
-from plan import compiled, costs, hardware, planner
+from plan import planner
 from plan.__main__ import main
+from plan.chips import hardware
+from plan.count import costs
+from plan.time import expected
+from plan.trace import compiled
 from tests import fuzz
 from tests.helpers import GROUPED, check_prediction, in_model
 from utils import UserError

@@ -7,9 +7,9 @@ import pytest
 
 from bench import overlap
 from config import preset
+from plan.chips.hardware import Topology
+from plan.simulate import replayed, simulator
 from utils import UserError
-from plan import replayed
-from plan.hardware import Topology
 
 
 def mesh_of(places, **more):

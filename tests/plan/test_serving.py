@@ -6,8 +6,9 @@ import json
 import pytest
 
 from config import preset
-from plan import hardware, inference, serving
 from plan.__main__ import main
+from plan.answer import inference, serving
+from plan.chips import hardware
 
 WORDS = ("llama3_8b", "--inference", "--prompt", "700", "--answer", "90")
 SEARCH = (*WORDS, "--topology", "v5e:2x4", "--search", "8")

@@ -7,9 +7,12 @@ import re
 import pytest
 
 from config import MeshConfig, preset
+from plan import planner, traced
+from plan.answer import inference
+from plan.chips import hardware
+from plan.chips.hardware import CHIPS, Topology
+from plan.count import networks
 from utils import UserError
-from plan import hardware, inference, networks, planner, traced
-from plan.hardware import CHIPS, Topology
 
 approx = pytest.approx
 DENSE = {"data.batch_size": 256, "data.seq_len": 256, "work.remat": "full", "work.gather": "layer"}

@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console
 
 from config import preset
-from plan import planner, show, tiers
-from plan.hardware import CHIPS, NCCL_BEGIN_S, NETWORK_STEP_S, NVLINK_STEP_S
+from plan import planner
+from plan.answer import show
+from plan.chips.hardware import CHIPS, NCCL_BEGIN_S, NETWORK_STEP_S, NVLINK_STEP_S
+from plan.time import tiers
 
 approx = pytest.approx
 SMALL = {"data.batch_size": 128, "data.seq_len": 128, "work.remat": "full", "work.gather": "layer"}

@@ -19,7 +19,10 @@ from compile import ledger
 from config import MeshConfig, preset
 from kernels import attention, grouped
 from overlap import context
-from plan import compiled, offload, planner, replayed
+from plan import planner
+from plan.simulate import replayed
+from plan.time import offload
+from plan.trace import compiled
 from sharding import CONTEXT, FSDP
 from tests.helpers import check_prediction, with_repeats
 from utils import UserError
@@ -350,8 +353,8 @@ WAITS = {
 # `docs/planner.md` shows the exposed bytes of the case that is not a repeat.
 @pytest.mark.parametrize("case", with_repeats(WAITS, {*WAITS} - {"ring"}))
 def test_exposed_bytes_match_the_schedule(case):
-    """Catches rules of `plan/hiding.py` that the compiler no longer follows. Exposed bytes must be within 10% of all
-    bytes, and all bytes within 1%."""
+    """Catches rules of `plan/chips/hiding.py` that the compiler no longer follows. Exposed bytes must be within 10% of
+    all bytes, and all bytes within 1%."""
     topology, name, settings = WAITS[case]
     plan = planner.plan(preset(name, **PINNED | settings), topology)
     found, _ = planner.compile_plan(plan, print)

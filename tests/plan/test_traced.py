@@ -1,7 +1,7 @@
 """Tests of tracing programs: the counted FLOPs and bytes are correct, and uncountable programs are refused.
 
 The expected values are arithmetic on shapes, written out here, or a plan: the number of layer runs times the formulas
-that were read from one layer at other sizes (`plan/traced_layer.py`).
+that were read from one layer at other sizes (`plan/count/traced_layer.py`).
 """
 
 import ast
@@ -20,9 +20,12 @@ from jax.sharding import PartitionSpec as P
 import pipeline
 from compile.ledger import IN_TURN
 from config import PRESETS, MeshConfig, preset
+from plan import traced
+from plan.chips import hardware
+from plan.count import costs
+from plan.trace import program, rows
+from plan.trace.program import abstract_mesh
 from utils import UserError
-from plan import costs, hardware, program, rows, traced
-from plan.program import abstract_mesh
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

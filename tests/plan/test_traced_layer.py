@@ -7,9 +7,9 @@ import pytest
 
 from config import preset
 from generate.cache import decoding_config
-from plan import costs, traced_layer
-from plan.rows import Row
-from plan.traced_layer import LETTER_OF, PRIMES, Term, term
+from plan.count import costs, traced_layer
+from plan.count.traced_layer import LETTER_OF, PRIMES, Term, term
+from plan.trace.rows import Row
 
 FULL = {"work.remat": "full"}
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from config import preset
-from plan import planner, why
+from plan import planner
 from plan.__main__ import main
+from plan.answer import why
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PLANS = {

@@ -18,7 +18,7 @@ from docs.build import MADE
 from docs.notebooks import ROOT
 from pipeline import schedule as schedule_of, schedules
 from pipeline.__main__ import Shape
-from plan import costs
+from plan.count import costs
 from sharding import BATCH, CONTEXT, STAGE, TENSOR
 
 pytestmark = pytest.mark.site

@@ -7,7 +7,8 @@ import pytest
 
 from config import AXES, Config, replace
 from docs import build
-from plan import costs, planner
+from plan import planner
+from plan.count import costs
 from tests.site.browser import evaluate
 from weights import published
 

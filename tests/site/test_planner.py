@@ -12,7 +12,9 @@ from config import AXES, preset, replace
 from docs import planner_widget
 from docs.build import MADE
 from docs.notebooks import ROOT
-from plan import explain, hardware, planner
+from plan import planner
+from plan.answer import explain
+from plan.chips import hardware
 from tests.plan.test_in_page import different
 from utils import UserError
 from weights import published

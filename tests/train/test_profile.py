@@ -9,7 +9,9 @@ import pytest
 import main
 from compile.hlo import Program
 from config import preset
-from plan import __main__ as plan_command, measured, planner
+from plan import __main__ as plan_command, planner, profile
+from plan.profile import Event
+from plan.time import measured
 from tests.train.small_run import flags
 from train import profile
 from train.profile import Event

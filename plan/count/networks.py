@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass
 
 from config import AXES, Config
-from plan import hiding
+from plan.chips import hardware, hiding
+from plan.count.traced_layer import BACKWARD_OF
 from sharding import DATA
 
 OUTER = "outer step"

@@ -10,9 +10,12 @@ import dataclasses
 from dataclasses import dataclass
 
 from config import AUTO, AXES, replace
+from plan.answer import auto, planning
+from plan.answer.planning import MIN_SAVING
+from plan.chips.units import amount
+from plan.time import measured, offload, tiers
+from plan.time.plan import Plan
 from utils import UserError
-from plan import auto, expected, measured, offload, planner, tiers
-from plan.planner import MIN_SAVING, Plan, amount
 
 RECOMPUTED, NARROW = "recomputation and padding", "matmuls below the peak"
 SMALL = 0.01  # losses below this fraction of the step are not listed

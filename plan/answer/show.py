@@ -4,8 +4,14 @@ import math
 
 import utils
 from pipeline import draw, fit, schedules
-from plan import compiled, costs, hardware, hiding, inference, offload, tiers
-from plan.planner import STATE, Plan, amount
+from plan.answer import auto, inference
+from plan.chips import hardware, hiding
+from plan.chips.units import amount
+from plan.count import costs
+from plan.count.step import STATE
+from plan.time import offload, tiers
+from plan.time.plan import Plan
+from plan.trace import compiled
 
 
 def compare(one: Plan, found: dict) -> list[tuple[str, str, float, float | None]]:

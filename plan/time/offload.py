@@ -1,8 +1,10 @@
 """Predict the cost of activations that a step stores in the host's memory (`work.remat` with `@host`)."""
 
 from config.fields import parse_remat
-from plan import costs, hardware, memory
-from plan.costs import Sizes
+from plan.chips import hardware
+from plan.count import costs, memory
+from plan.count.costs import Sizes
+from plan.count.step import Step
 
 # Bytes per second between a device and its host, in one direction. TPUs: 1.5e10 per chip, v6e 3.2e10:
 # https://jax-ml.github.io/scaling-book/tpus, "TPU Specs" (v4: 1.6e10). tpu7x is not published, so v6e's number is

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import jax
 
+from plan.trace.program import error_place
+from plan.trace.rows import ROOT
 from utils import UserError, suggest
-from plan.program import error_place
-from plan.rows import ROOT
 
 
 def is_project_module(module) -> bool:

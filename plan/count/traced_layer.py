@@ -30,9 +30,9 @@ from config import ModelAtWork
 from overlap.context import over_context
 from overlap.remat import remat
 from pipeline.step import batch_names
-from plan import hardware
-from plan.program import abstract_mesh, read
-from plan.rows import ROOT, Row
+from plan.chips import hardware
+from plan.trace.program import abstract_mesh, read
+from plan.trace.rows import ROOT, Row
 from sharding import AXES, BATCH, CONTEXT, FSDP, KERNELS_AS_CALLS, TENSOR, map_named, vary
 
 # The letters are those of `model.py`'s legend; lower case is a local shard. In addition: r query heads per key head, k
@@ -82,7 +82,7 @@ def term(value: float) -> Term:
             left, coefficient = left // prime, coefficient / (prime if prime == WIDE_LATENT else PRIMES[letter])
             letters.append(letter)
     if left & (left - 1):
-        raise ValueError(f"{value:,.0f} has the factor {left}, which matches no letter in plan/traced_layer.py")
+        raise ValueError(f"{value:,.0f} has the factor {left}, which matches no letter in plan/count/traced_layer.py")
     return Term(coefficient, tuple(letters))
 
 
@@ -332,7 +332,7 @@ def cached_layer_rows(c: ModelAtWork, kind: str) -> list[LayerRow]:
 
 
 SOURCES = ("model.py", "encoder_decoder.py", "sharding.py", "overlap/*.py", "kernels/*.py", "generate/cache.py",
-           "plan/rows.py", "plan/traced_layer.py")  # fmt: skip
+           "plan/trace/rows.py", "plan/count/traced_layer.py")  # fmt: skip
 
 
 @functools.cache

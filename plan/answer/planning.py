@@ -17,8 +17,13 @@ from compile import ledger
 from config import AUTO, AXES, Config, MeshConfig, replace
 from pipeline import fit, schedules
 from pipeline.step import TWO_STACKS
-from plan import auto, compiled, costs, expected, hardware, measured, memory, offload, tiers
-from plan.costs import model_flops_per_token, parameters
+from plan.answer import auto
+from plan.chips import hardware
+from plan.chips.units import amount
+from plan.count import costs
+from plan.count.step import is_tpu
+from plan.time.plan import Plan
+from plan.trace import compiled
 from sharding import TENSOR
 
 STATE = ("parameters", "optimizer", "outer", "batch")  # parts of memory that exist before and after a step

@@ -28,8 +28,8 @@ from config import Config, MeshConfig
 from devices import compile_cache
 from pipeline import fit
 from pipeline.step import batch_names
-from plan import hardware
-from plan.hardware import Topology
+from plan.chips import hardware
+from plan.chips.hardware import Topology
 from utils import UserError
 
 

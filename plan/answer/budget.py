@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass, replace
 
 from config import MeshConfig
+from plan.chips.hardware import CHIPS, Topology
+from plan.chips.units import amount
+from plan.count import memory
+from plan.count.weights import weights
+from plan.time.plan import Plan
 from utils import UserError, suggest
-from plan import memory
-from plan.hardware import CHIPS, Topology
-from plan.planner import Plan, amount
-from plan.weights import weights
 
 EXAMPLE = "--goodput 0.95, or --goodput mtbf=50000,disk=1,restart=600"
 

@@ -8,7 +8,7 @@ all communication counts as exposed.
 import math
 
 from config import ModelAtWork
-from plan import hardware
+from plan.chips import hardware
 from sharding import STAGE, TENSOR
 
 GATHERS, SCATTERS, RINGS = "weights' gathers", "weights' gradients", "positions' permutes"

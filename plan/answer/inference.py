@@ -23,9 +23,11 @@ from typing import Literal, NamedTuple
 from config import AUTO, AXES, Config, ModelConfig
 from generate.cache import decoding_config
 from pipeline import fit
-from plan import costs, hardware, hiding, planner, traced_layer
-from plan.auto import SPARE
-from plan.costs import Weights
+from plan.answer import planning
+from plan.answer.auto import SPARE
+from plan.chips import hardware, hiding
+from plan.count import costs, traced_layer
+from plan.count.costs import Weights
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, drop_axis
 from utils import UserError
 

@@ -8,12 +8,13 @@ the reads of the weights. The cost includes the prefill of the prompts.
 from dataclasses import dataclass
 
 from config import Config
+from plan.answer import inference, planning
+from plan.answer.budget import parse_price
+from plan.answer.show import make_table, print_rejected
+from plan.chips import hardware
+from plan.chips.hardware import Topology
+from plan.chips.units import amount
 from utils import UserError
-from plan import hardware, inference, planner
-from plan.budget import parse_price
-from plan.hardware import Topology
-from plan.planner import amount
-from plan.show import make_table, print_rejected
 
 
 @dataclass(frozen=True)

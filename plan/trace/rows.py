@@ -22,7 +22,7 @@ import jax.extend.core as jex
 
 from compile.hlo import WRAPPERS
 from compile.ledger import IN_TURN, Share, scopes_in
-from plan import hardware
+from plan.chips import hardware
 from sharding import as_tuple
 from utils import UserError
 
@@ -135,7 +135,7 @@ def collective(equation, sizes: dict[str, int]) -> Row | None:
 
 # Locations ------------------------------------------------------------------------------------------------------------
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 EXTERNAL = (
     str(Path(jax.__file__).parent.parent),
     str(Path(os.__file__).parent),

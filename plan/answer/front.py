@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import utils
 from config import Config
+from plan.answer import planning
+from plan.answer.budget import parse_price
+from plan.answer.show import make_table, schedule_label
+from plan.chips.hardware import Topology
+from plan.chips.units import amount
+from plan.time.plan import Plan
 from utils import UserError
-from plan import planner
-from plan.budget import parse_price
-from plan.hardware import Topology
-from plan.planner import Plan, amount
-from plan.show import make_table, schedule_label
 
 
 @dataclass(frozen=True)

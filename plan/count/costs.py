@@ -22,9 +22,10 @@ from kernels import attention as attending, grouped
 from overlap.context import chunk_starts
 from overlap.weights import tokens_go_to_table, vocabulary_slices
 from pipeline import fit, schedules
-from plan import hiding, networks, traced_layer
-from plan.networks import Traffic
-from plan.weights import LAYERS, Weights, declared, weights
+from plan.chips import hiding
+from plan.count import networks, traced_layer
+from plan.count.networks import Collective, Traffic
+from plan.count.weights import LAYERS, Weights, declared, weights
 from sharding import CONTEXT, DATA, EXPERT, SLICED, STAGE, TENSOR
 
 # Parameters and model FLOPs -------------------------------------------------------------------------------------------

@@ -15,8 +15,11 @@ difference. Their numbers were fitted to simulated steps of four presets on TPU 
   the TPU that can run collectives), which exposes the fraction HELD_UP of its time.
 """
 
-from plan import costs, hardware, hiding, offload
-from plan.costs import Sizes
+from plan.chips import hardware, hiding
+from plan.count import costs
+from plan.count.costs import Sizes
+from plan.count.step import Step
+from plan.time import offload
 from sharding import SLICED, TENSOR
 
 # Fitted to the seconds by cause of simulated steps (`python -m bench.plan --json` has both): MOVED, STREAM, SAVED and

@@ -13,7 +13,9 @@ time, as NCCL does. The times of a plan leave out latency, so they are those of 
 import math
 from dataclasses import asdict, dataclass
 
-from plan import costs, hardware
+from plan.chips import hardware
+from plan.count import costs
+from plan.count.step import Step
 from sharding import EXPERT, TENSOR
 
 # NCCL's estimates for trees with the LL protocol: at the start, and per step to another node; the share of a ring's

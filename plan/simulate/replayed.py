@@ -1,7 +1,7 @@
 """Simulate how long a compiled step takes on its target chips: seconds by cause, and a plot of one layer.
 
-`xla/simulator.py` is the simulator. This module gives it the chip, the torus coordinates of the devices, and the
-pipeline schedule.
+`simulate/simulator.py` is the simulator. This module gives it the chip, the torus coordinates of the devices, and
+the pipeline schedule.
 """
 
 import numpy as np
@@ -10,9 +10,11 @@ from jax.sharding import Mesh
 import pipeline
 import utils
 from config import Config
+from plan.chips import links
+from plan.chips.hardware import Topology
+from plan.count import costs
+from plan.simulate import simulator
 from utils import UserError
-from plan import costs
-from plan.hardware import Topology
 
 # FLOPs per cycle of a device's matrix units (two per cell). The clock is the peak divided by this number. v4 has 8
 # units of 128 x 128 at 1.05 GHz (arXiv:2304.01433, table 4), v5e 4 at 1.5 GHz, v5p 8 at 1.75 GHz, v6e 4 of 256 x 256

@@ -17,7 +17,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from plan import expected, offload
+from plan.chips.hardware import Topology
+from plan.count.step import Step
+from plan.simulate import simulator
 from sharding import EXPERT, TENSOR
 from utils import UserError
 

@@ -11,8 +11,8 @@ from config.fields import parse_remat
 from encoder_decoder import BUCKETS
 from kernels import grouped
 from pipeline import schedules
-from plan import hiding
-from plan.costs import (
+from plan.chips import hiding
+from plan.count.costs import (
     LAYERS,
     Sizes,
     Weights,

@@ -15,8 +15,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from config import MeshConfig
+from plan.chips import links
+from plan.chips.constants import Constants
 from utils import UserError, suggest
-from plan.constants import Constants
 
 MiB, GiB = 2**20, 2**30
 # The fraction of a GPU's memory that JAX reserves at start. A program cannot use more, unless XLA_CLIENT_MEM_FRACTION

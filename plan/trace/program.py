@@ -24,9 +24,9 @@ from architectures import declare
 from compile.ledger import Share
 from compile.ordered import without_dead_code
 from config import Config
-from plan import hardware
-from plan.compiled import batch_shapes, slot_shares
-from plan.rows import EXTERNAL, ROOT, Place, Row, Walk, array_bytes, is_external
+from plan.chips import hardware
+from plan.trace.compiled import batch_shapes, slot_shares
+from plan.trace.rows import EXTERNAL, ROOT, Place, Row, Walk, array_bytes, is_external
 from sharding import as_tuple
 from utils import UserError
 
@@ -220,7 +220,7 @@ def error_place(error: BaseException) -> str:
     """Return the innermost traceback line in user code, as "file.py:12 in f"; empty if there is none."""
     for frame, line in frames(error):
         file = frame.f_code.co_filename
-        if not is_external(file) and Path(os.path.realpath(file)).parent != ROOT / "plan":
+        if not is_external(file) and not Path(os.path.realpath(file)).is_relative_to(ROOT / "plan"):
             return f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
     return ""
 

@@ -7,11 +7,14 @@ a formula in letters: the FLOPs of a matmul, or the bytes of a collective, in on
 import re
 from dataclasses import asdict, dataclass, field
 
-from plan import costs, program, traced_layer
-from plan.planner import Plan, amount, is_tpu
-from plan.rows import Row
-from plan.show import make_table
-from plan.traced_layer import part_of
+from plan.answer.show import make_table
+from plan.chips.units import amount
+from plan.count import costs, traced_layer
+from plan.count.step import is_tpu
+from plan.count.traced_layer import part_of, scopes_of
+from plan.time.plan import Plan
+from plan.trace import program
+from plan.trace.rows import Row
 
 
 @dataclass
