@@ -55,7 +55,7 @@ def parse(argv: list[str]) -> tuple[Config, Arguments]:
     Raises: UserError if the topology is not a TPU slice.
     """
     cfg, args = command_line(argv, "python -m bench.overlap", HELP, "moe1b", Arguments)
-    if not planner.is_tpu(hardware.Topology.parse(args.topology).chip):
+    if not is_tpu(hardware.Topology.parse(args.topology).chip):
         raise UserError(f"topology {args.topology!r}: compiling for devices that are not attached works only for TPUs; "
                         "use a slice like v4:4x4x2, v5p:4x4x4, v5e:4x4 or v6e:8x8")  # fmt: skip
     asked = [name for name in ("at_peak", "latency_us", "plot") if getattr(args, name)]

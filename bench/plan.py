@@ -106,7 +106,7 @@ def line(row: dict) -> str:
 @exit_status
 def main(argv: list[str] | None = None) -> None:
     cfg, args = command_line(sys.argv[1:] if argv is None else argv, "python -m bench.plan", HELP, "moe1b", Arguments)
-    if args.first and not (args.topology and planner.is_tpu(hardware.Topology.parse(args.topology).chip)):
+    if args.first and not (args.topology and is_tpu(hardware.Topology.parse(args.topology).chip)):
         raise UserError("--first needs a TPU slice; pass one, like --topology v4:4x4x2")
     plans = search_plans(cfg, args.topology, args.first) if args.first else random_plans(args.seed)
     if not args.json:

@@ -276,8 +276,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         topology = constants.read(args.constants, topology)
     if args.inference:
         return run_inference(cfg, args, topology, console)
-    limit = round(args.memory * 2**30) or None
-    if (args.compile or args.max_batch) and not planner.is_tpu(topology and topology.chip):
+    if (args.compile or args.max_batch) and not is_tpu(topology and topology.chip):
         use_devices(cfg.mesh.devices)
     if args.search:
         fit, large, refused = planner.search(cfg, topology, limit, bar(args))

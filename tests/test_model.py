@@ -391,19 +391,19 @@ def test_parameters_of_laptop_by_hand():
     moe = layer + 128 * 8 + expert  # one shared expert
     outside_experts = 272 * 128 + 128 + 128 * 272 + 2 * (layer + dense) + 2 * moe
     total, active = outside_experts + 2 * 8 * expert, outside_experts + 2 * 2 * expert
-    assert planner.parameters(preset("laptop").model) == (total, active)
+    assert costs.parameters(preset("laptop").model) == (total, active)
 
 
 @pytest.mark.parametrize("name, total", [("llama3_8b", 8_030_261_248), ("llama3_70b", 70_553_706_496),
                                          ("mixtral_8x7b", 46_702_792_704)])  # fmt: skip
 def test_published_parameter_counts(name, total):
     """Catches a planner preset, or a model, whose shape is not the published one."""
-    assert planner.parameters(preset(name).model)[0] == total
+    assert costs.parameters(preset(name).model)[0] == total
 
 
 def test_deepseek_v3_parameter_counts():
     """Catches a shape that is not the published one: 671B in total, 37B of them active (arXiv:2412.19437, abstract)."""
-    total, active = planner.parameters(preset("deepseek_v3").model)
+    total, active = costs.parameters(preset("deepseek_v3").model)
     assert f"{total / 1e9:.1f}" == "671.0"
     assert 37e9 <= active < 38e9
 
@@ -419,7 +419,7 @@ def test_model_flops_of_an_encoder_decoder_by_hand():
     inputs = S * (encoder + 4 * 2 * square)
     pairs = 2 * S * S + 4 * (T * (T + 1) / 2 + T * S)
     multiplied = inputs + T * decoder + pairs * 4 * (10 + 10)
-    assert planner.model_flops_per_token(cfg) == 6 * multiplied // (S + T)
+    assert costs.model_flops_per_token(cfg) == 6 * multiplied // (S + T)
     assert cfg.data.tokens_per_step == 16 * (S + T)
 
 
@@ -433,4 +433,4 @@ def test_model_flops_of_a_dense_model_by_hand():
     gains = 3 * 2 * 24 + 24  # counted with the matrices
     pairs = (18 + 1) / 2  # positions a token looks at, itself included, on average
     attention = 3 * 4 * (10 + 10) * pairs  # multiply-adds of scores and of values
-    assert planner.model_flops_per_token(cfg) == 3 * 2 * (matrices + gains + attention)
+    assert costs.model_flops_per_token(cfg) == 3 * 2 * (matrices + gains + attention)

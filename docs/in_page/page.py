@@ -104,7 +104,7 @@ def plan(asked: dict) -> dict:
         mesh, fits, peak_bytes = str(cfg.mesh), one.fits, one.peak_bytes
         return {"mesh": mesh, "fits": fits, "peak_bytes": peak_bytes} | (
             {"likely_s": one.likely_s, "likely_mfu": one.mfu(one.likely_s)} if fits else {})  # fmt: skip
-    chip, batch = one.topology.chip, planner.fit.split_batch(one.cfg)
+    chip, batch = one.topology.chip, fit.split_batch(one.cfg)
     return one.to_json() | {
         "lines": lines + lines_of(one, asked), "command": command(asked, cfg, one), "chip": dataclasses.asdict(chip),
         "devices": one.topology.devices, "device_batch": batch.device_batch, "microbatches": one.sched.microbatches,

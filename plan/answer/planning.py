@@ -26,73 +26,12 @@ from plan.time.plan import Plan
 from plan.trace import compiled
 from sharding import TENSOR
 
-STATE = ("parameters", "optimizer", "outer", "batch")  # parts of memory that exist before and after a step
-
 # Plan -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan:
     """The predicted cost of a training step, per device and step, in bytes, FLOPs and seconds."""
-
-    cfg: Config
-    topology: hardware.Topology | None
-    params_total: int
-    params_active: int
-    tokens_per_step: int  # on all devices together
-    model_flops: float
-    memory_bytes: dict[str, float]
-    sched: schedules.Schedule
-    limit_bytes: int | None  # memory of a device
-    bubble: float  # fraction of the layers' time in which a stage waits for other stages
-    why: str = ""  # the settings that `auto` chose, and the cost of the alternatives
-
-    @property
-    def platform(self) -> str:
-        return platform_of(self.topology)
-
-    @functools.cached_property  # a search needs only the memory of plans that do not fit
-    def work(self) -> list[costs.Work]:
-        """All matmuls, including recomputation."""
-        return costs.work(self.cfg, self.sched, self.platform)
-
-    @functools.cached_property
-    def traffic(self) -> list[costs.Traffic]:
-        """All collectives."""
-        chip, slices = (self.topology.chip.key, self.topology.slices) if self.topology else ("", 1)
-        return costs.traffic(self.cfg, self.sched, self.platform, chip, slices)
-
-    @property
-    def flops(self) -> dict[str, float]:
-        """FLOPs by part of the model, including recomputation."""
-        by_part: dict[str, float] = {}
-        for one in self.work:
-            by_part[one.part] = by_part.get(one.part, 0) + one.flops
-        return by_part
-
-    @property
-    def hardware_flops(self) -> float:
-        return sum(one.flops for one in self.work)
-
-    @property
-    def exposed_bytes(self) -> float:
-        return sum(one.exposed_bytes for one in self.traffic)
-
-    @property
-    def wire_bytes(self) -> float:
-        return sum(one.wire_bytes for one in self.traffic)
-
-    @property
-    def peak_bytes(self) -> float:
-        return sum(self.memory_bytes.values())
-
-    @property
-    def temp_bytes(self) -> float:
-        return sum(size for part, size in self.memory_bytes.items() if part not in STATE)
-
-    @property
-    def fits(self) -> bool | None:
-        return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
 
     def refusal(self) -> str:
         """Return a message with the numbers that do not fit, and settings that need less memory."""
@@ -106,17 +45,6 @@ class Plan:
         listed = {name.partition("=")[0] for name in self.why.split(", ")} | auto.without_effect(self.cfg.mesh)
         rest = " ".join(one for one in str(self.cfg.work).split() if one.partition("=")[0] not in listed)
         return f"{self.why}; {rest}" if self.why else rest
-
-    @property
-    def device_batch(self) -> int:
-        return fit.split_batch(self.cfg).device_batch
-
-    @property
-    def wire_by_axes(self) -> dict[str, float]:
-        by_axes: dict[str, float] = {}
-        for one in self.traffic:
-            by_axes["*".join(one.axes)] = by_axes.get("*".join(one.axes), 0) + one.wire_bytes
-        return by_axes
 
     def seconds(self, flops: float | None = None, exchanges=None, alone=False) -> dict[str, float] | None:
         """Return the roofline of a step, seconds by cause: compute, communication by mesh axes, optimizer, bubble.
@@ -150,20 +78,6 @@ class Plan:
         found["optimizer"] = (2 * state + self.memory_bytes["parameters"]) / chip.hbm_bytes_per_s
         found["bubble"] = waits * self.bubble / (1 - self.bubble)
         return found
-
-    def speed(self, one: costs.Traffic) -> float:
-        """Return a collective's bytes per second. A ring over TENSOR sends in both directions at once."""
-        link = self.link(one.axes)
-        if one.kind == "all-to-all":
-            return link.all_to_all_bytes_per_s
-        if one.kind == "collective-permute":
-            n = self.cfg.mesh.tensor
-            both_ways = (n - 1) / (n // 2) if one.axes == (TENSOR,) else 1
-            return min(link.bytes_per_s, both_ways * link.neighbour_bytes_per_s)
-        return link.bytes_per_s
-
-    def link(self, axes: tuple[str, ...]) -> hardware.Link:
-        return hardware.link(self.cfg.mesh, self.topology, axes)
 
     @property
     def step_s(self) -> float | None:
@@ -240,26 +154,6 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
     return dataclasses.replace(one, why=why) if why else one  # a copy would compute its times again
 
 
-def plan_settled(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None) -> Plan:
-    """Plan a step whose settings are all chosen (none is `auto`)."""
-    sched = pipeline.schedule(cfg)
-    total, active = parameters(cfg.model)
-    tokens = cfg.data.tokens_per_step
-    return Plan(
-        cfg, topology, total, active, tokens, tokens * model_flops_per_token(cfg) / cfg.mesh.devices,
-        memory.memory(cfg, sched, platform_of(topology)), sched, limit_bytes, costs.bubble(cfg, sched),
-    )  # fmt: skip
-
-
-def is_tpu(chip: hardware.Chip | None) -> bool:
-    return bool(chip and chip.torus_dims)
-
-
-def platform_of(topology: hardware.Topology | None) -> str:
-    """Return tpu, gpu or cpu."""
-    if is_tpu(topology and topology.chip):
-        return "tpu"
-    return "gpu" if topology and topology.chip.peak_flops_per_s else "cpu"
 
 
 MIN_SAVING = 0.03  # suggest other settings only if they save at least this fraction of the time
@@ -452,14 +346,3 @@ def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: 
         if high == 1:
             raise UserError(f"--max_batch: not even {unit} sequences fit; try a larger fsdp axis, or work.remat=full")
     return low * unit, high * unit
-
-
-SCALES = {"bytes": (2**30, "GiB", 2**20, "MiB"), "FLOPs": (1e12, "TFLOP", 1e9, "GFLOP"), "s": (1, "s", 1e-3, "ms")}
-
-
-def amount(x: float | None, unit: str) -> str:
-    """Format a number with a suitable unit: amount(3e9, "bytes") is "2.794 GiB"."""
-    if x is None:
-        return "-"
-    large, name, small, small_name = SCALES[unit]
-    return f"{x / large:,.3f} {name}" if x >= large / 10 else f"{x / small:,.3f} {small_name}"

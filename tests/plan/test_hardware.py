@@ -540,7 +540,7 @@ def test_book_best_split_of_a_cube():
 
 def test_book_llama3_70b_takes_44_days():
     """BOOK/applied-training: 70.4B parameters, 6.3e24 FLOPs for 15T tokens, 44 days on 8960 v5p at 40% of the peak."""
-    total, active = planner.parameters(LLAMA3_70B)
+    total, active = costs.parameters(LLAMA3_70B)
     assert total == active == 70_553_706_496  # as published; the book omits the norms' weights, and rounds the layers
     flops = 6 * total * 15e12
     assert flops == approx(6.3e24, rel=0.01)
@@ -549,7 +549,7 @@ def test_book_llama3_70b_takes_44_days():
 
 def test_book_llama3_70b_fits_on_171_chips():
     """BOOK/applied-training: bf16 weights 140 GB, float32 moments 560 GB, three saved activations per layer 15.8 TB."""
-    total, _ = planner.parameters(LLAMA3_70B)
+    total, _ = costs.parameters(LLAMA3_70B)
     weights, moments, kept = 2 * total, 8 * total, 3 * 80 * 2 * 8192 * 4e6
     assert (weights, moments, kept) == (approx(140e9, rel=0.01), approx(560e9, rel=0.01), approx(15.8e12, rel=0.01))
     assert (weights + moments + kept) / 96e9 == approx(171, rel=0.01)
@@ -576,7 +576,7 @@ def test_book_llama3_70b_needs_tensor_parallelism():
 def test_book_llama2_13b_on_4096_chips():
     """BOOK/training, questions 1 to 3: 13.1B parameters, 130 GB with Adam; on v5p:16x16x16 FSDP alone is bound by
     communication with 3M tokens (it takes 3.48M), 1024 by 4 is not; a step takes 300 ms at 40% of the peak."""
-    total, _ = planner.parameters(LLAMA2_13B)
+    total, _ = costs.parameters(LLAMA2_13B)
     assert total == approx(13.1e9, rel=0.01)
     assert (2 + 4 + 4) * total == approx(130e9, rel=0.01)
     D, F, topology = LLAMA2_13B.d_model, LLAMA2_13B.d_ff, "v5p:16x16x16"

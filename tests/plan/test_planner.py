@@ -255,7 +255,7 @@ def test_a_balance_loss_costs_a_forward_pass_in_1f1b():
     with_loss, without = (config("bench", **settings, **{"model.balance_loss": x}) for x in (0.1, 0.0))
     counted = [costs.passes(cfg, pipeline.schedule(cfg)) for cfg in (with_loss, without)]
     assert [run.forward for run in counted] == [8, 4]
-    busy, whole = 4 * (1 + 3), schedules.lock_step(pipeline.schedule(without), 1, 3)
+    busy, whole = 4 * (1 + 3), pipeline.schedules.lock_step(pipeline.schedule(without), 1, 3)
     assert costs.bubble(without, pipeline.schedule(without)) == 1 - busy / whole
 
 
@@ -485,7 +485,7 @@ def test_the_picture_is_labeled(capsys, tmp_path, figures):
     title = "as executed, in lock-step, after an extra forward pass of all microbatches for the balance loss"
     assert title in stages.get_title(loc="left")
     cfg = preset("tiny", **{"mesh": words[1], "work.schedule": "zb"})
-    assert stages.get_xlim()[1] == schedules.lock_step(pipeline.schedule(cfg), F=1, B=1, W=2)  # not recomputed
+    assert stages.get_xlim()[1] == pipeline.schedules.lock_step(pipeline.schedule(cfg), F=1, B=1, W=2)  # not recomputed
 
 
 def test_a_search_is_drawn(capsys, tmp_path, figures):
