@@ -67,7 +67,7 @@ def log_plan(cfg: Config, mesh) -> planner.Plan:
         log(f"rows       {dataset.describe_epoch(one.splits['train'], cfg.data)}" + f", of {name}" * bool(name) + epoch)
     for line in examples.describe(cfg.data) if cfg.data.objective != "causal" else ():
         log(f"objective  {line}")
-    log(f"settings   {plan.settings()}")
+    log(f"settings   {auto.settings_text(plan)}")
     for first, count in parse_skips(cfg.data.skip):
         log(f"skip       from step {first + 1} on, each step uses the batch of the step {count} steps later")
     log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB per device: {memory}")

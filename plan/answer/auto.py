@@ -12,6 +12,7 @@ from config import Config, MeshConfig
 from config.fields import REMAT
 from pipeline import fit, schedules
 from pipeline.step import TWO_STACKS
+from plan.time.plan import Plan
 from sharding import CONTEXT, SLICED, STAGE, TENSOR
 from utils import UserError
 
@@ -46,6 +47,13 @@ def without_effect(mesh: MeshConfig) -> set[str]:
         "chunks": n[STAGE],
     }
     return {name for name, devices in group_sizes.items() if devices == 1}
+
+
+def settings_text(plan: Plan) -> str:
+    """Return the execution settings as text: first those that `auto` chose, with reasons."""
+    listed = {name.partition("=")[0] for name in plan.why.split(", ")} | without_effect(plan.cfg.mesh)
+    rest = " ".join(part for part in str(plan.cfg.work).split() if part.partition("=")[0] not in listed)
+    return f"{plan.why}; {rest}" if plan.why else rest
 
 
 def choose(cfg: Config, plan: Callable):

@@ -55,10 +55,10 @@ def pareto(layouts: list[Layout]) -> list[Layout]:
     return front
 
 
-def search(cfg: Config, topologies: list[Topology], price: str, limit_bytes: int | None, say, track=planner.untracked):
+def search(cfg: Config, topologies: list[Topology], price: str, limit_bytes: int | None, say, track=planning.untracked):
     """Search every topology. Returns the Pareto front, and the fastest layout of each topology.
 
-    track  as in `planner.search`
+    track  as in `planning.search`
 
     Raises: UserError if the speed or the price of a chip is unknown, or if no layout fits on any topology.
     """
@@ -69,7 +69,7 @@ def search(cfg: Config, topologies: list[Topology], price: str, limit_bytes: int
                             "compared; use TPUs or GPUs")  # fmt: skip
         parse_price(price, topology.chip.key)
     for topology in topologies:
-        fit, large, refused = planner.search(cfg, topology, limit_bytes, track)
+        fit, large, refused = planning.search(cfg, topology, limit_bytes, track)
         layouts = [layout(one, price) for one in fit]
         found += layouts
         best += [min(layouts, key=lambda x: x.seconds)] if layouts else []

@@ -532,21 +532,21 @@ def plan(
 
 
 def search(cfg: Config, topology: hardware.Topology, request: Request, limit_bytes: int | None, batch: int,
-           track=planner.untracked):  # fmt: skip
+           track=planning.untracked):  # fmt: skip
     """Plan every mesh of the topology's devices.
 
     Returns a (plan, summary of the batch) for each mesh on which the batch fits, those with the shortest decode step
     first; for each mesh on which it does not fit, those that need the least memory first; and {reason: number} for
-    meshes that the model cannot use. track: as in `planner.search`
+    meshes that the model cannot use. track: as in `planning.search`
     """
     check_decoder(cfg)
     check_batches((batch,))
     fit, large, refused = [], [], {}
-    for mesh in track(planner.candidate_meshes(cfg, topology), f"meshes of {topology}"):
+    for mesh in track(planning.candidate_meshes(cfg, topology), f"meshes of {topology}"):
         try:
             one = plan(replace(cfg, mesh=mesh), topology, request, limit_bytes)
         except UserError as error:
-            planner.count_refusal(refused, error)
+            planning.count_refusal(refused, error)
             continue
         summary = one.batch_summary(batch)
         (large if summary["fits"] is False else fit).append((one, summary))

@@ -1,17 +1,14 @@
-"""Predict the memory, communication and time of a step: `plan` evaluates the costs of `costs.py` on `hardware.py`.
+"""Predict the memory, communication and time of a step. `plan` returns a `Plan`, and `search` ranks all meshes.
 
-Only `compile_plan` and `largest_batch`, which calls it, use devices: they compile the trainer's step and count its
-memory, FLOPs and collectives.
+Both use no device. Only `compile_plan` and `largest_batch`, which calls it, do: they compile the trainer's step and
+count its memory, FLOPs and collectives.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
-from dataclasses import dataclass
 
 import local_steps
-import pipeline
 import sharding
 from compile import ledger
 from config import AUTO, AXES, Config, MeshConfig, replace
@@ -24,113 +21,6 @@ from plan.count import costs
 from plan.count.step import is_tpu
 from plan.time.plan import Plan
 from plan.trace import compiled
-from sharding import TENSOR
-
-# Plan -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The predicted cost of a training step, per device and step, in bytes, FLOPs and seconds."""
-
-    def refusal(self) -> str:
-        """Return a message with the numbers that do not fit, and settings that need less memory."""
-        parts = ((name, size) for name, size in sorted(self.memory_bytes.items(), key=lambda part: -part[1]) if size)
-        return (f"a device would need {amount(self.peak_bytes, 'bytes')}, and has {amount(self.limit_bytes, 'bytes')}: "
-                + ", ".join(f"{name} {amount(size, 'bytes')}" for name, size in parts)
-                + f"; try {compiled.advice(self.cfg)}")  # fmt: skip
-
-    def settings(self) -> str:
-        """Return the execution settings as text: first those that `auto` chose, with reasons."""
-        listed = {name.partition("=")[0] for name in self.why.split(", ")} | auto.without_effect(self.cfg.mesh)
-        rest = " ".join(one for one in str(self.cfg.work).split() if one.partition("=")[0] not in listed)
-        return f"{self.why}; {rest}" if self.why else rest
-
-    def seconds(self, flops: float | None = None, exchanges=None, alone=False) -> dict[str, float] | None:
-        """Return the roofline of a step, seconds by cause: compute, communication by mesh axes, optimizer, bubble.
-
-        flops, exchanges  counts of a compiled step, to use instead of the predicted ones
-        alone  assume that nothing overlaps: all communication is exposed
-        A matmul takes the longer of two times: its FLOPs at the chip's peak, and its bytes at the full memory
-        bandwidth. Exposed communication adds its bytes at the full speed of its links. Overlapped communication of an
-        axis adds only the time by which it takes longer than all matmuls. Latency is ignored. Returns None if the speed
-        of the chip or of its links is unknown.
-        """
-        chip = self.topology and self.topology.chip
-        if not chip or not chip.peak_flops_per_s:
-            return None
-        compute = sum(max(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s) for x in self.work)
-        if flops is not None:
-            compute += (flops - self.hardware_flops) / chip.peak_flops_per_s
-        found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: a stage's seconds inside pipeline slots
-        for one in self.traffic if exchanges is None else exchanges:
-            speed, name = self.speed(one), "*".join(one.axes)
-            exposed_bytes = one.wire_bytes if alone else one.exposed_bytes
-            found[name] = found.get(name, 0) + exposed_bytes / speed
-            hidden[name] = hidden.get(name, 0) + (one.wire_bytes - exposed_bytes) / speed
-            waits += exposed_bytes / speed * one.in_a_slot
-        for name, time in hidden.items():
-            longer = max(time - compute, 0)
-            found[name], waits = found[name] + longer, waits + longer
-        if copies := offload.exposed_seconds(self, compute):
-            found[offload.CAUSE], waits = copies, waits + copies
-        state = sum(self.memory_bytes[part] for part in ("parameters", "optimizer"))
-        found["optimizer"] = (2 * state + self.memory_bytes["parameters"]) / chip.hbm_bytes_per_s
-        found["bubble"] = waits * self.bubble / (1 - self.bubble)
-        return found
-
-    @property
-    def step_s(self) -> float | None:
-        seconds = self.seconds()
-        return seconds and sum(seconds.values())
-
-    @functools.cached_property
-    def expected(self) -> dict[str, float] | None:
-        """Expected seconds of the compiled step by cause; None if not modeled for this chip. See `expected.py`."""
-        return expected.seconds(self)
-
-    @property
-    def likely_s(self) -> float | None:
-        """The expected seconds of a step, or the roofline's if the chip is not modeled in `expected.py`."""
-        return sum(self.expected.values()) if self.expected else self.step_s
-
-    @functools.cached_property
-    def real(self) -> measured.Estimate | None:
-        """The seconds of a real step, with an interval from measured steps. See `measured.py`."""
-        return measured.estimate(self)
-
-    @functools.cached_property
-    def balance_pass(self) -> float | None:
-        """Return by which fraction the balance loss's extra forward pass lengthens the step; None without such a pass.
-
-        If the speed of the chip is unknown, return the fraction of the FLOPs instead.
-        """
-        if not costs.has_balance_pass(self.cfg, self.sched):
-            return None
-        settled = replace(self.cfg, **{"model.balance_over": "microbatch"})
-        other = plan_settled(settled, self.topology, self.limit_bytes)
-        cost = lambda one: one.likely_s or one.hardware_flops
-        return cost(self) / cost(other) - 1
-
-    def mfu(self, step_s: float | None) -> float | None:
-        """Return the MFU: model FLOPs / (FLOPs that the chip could execute in this time)."""
-        return step_s and self.model_flops / step_s / self.topology.chip.peak_flops_per_s
-
-    def to_json(self) -> dict:
-        """Return the plan as a dict of numbers per device and step."""
-        step_s, likely_s = self.step_s, self.likely_s
-        names = ("params_total", "params_active", "tokens_per_step", "model_flops", "hardware_flops", "wire_bytes",
-                 "exposed_bytes", "peak_bytes", "temp_bytes", "limit_bytes", "fits", "bubble", "step_s", "memory_bytes",
-                 "wire_by_axes", "flops")  # fmt: skip
-        return {
-            "mesh": str(self.cfg.mesh), "topology": self.topology and str(self.topology), "compile_s": None,
-            **{name: getattr(self, name) for name in names}, "mfu": self.mfu(step_s), "seconds": self.seconds(),
-            "expected": self.expected, "likely_s": likely_s, "likely_mfu": self.mfu(likely_s),
-            "real": self.real and dataclasses.asdict(self.real), "balance_pass": self.balance_pass,
-            "offloaded_bytes": offload.step_bytes(self),
-            "between_nodes": tiers.between_nodes_by_axes(self), "algorithms": tiers.algorithms(self),
-            "traffic": [dataclasses.asdict(one) for one in self.traffic],
-        }  # fmt: skip
 from utils import UserError
 
 
@@ -150,10 +40,8 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
     fit.check(cfg.model, cfg.mesh, cfg.work)
     if topology:
         hardware.layout(cfg.mesh, topology)
-    one, why = auto.choose(cfg, lambda settled: plan_settled(settled, topology, limit_bytes))
-    return dataclasses.replace(one, why=why) if why else one  # a copy would compute its times again
-
-
+    chosen, why = auto.choose(cfg, lambda settled: Plan.from_config(settled, topology, limit_bytes))
+    return dataclasses.replace(chosen, why=why) if why else chosen  # a copy would compute its times again
 
 
 MIN_SAVING = 0.03  # suggest other settings only if they save at least this fraction of the time

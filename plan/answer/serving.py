@@ -70,8 +70,8 @@ def largest_batch(one: inference.Plan, token_s: float) -> int:
 
 
 def search(cfg: Config, topologies: list[Topology], request, limit_bytes: int | None, token_s: float, price: str,
-           track=planner.untracked) -> Offers:  # fmt: skip
-    """Search every mesh of every topology. track: as in `planner.search`
+           track=planning.untracked) -> Offers:  # fmt: skip
+    """Search every mesh of every topology. track: as in `planning.search`
 
     Raises: UserError if the speed of a chip is unknown, or if it has no price.
     """

@@ -305,8 +305,8 @@ def test_a_plan_computes_its_times_once(monkeypatch):
     """Catches a copy of a plan that computes them again, which took a third of a search."""
     settled, calls = preset("tiny", mesh="fsdp=4", **{"data.batch_size": 8, "work.remat": "full"}), []
     settled = dataclasses.replace(settled, work=settled.work.resolved)
-    seconds = planner.expected.seconds
-    monkeypatch.setattr(planner.expected, "seconds", lambda one: calls.append(one) or seconds(one))
+    seconds = expected.seconds
+    monkeypatch.setattr(expected, "seconds", lambda one: calls.append(one) or seconds(one))
     assert planner.plan(settled, "v4:2x2x1").likely_s > 0 and len(calls) == 1
 
 
@@ -319,7 +319,7 @@ def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, true):
         compiled_sizes.append(plan.cfg.data.batch_size)
         return {"peak_bytes": plan.cfg.data.batch_size * 1e6, "fits": plan.cfg.data.batch_size <= true}, None
 
-    monkeypatch.setattr(planner, "compile_plan", compile_plan)
+    monkeypatch.setattr("plan.answer.planning.compile_plan", compile_plan)
     most, too_many = planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), None, print)
     assert most <= true < too_many
     assert too_many - most <= most / 16 + 4
@@ -329,17 +329,17 @@ def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, true):
 
 def test_a_batch_that_cannot_be_found_is_refused(monkeypatch):
     """Catches an endless search."""
-    cfg = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8})
+    cfg, v5e = preset("dense_124m", **{"mesh": "fsdp=4", "data.batch_size": 8}), hardware.Topology.parse("v5e:2x2")
     with pytest.raises(UserError, match="needs to know each device's memory: pass --topology"):
         planner.largest_batch(cfg, None, None, print)
-    in_passes = replace(cfg, **{"work.device_batch": 16})
     with pytest.raises(UserError, match=r"work\.device_batch=16 limits a device to 16 .*; leave it at auto"):
-        planner.largest_batch(in_passes, hardware.Topology.parse("v5e:2x2"), None, print)
+        planner.largest_batch(replace(cfg, **{"work.device_batch": 16}), v5e, None, print)
     with pytest.raises(UserError, match="still fit, because memory does not grow"):
-        planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), 2**60, print)
-    monkeypatch.setattr(planner, "compile_plan", lambda plan, say: ({"peak_bytes": 1e12, "fits": False}, None))
+        planner.largest_batch(cfg, v5e, 2**60, print)
+    too_large = {"peak_bytes": 1e12, "fits": False}, None
+    monkeypatch.setattr("plan.answer.planning.compile_plan", lambda plan, say: too_large)
     with pytest.raises(UserError, match="not even 4 sequences fit"):
-        planner.largest_batch(cfg, hardware.Topology.parse("v5e:2x2"), None, print)
+        planner.largest_batch(cfg, v5e, None, print)
 
 
 # Better settings ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,38 @@
+"""The roofline of a step: a lower bound of its seconds, by cause."""
+
+from plan.count.step import Step
+from plan.time import offload
+
+
+def seconds(step: Step, flops: float | None = None, exchanges=None, alone=False) -> dict[str, float] | None:
+    """Return the roofline of a step, seconds by cause: compute, communication by mesh axes, optimizer, bubble.
+
+    flops, exchanges  counts of a compiled step, to use instead of the predicted ones
+    alone  assume that nothing overlaps: all communication is exposed
+    A matmul takes the longer of two times: its FLOPs at the chip's peak, and its bytes at the full memory
+    bandwidth. Exposed communication adds its bytes at the full speed of its links. Overlapped communication of an
+    axis adds only the time by which it takes longer than all matmuls. Latency is ignored. Returns None if the speed
+    of the chip or of its links is unknown.
+    """
+    chip = step.topology and step.topology.chip
+    if not chip or not chip.peak_flops_per_s:
+        return None
+    compute = sum(max(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s) for x in step.work)
+    if flops is not None:
+        compute += (flops - step.hardware_flops) / chip.peak_flops_per_s
+    found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: a stage's seconds inside pipeline slots
+    for row in step.traffic if exchanges is None else exchanges:
+        speed, name = step.speed(row), "*".join(row.axes)
+        exposed_bytes = row.wire_bytes if alone else row.exposed_bytes
+        found[name] = found.get(name, 0) + exposed_bytes / speed
+        hidden[name] = hidden.get(name, 0) + (row.wire_bytes - exposed_bytes) / speed
+        waits += exposed_bytes / speed * row.in_a_slot
+    for name, time in hidden.items():
+        longer = max(time - compute, 0)
+        found[name], waits = found[name] + longer, waits + longer
+    if copies := offload.exposed_seconds(step, compute):
+        found[offload.CAUSE], waits = copies, waits + copies
+    state = sum(step.memory_bytes[part] for part in ("parameters", "optimizer"))
+    found["optimizer"] = (2 * state + step.memory_bytes["parameters"]) / chip.hbm_bytes_per_s
+    found["bubble"] = waits * step.bubble / (1 - step.bubble)
+    return found
