@@ -34,6 +34,7 @@ Betas = tuple[ShareBelow1, ShareBelow1]
 
 AUTO = "auto"  # the planner chooses a value that suits the mesh, the chip and its memory; see `plan/answer/auto.py`
 SizeOrAuto = Size | Literal["auto"]
+DTypeOrAuto = Literal["auto", "float32", "bfloat16", "int8"]
 
 
 class Affects(enum.Enum):

@@ -58,8 +58,8 @@ class Arguments(Config):
     prompt: Count = 0  # --inference: tokens per prompt; 0: three quarters of data.seq_len
     answer: Count = 0  # --inference: generated tokens per sequence; 0: a quarter of data.seq_len
     piece: Count = 64  # --inference: prompt tokens per prefill chunk
-    weights_dtype: DType = AUTO  # --inference: dtype of the stored weights; auto: the dtype of activations
-    cache_dtype: DType = AUTO  # --inference: dtype of the KV cache; auto: the dtype of activations
+    weights_dtype: DTypeOrAuto = AUTO  # --inference: dtype of the stored weights; auto: the dtype of activations
+    cache_dtype: DTypeOrAuto = AUTO  # --inference: dtype of the KV cache; auto: the dtype of activations
     # --inference: milliseconds per generated token, such as 20: with --search or several topologies, find the cheapest
     # layout that is this fast; its cost is in dollars with --price, else in chip seconds
     token_ms: str = ""
@@ -117,8 +117,11 @@ def presets() -> None:
         print(f"| `{name}` | {what.removeprefix('planner only: ')} | {total:,} | {active:,} |")
 
 
-def log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def draw(args: Arguments, plot, *about) -> None:
+    """Draw a figure with plot(*about, path), if --plot asks for one."""
+    if args.plot:
+        plot(*about, args.plot)
+        print_to_stderr(f"drew {args.plot}")
 
 
 def bar(args: Arguments):
@@ -130,10 +133,10 @@ def check(args: Arguments, topology: hardware.Topology | None) -> None:
     modes = [name for name in ("search", "max_batch", "why", "compile") if getattr(args, name)]
     if len(modes) > 1 and modes != ["max_batch", "compile"]:  # --max_batch compiles anyway
         raise UserError(f"{' and '.join(f'--{name}' for name in modes)} are mutually exclusive; pass one of them")
-    if args.search and (not topology or args.search != topology.devices):
-        has = f"--topology {topology} has {topology.devices}" if topology else "there is no --topology"
-        ways = [f"--search {topology.devices}"] if topology else []
-        ways += [f"a --topology with {args.search} devices"] if args.search > 0 else []
+    n, chip = (topology.devices, topology.chip) if topology else (0, None)
+    if args.search and args.search != n:
+        has = f"--topology {topology} has {n}" if topology else "there is no --topology"
+        ways = [f"--search {n}"] * bool(n) + [f"a --topology with {args.search} devices"] * (args.search > 0)
         raise UserError(f"--search {args.search} plans meshes of {args.search} devices, but {has}; pass "
                         f"{' or '.join(ways or ['a positive number of devices'])}")  # fmt: skip
     if args.constants and not (topology and topology.chip.peak_flops_per_s):

@@ -168,9 +168,7 @@ def _measure(args: Arguments, topology: hardware.Topology, text: str) -> tuple[d
     machine = replayed.machine_at(topology, topology.torus, device_places(mesh, topology), args.latency_us / 1e6)
     found = simulator.replay(text, mesh.sizes, machine, at_peak=args.at_peak)
     reported = reported_peak_bytes(args.file)
-    sent = {}
-    for one in counted.collectives:
-        sent["*".join(one.axes), one.kind] = sent.get(("*".join(one.axes), one.kind), 0) + one.count * one.wire_bytes
+    sent = sum_collectives(counted.collectives, "axes", "kind")
     return replayed.to_json(found) | {
         "program": program.name,
         "devices": devices,
@@ -182,8 +180,7 @@ def _measure(args: Arguments, topology: hardware.Topology, text: str) -> tuple[d
         "flops": counted.flops,
         "mfu": counted.flops / found.seconds / topology.chip.peak_flops_per_s if found.seconds else 0.0,
         "unknown": counted.unknown,
-        "sent": [{"axes": axes, "kind": kind, "wire_bytes": size}
-                 for (axes, kind), size in sorted(sent.items(), key=lambda row: -row[1])],
+        "sent": [{"axes": axes, "kind": kind, "wire_bytes": size} for (axes, kind), (_, size, _) in sent.items()],
         "lines": seconds_by_line(found, counted),
         "unordered": ledger.unordered_pairs(text),
     }, found  # fmt: skip
@@ -248,7 +245,7 @@ def main(argv: list[str] | None = None) -> None:
         check_picture(args.plot)
     if args.latency_us < 0:
         raise UserError(f"--latency_us {args.latency_us}: must be at least 0; about 1 on a TPU")
-    console = Console(quiet=args.json, highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = make_console(args.json)
     numbers, found = measure(args)
     print_result(numbers, args.rows, console)
     if args.plot:

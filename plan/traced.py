@@ -112,19 +112,12 @@ def compile_program(function, shapes: tuple, named: hardware.NamedMesh, topology
         "flops": counted.flops,
         "wire_bytes": counted.total.wire_bytes,
         "unknown": counted.unknown,
-        "sent": [{"axes": list(axes), "kind": kind, **counts} for (axes, kind), counts in by_kind(counted).items()],
+        "sent": [
+            {"axes": axes.split("*"), "kind": kind, "count": count, "wire_bytes": sent}
+            for (axes, kind), (count, sent, _) in sum_collectives(counted.collectives, "axes", "kind").items()
+        ],
         "rows": [dataclasses.asdict(one) for one in counted.collectives],
     }
-
-
-def by_kind(found: ledger.Ledger) -> dict:
-    """Sum executions and bytes sent by (axes, kind), in decreasing order of bytes."""
-    totals = {}
-    for one in found.collectives:
-        counts = totals.setdefault((one.axes, one.kind), {"count": 0, "wire_bytes": 0})
-        counts["count"] += one.count
-        counts["wire_bytes"] += one.count * one.wire_bytes
-    return dict(sorted(totals.items(), key=lambda item: -item[1]["wire_bytes"]))
 
 
 # Printing -------------------------------------------------------------------------------------------------------------
@@ -173,8 +166,8 @@ def print_program(one: Program, topology: hardware.Topology | None, most: int, c
     """Print the totals, the bytes sent by axes and kind, the seconds, and the most expensive operations."""
     seconds = one.seconds(topology)
     console.print(f"mesh       {one.mesh}" + f" on {topology}" * bool(topology))
-    for number, link in enumerate(hardware.layout(one.mesh, topology).values() if topology else ()):
-        console.print(f"{'' if number else 'links':10} {link.note}")
+    for line in link_lines(one.mesh, topology):
+        console.print(line)
     has = topology and topology.chip.memory_bytes
     capacity = f", which has {amount(has, 'bytes')}" if has else ""
     console.print(f"arguments  {amount(one.argument_bytes, 'bytes')} on each device{capacity}")
@@ -249,10 +242,8 @@ def print_compiled(found: dict, console) -> None:
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
-    from rich.console import Console
-
     args = tyro.cli(Arguments, args=argv, prog="python -m plan.traced", description=HELP, use_underscores=True)
-    console = Console(quiet=args.json, highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = make_console(args.json)
     named = hardware.NamedMesh.parse(args.mesh)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
     if topology:

@@ -274,10 +274,8 @@ def print_result(found: dict, most: int, console) -> None:
 
 @exit_status
 def main(argv: list[str] | None = None) -> None:
-    from rich.console import Console
-
-    args = tyro.cli(Arguments, args=argv, prog="python -m train.profile", description=HELP, use_underscores=True)
-    console = Console(quiet=args.json, highlight=False, width=None if sys.stdout.isatty() else 120)
+    args = tyro.cli(Arguments, args=argv, prog="python -m plan.profile", description=HELP, use_underscores=True)
+    console = make_console(args.json)
     run = Path(args.run)
     cfg, processes = read_run(run)
     found = compare(cfg, processes)

@@ -18,9 +18,9 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal, NamedTuple
 
 from config import AUTO, AXES, Config, ModelConfig
+from config.fields import DTypeOrAuto
 from generate.cache import decoding_config
 from pipeline import fit
 from plan.answer import planning
@@ -32,7 +32,6 @@ from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, drop_axis
 from utils import UserError
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "int8": 1}  # bytes; ignores int8 scales, one per column or position
-DType = Literal["auto", "float32", "bfloat16", "int8"]
 CAUSES = ("weights", "cache", "FLOPs", "links", "hops")  # what can limit a pass
 
 
@@ -42,8 +41,8 @@ class Request:
 
     prompt: int  # tokens per prompt
     answer: int  # generated tokens per sequence
-    weights_dtype: DType = AUTO  # auto: the dtype of activations
-    cache_dtype: DType = AUTO
+    weights_dtype: DTypeOrAuto = AUTO  # auto: the dtype of activations
+    cache_dtype: DTypeOrAuto = AUTO
     piece: int = 64  # prompt tokens per prefill chunk; the default of `generate.engine`
 
     def __post_init__(self):
@@ -479,8 +478,9 @@ class Plan:
         if (context := cfg.mesh.context) > 1:
             lines.append(f"each of the context={context} devices stores and reads the same weights; context shards the "
                          "cache and the tokens")  # fmt: skip
-        enough = self.bounds["products"] if self.bounds else None
-        if enough and (piece := min(self.request.piece, self.request.prompt)) < (enough := -(-enough // self.unit)):
+        enough = -(-(self.bounds.get("matmuls") or 0) // self.unit)  # tokens of a chunk
+        piece = min(self.request.piece, self.request.prompt)
+        if piece < enough:
             lines.append(f"prefill in chunks of {piece} tokens is limited by reading the weights once per chunk; "
                          f"--piece {enough} or more avoids this")  # fmt: skip
         if cfg.model.attention == "mla" and cfg.mesh.tensor > 1:

@@ -1,8 +1,10 @@
 """Print a plan as tables, and draw it as a figure."""
 
 import math
+import sys
 
 import utils
+from compile import ledger
 from pipeline import draw, fit, schedules
 from plan.answer import auto, inference
 from plan.chips import hardware, hiding
@@ -14,27 +16,25 @@ from plan.time.plan import Plan
 from plan.trace import compiled
 
 
-def compare(one: Plan, found: dict) -> list[tuple[str, str, float, float | None]]:
+def compare(plan: Plan, found: dict) -> list[tuple[str, str, float, float | None]]:
     """List (quantity, unit, predicted, compiled); compiled is None if the compiler stopped because of memory."""
-    state = sum(one.memory_bytes.get(part, 0) for part in STATE)
+    state = sum(plan.memory_bytes.get(part, 0) for part in STATE)
     rows = [
         ("parameters, optimizer, batch", "bytes", state, found.get("argument_bytes")),
-        ("temporary", "bytes", one.temp_bytes, found.get("temp_bytes")),
-        ("peak memory", "bytes", one.peak_bytes, found.get("peak_bytes")),
-        ("FLOPs", "FLOPs", one.hardware_flops, found.get("hardware_flops")),
-        ("bytes sent", "bytes", one.wire_bytes, found.get("wire_bytes")),
+        ("temporary", "bytes", plan.temp_bytes, found.get("temp_bytes")),
+        ("peak memory", "bytes", plan.peak_bytes, found.get("peak_bytes")),
+        ("FLOPs", "FLOPs", plan.hardware_flops, found.get("hardware_flops")),
+        ("bytes sent", "bytes", plan.wire_bytes, found.get("wire_bytes")),
     ]
-    planned, counted = one.wire_by_axes, found.get("wire_by_axes", {})
+    planned, counted = plan.wire_by_axes, found.get("wire_by_axes", {})
     names = sorted(planned.keys() | counted.keys(), key=lambda name: -max(planned.get(name, 0), counted.get(name, 0)))
-    between = tiers.between_nodes_by_axes(one)
+    between = tiers.between_nodes_by_axes(plan)
     for name in names:
         rows.append((f"  over {name}", "bytes", planned.get(name, 0), counted.get(name, 0) if counted else None))
         if name in between:
             rows.append(("    of it between nodes", "bytes", between[name], None))
-    rows += [("  exposed", "bytes", one.exposed_bytes, found.get("exposed_bytes"))]
-    return [*rows, ("step (roofline)", "s", one.step_s, found.get("step_s"))]
-
-
+    rows += [("  exposed", "bytes", plan.exposed_bytes, found.get("exposed_bytes"))]
+    return [*rows, ("step (roofline)", "s", plan.step_s, found.get("step_s"))]
 
 
 def make_table(title: str, *columns: str, words: int = 1, **more):
@@ -47,84 +47,95 @@ def make_table(title: str, *columns: str, words: int = 1, **more):
     return table
 
 
-def heading(one: Plan) -> list[str]:
+def make_console(quiet: bool):
+    """Return the console of a command. Its lines have 120 columns, unless a terminal has its own width."""
+    from rich.console import Console
+
+    return Console(quiet=quiet, highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def link_lines(mesh, topology: hardware.Topology | None) -> list[str]:
+    """Return the lines that describe the links of the axes of a mesh."""
+    links = hardware.layout(mesh, topology).values() if topology else ()
+    return [f"{'' if number else 'links':10} {link.note}" for number, link in enumerate(links)]
+
+
+def heading(plan: Plan) -> list[str]:
     """Return the lines above the tables of a plan: the model, the mesh and its links, and what to know about them."""
-    cfg, ratio = one.cfg, one.hardware_flops / one.model_flops
+    cfg, ratio = plan.cfg, plan.hardware_flops / plan.model_flops
     lines = [
-        f"model      {one.params_total:,} parameters, {one.params_active:,} active per token",
-        f"mesh       {cfg.mesh} on {one.topology or f'{cfg.mesh.devices} devices of unknown kind'}",
-        f"batch      {fit.split_batch(cfg)}; {one.tokens_per_step:,} tokens per step",
-        f"settings   {one.settings()}",
+        f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token",
+        f"mesh       {cfg.mesh} on {plan.topology or f'{cfg.mesh.devices} devices of unknown kind'}",
+        f"batch      {fit.split_batch(cfg)}; {plan.tokens_per_step:,} tokens per step",
+        f"settings   {auto.settings_text(plan)}",
     ]
     if cfg.mesh.stage > 1:
-        lines.append(f"pipeline   {one.sched.name}: stages wait {one.bubble:.1%} of the time")
-    if one.topology:
-        links = hardware.layout(cfg.mesh, one.topology).values()
-        lines += [f"{'' if number else 'links':10} {link.note}" for number, link in enumerate(links)]
-        notes = hardware.check(cfg.mesh, one.topology) + hardware.chip_notes(one.topology)
-        notes += hiding.notes(one.topology.chip) + tiers.notes(one)
+        lines.append(f"pipeline   {plan.sched.name}: stages wait {plan.bubble:.1%} of the time")
+    if plan.topology:
+        lines += link_lines(cfg.mesh, plan.topology)
+        notes = hardware.check(cfg.mesh, plan.topology) + hardware.chip_notes(plan.topology)
+        notes += hiding.notes(plan.topology.chip) + tiers.notes(plan, plan.likely_s)
         lines += [f"note       {line}" for line in notes]
-    if copied := offload.step_bytes(one):
-        chip = one.topology.chip
+    if copied := offload.step_bytes(plan):
+        chip = plan.topology.chip
         lines.append(f"offload    {amount(copied, 'bytes')} per device and step go to the host and back, each at "
                      f"{offload.bytes_per_s(chip) / 1e9:g} GB/s; a host of {chip.per_host} chips stores "
-                     f"{amount(offload.host_bytes(one), 'bytes')}")  # fmt: skip
+                     f"{amount(offload.host_bytes(plan), 'bytes')}")  # fmt: skip
     if every := cfg.optim.outer_every:
         lines.append(f"local      each of {cfg.mesh.data} replicas takes {every} steps alone, then an outer step; the "
                      f"bytes over data are those of an outer step, divided by {every}")  # fmt: skip
-    lines.append(f"compute    {amount(one.model_flops, 'FLOPs')} per device and step; "
+    lines.append(f"compute    {amount(plan.model_flops, 'FLOPs')} per device and step; "
                  f"with recomputation and padding, {ratio:.2f} times as many")  # fmt: skip
-    return lines + ([balance_line(one)] if one.balance_pass is not None else [])
+    return lines + ([balance_line(plan)] if plan.balance_pass is not None else [])
 
 
-def tables(one: Plan, found: dict | None, better: tuple[dict, Plan] | None, console) -> None:
+def tables(plan: Plan, found: dict | None, better: tuple[dict, Plan] | None, console) -> None:
     """Print a plan as tables, with the compiler's counts (`found`) and faster settings (`better`), if given."""
-    for line in heading(one):
+    for line in heading(plan):
         console.print(line, soft_wrap=True)
 
     table = make_table("memory per device", "part", "predicted")
-    for part, size in one.memory_bytes.items():
+    for part, size in plan.memory_bytes.items():
         table.add_row(part, amount(size, "bytes"))
     table.add_section()
-    fits = "fits" if one.fits else "does not fit"
-    limit = f" of {amount(one.limit_bytes, 'bytes')}: {fits}" if one.limit_bytes else ""
-    table.add_row("peak", amount(one.peak_bytes, "bytes") + limit)
+    fits = "fits" if plan.fits else "does not fit"
+    limit = f" of {amount(plan.limit_bytes, 'bytes')}: {fits}" if plan.limit_bytes else ""
+    table.add_row("peak", amount(plan.peak_bytes, "bytes") + limit)
     console.print(table)
 
-    if seconds := one.seconds():
-        table = make_table("time of a step: roofline", "spent on", "predicted", "share")
-        for part, time in seconds.items():
-            table.add_row(part, amount(time, "s"), f"{time / one.step_s:.1%}")
-        table.add_section()
-        table.add_row("step", amount(one.step_s, "s"), f"MFU {one.mfu(one.step_s):.1%}")
-        console.print(table)
-        if one.expected:
-            table = make_table("time of a step: expected of the compiled step", "spent on", "expected", "share")
-            for part, time in one.expected.items():
-                name = "matmuls" if part == "products" else part
-                table.add_row(name, amount(time, "s"), f"{time / one.likely_s:.1%}")
-            table.add_section()
-            table.add_row("step", amount(one.likely_s, "s"), f"MFU {one.mfu(one.likely_s):.1%}")
-            console.print(table)
-        console.print(f"real step  {one.real}", soft_wrap=True)
+    if seconds := plan.seconds():
+        console.print(time_table("roofline", "predicted", plan, seconds))
+        if plan.expected:
+            console.print(time_table("expected of the compiled step", "expected", plan, plan.expected))
+        console.print(f"real step  {plan.real}", soft_wrap=True)
         if better:
-            console.print(suggestion(one, *better), soft_wrap=True)
+            console.print(suggestion(plan, *better), soft_wrap=True)
 
     columns = ("compiled", "difference") if found else ()
     table = make_table(" and ".join(["predicted", *columns[:1]]), "per device and step", "predicted", *columns)
-    for name, unit, predicted, counted in compare(one, found or {}):
+    for name, unit, predicted, counted in compare(plan, found or {}):
         row = [name, amount(predicted, unit)]
         if found:
             difference = f"{predicted / counted - 1:+.1%}" if counted and predicted is not None else "-"
             row += [amount(counted, unit), difference]
         table.add_row(*row)
     console.print(table)
-    tiers_table(one, console)
+    tiers_table(plan, console)
 
 
-def tiers_table(one: Plan, console, most: int = 10) -> None:
+def time_table(name: str, column: str, plan: Plan, seconds: dict[str, float]):
+    """Return a table of the seconds of a step by cause."""
+    table, step_s = make_table(f"time of a step: {name}", "spent on", column, "share"), sum(seconds.values())
+    for cause, time in seconds.items():
+        table.add_row(cause, amount(time, "s"), f"{time / step_s:.1%}")
+    table.add_section()
+    table.add_row("step", amount(step_s, "s"), f"MFU {plan.mfu(step_s):.1%}")
+    return table
+
+
+def tiers_table(plan: Plan, console, most: int = 10) -> None:
     """Print the algorithms of NCCL with their bytes and steps by tier, if any group of GPUs spans nodes."""
-    found = sorted(tiers.algorithms(one), key=lambda row: -row["wire_bytes"])
+    found = sorted(tiers.algorithms(plan), key=lambda row: -row["wire_bytes"])
     if not any(row["between_bytes"] for row in found):
         return
     title = "collectives by tier, those that send the most first; steps in nodes + between, and latency, of one"
@@ -137,7 +148,7 @@ def tiers_table(one: Plan, console, most: int = 10) -> None:
     console.print(table)
 
 
-def balance_line(one: Plan) -> str:
+def balance_line(plan: Plan) -> str:
     """Return the line about the balance loss's extra forward pass, and how to avoid it."""
     of = "step" if one.likely_s else "FLOPs"
     return (f"balance    balance loss: one more forward pass, {one.balance_pass:+.0%} of the {of}; none with "
@@ -145,29 +156,34 @@ def balance_line(one: Plan) -> str:
             "GPipe")  # fmt: skip
 
 
-def suggestion(one: Plan, changed: dict[str, str], other: Plan) -> str:
+def suggestion(plan: Plan, changed: dict[str, str], other: Plan) -> str:
     """Return the line that suggests settings that make the step faster, or make it fit."""
     flags = " ".join(f"--{name} {value}" for name, value in changed.items())
-    less = f"{1 - other.likely_s / one.likely_s:.0%} less" if one.fits else "and it fits"
+    less = f"{1 - other.likely_s / plan.likely_s:.0%} less" if plan.fits else "and it fits"
     return f"try        {flags}: {amount(other.likely_s, 's')}, {less}; peak memory {amount(other.peak_bytes, 'bytes')}"
 
 
-def compiled_tables(found: dict, step: compiled.Compiled, console) -> None:
+def sum_collectives(collectives: list[ledger.Collective], *fields: str) -> dict[tuple, list[float]]:
+    """Sum [executions, bytes sent, exposed bytes] by some fields of compiled collectives, most bytes first."""
+    totals = {}
+    for one in collectives:
+        values = (getattr(one, name) for name in fields)
+        key = tuple("*".join(value) if isinstance(value, tuple) else value for value in values)
+        sent = one.count * one.wire_bytes
+        sums = zip(totals.get(key, (0, 0, 0)), (one.count, sent, sent * (not one.hidden)), strict=True)
+        totals[key] = [old + new for old, new in sums]
+    return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
+
+
+def compiled_tables(found: dict, step: compiled.Compiled, console, most: int = 20) -> None:
     """Print the collectives of a compiled step, and kernels of unknown FLOPs."""
     table = make_table("the ledger: collectives of the compiled step", "kind", "mesh axes", "source", "executed",
                    "bytes sent", "exposed", words=3)  # fmt: skip
-    groups: dict[tuple, list] = {}
-    for one in step.ledger.collectives:
-        groups.setdefault((one.kind, "*".join(one.axes), one.source), []).append(one)
-    sent = lambda ones: sum(x.count * x.wire_bytes for x in ones)
-    ranked = sorted(groups.items(), key=lambda item: -sent(item[1]))
-    for names, ones in ranked[:20]:
-        waits = sent(x for x in ones if not x.hidden)
-        table.add_row(*names, f"{sum(x.count for x in ones):,.0f}", amount(sent(ones), "bytes"), amount(waits, "bytes"))
-    if rest := [x for _, ones in ranked[20:] for x in ones]:
-        waits = sent(x for x in rest if not x.hidden)
-        table.add_row("others", "", "", f"{sum(x.count for x in rest):,.0f}", amount(sent(rest), "bytes"),
-                      amount(waits, "bytes"))  # fmt: skip
+    ranked = [*sum_collectives(step.ledger.collectives, "kind", "axes", "source").items()]
+    rest = [sums for _, sums in ranked[most:]]
+    others = [(("others", "", ""), [sum(column) for column in zip(*rest, strict=True)])] * bool(rest)
+    for names, (count, sent, waits) in ranked[:most] + others:
+        table.add_row(*names, f"{count:,.0f}", amount(sent, "bytes"), amount(waits, "bytes"))
     console.print(table)
     console.print(
         f"compiled   in {found['compile_s']:.1f} s (lowered in {found['lower_s']:.1f} s); "
@@ -186,9 +202,9 @@ def unknown_kernels(unknown: dict[str, float]) -> str:
     return f"FLOPs of {len(unknown)} kernel{'s' * (len(unknown) > 1)}: {names}"
 
 
-def schedule_label(one: Plan) -> str:
+def schedule_label(plan: Plan) -> str:
     """Return the schedule and the number of microbatches; "" without a pipeline."""
-    return f"{one.sched.name} M={one.sched.microbatches}" if one.cfg.mesh.stage > 1 else ""
+    return f"{plan.sched.name} M={plan.sched.microbatches}" if plan.cfg.mesh.stage > 1 else ""
 
 
 def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], better, console, most: int = 20) -> None:
@@ -239,25 +255,23 @@ def print_rejected(too_large: int, smallest: tuple, refused: dict[str, int], con
 # Inference ------------------------------------------------------------------------------------------------------------
 
 
-def inference_tables(one: inference.Plan, asked: tuple[int, ...], console) -> None:
+def inference_tables(plan: inference.Plan, asked: tuple[int, ...], console) -> None:
     """Print the cost of inference: the cache, what fits, prefill and decode by part of the model, and by batch size."""
-    cfg, batches, (total, active) = one.cfg, one.batches(asked), costs.parameters(one.cfg.model)
+    cfg, batches, (total, active) = plan.cfg, plan.batches(asked), costs.parameters(plan.cfg.model)
     for line in (f"model      {total:,} parameters, {active:,} active per token",
-                 f"mesh       {cfg.mesh} on {one.topology or f'{cfg.mesh.devices} devices of unknown kind'}",
-                 *inference_lines(one)):  # fmt: skip
+                 f"mesh       {cfg.mesh} on {plan.topology or f'{cfg.mesh.devices} devices of unknown kind'}",
+                 *inference_lines(plan), *link_lines(cfg.mesh, plan.topology)):  # fmt: skip
         console.print(line, soft_wrap=True)
-    for number, link in enumerate(hardware.layout(cfg.mesh, one.topology).values() if one.topology else ()):
-        console.print(f"{'' if number else 'links':10} {link.note}")
-    of_chip = hardware.chip_notes(one.topology) if one.topology else []
-    for line in one.notes() + [line for line in of_chip if "--compile" not in line]:
+    of_chip = hardware.chip_notes(plan.topology) if plan.topology else []
+    for line in plan.notes() + [line for line in of_chip if "--compile" not in line]:
         console.print(f"note       {line}", soft_wrap=True)
     last = batches[-1]
-    of_prompts = f"prompts of {one.request.prompt:,} tokens, {one.request.piece:,} at a time; per device"
-    part_table(one, last, "prefill", f"prefill, batch {last:,}: {of_prompts}", console)
-    part_table(one, last, "decode", f"decode, batch {last:,}: one token per sequence; per device", console)
+    of_prompts = f"prompts of {plan.request.prompt:,} tokens, {plan.request.piece:,} at a time; per device"
+    part_table(plan, last, "prefill", f"prefill, batch {last:,}: {of_prompts}", console)
+    part_table(plan, last, "decode", f"decode, batch {last:,}: one token per sequence; per device", console)
     columns = ("batch", "memory", "first tokens", "step", "tokens/s", "per seq.", "with prefill", "bound by")
     table = make_table("by batch size: memory per device, tokens/s of all sequences", *columns, words=0)
-    for found in map(one.batch_summary, batches):
+    for found in map(plan.batch_summary, batches):
         memory = amount(found["memory_bytes"], "bytes") + " too large" * (found["fits"] is False)
         names = ("tokens_per_s", "sequence_tokens_per_s", "with_prefill_tokens_per_s")
         rates = [f"{found[name]:,.1f}" if name in found else "-" for name in names]
@@ -280,36 +294,36 @@ def inference_search_table(fit: list, large: list, refused: dict[str, int], cons
     print_rejected(len(large), *(smallest or [()]), refused, console)
 
 
-def inference_lines(one: inference.Plan) -> list[str]:
+def inference_lines(plan: inference.Plan) -> list[str]:
     """Describe the request, the size of the cache, how many sequences fit, and from which batch FLOPs bound a step."""
-    request, most = one.request, one.largest_batch
+    request, most = plan.request, plan.largest_batch
     found = [f"request    prompts of {request.prompt:,} tokens, answers of {request.answer:,}; weights in "
              f"{request.weights_dtype}, cache in {request.cache_dtype}",
-             f"cache      {one.token_bytes:,} bytes per token, {amount(one.token_bytes * request.slots, 'bytes')} per "
-             f"sequence; {amount(one.cache_bytes(one.unit), 'bytes')} of it on each device"]  # fmt: skip
+             f"cache      {plan.token_bytes:,} bytes per token, {amount(plan.token_bytes * request.slots, 'bytes')} "
+             f"per sequence; {amount(plan.cache_bytes(plan.unit), 'bytes')} of it on each device"]  # fmt: skip
     if most is not None:
-        found.append(f"fit        {most:,} sequences, plus {amount(one.weights_bytes(), 'bytes')} of weights on "
-                     f"each device; a tenth of its {amount(one.limit_bytes, 'bytes')} stays free")  # fmt: skip
-    if one.bounds:
-        bound = {what: f"at {n:,} sequences or more" if n else "never" for what, n in one.bounds.items()}
-        first = min((n for n in one.bounds.values() if n), default=math.inf)
+        found.append(f"fit        {most:,} sequences, plus {amount(plan.weights_bytes(), 'bytes')} of weights on "
+                     f"each device; a tenth of its {amount(plan.limit_bytes, 'bytes')} stays free")  # fmt: skip
+    if plan.bounds:
+        bound = {what: f"at {n:,} sequences or more" if n else "never" for what, n in plan.bounds.items()}
+        first = min((n for n in plan.bounds.values() if n), default=math.inf)
         full = f"; memory is already full at {most:,}" if most and most < first else ""
         found.append(f"FLOPs      take longer than reading the weights: {bound['products']}; longer than reading "
                      f"weights and cache: {bound['step']}{full}")  # fmt: skip
     return found
 
 
-def part_table(one: inference.Plan, batch: int, phase: str, title: str, console) -> None:
+def part_table(plan: inference.Plan, batch: int, phase: str, title: str, console) -> None:
     """Print the cost of prefill or decode by part of the model."""
     columns = ("weights moved", "cache moved", "FLOPs", "bytes sent", "time", "bound by")
-    table, rows = make_table(title, "part", *columns), one.rows(batch, phase)
+    table, rows = make_table(title, "part", *columns), plan.rows(batch, phase)
     all_of = inference.Row("all", *(sum(getattr(row, name) for row in rows) for name in (
         "flops", "weight_bytes", "cache_bytes")), [sent for row in rows for sent in row.exchanges])  # fmt: skip
     for row in (*rows, all_of):
         if row is all_of:
             table.add_section()
-        time = one.seconds(batch, phase) if row is all_of else one.speed_known and one.row_seconds(row)
-        moved = (row.weight_bytes, row.cache_bytes, inference.sent_bytes(row, one.cfg))
+        time = plan.seconds(batch, phase) if row is all_of else plan.speed_known and plan.row_seconds(row)
+        moved = (row.weight_bytes, row.cache_bytes, inference.sent_bytes(row, plan.cfg))
         weights, cache, sent = (amount(size or None, "bytes") for size in moved)
         table.add_row(row.part, weights, cache, amount(row.flops or None, "FLOPs"), sent,
                       amount(sum(time.values()) if time else None, "s"),
@@ -317,9 +331,9 @@ def part_table(one: inference.Plan, batch: int, phase: str, title: str, console)
     console.print(table)
 
 
-def plot_inference(one: inference.Plan, asked: tuple[int, ...], path: str) -> None:
+def plot_inference(plan: inference.Plan, asked: tuple[int, ...], path: str) -> None:
     """Draw tokens per second, the seconds of a step by cause, and the time to the first token, by batch size."""
-    found = [one.batch_summary(batch) for batch in one.batches(asked)]
+    found = [plan.batch_summary(batch) for batch in plan.batches(asked)]
     batches = [row["batch"] for row in found]
     figure = utils.new_picture(figsize=(12, 3.9), dpi=150)
     rate, step, first = figure.subplots(1, 3)
@@ -337,15 +351,16 @@ def plot_inference(one: inference.Plan, asked: tuple[int, ...], path: str) -> No
     first.loglog(batches, [row["first_token_s"] for row in found], "o-")
     first.set_title("s until every sequence has its first token", loc="left", size=10)
     for axes in (rate, first):
-        for name, batch in (("memory is full", one.largest_batch), ("matmuls bound by FLOPs", one.bounds["products"])):
+        limits = ("memory is full", plan.largest_batch), ("matmuls bound by FLOPs", plan.bounds["matmuls"])
+        for name, batch in limits:
             if batch and batch <= 2 * batches[-1]:
                 axes.axvline(batch, linewidth=1, linestyle=":" if "FLOPs" in name else "--", color="black", label=name)
     for axes in (rate, step, first):
         axes.set_xlabel("sequences")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8)
-    figure.suptitle(f"{one.cfg.run.name}: mesh {one.cfg.mesh} on {one.topology}, prompts of {one.request.prompt:,} and "
-                    f"answers of {one.request.answer:,} tokens", x=0.01, ha="left")  # fmt: skip
+    figure.suptitle(f"{plan.cfg.run.name}: mesh {plan.cfg.mesh} on {plan.topology}, prompts of {plan.request.prompt:,} "
+                    f"and answers of {plan.request.answer:,} tokens", x=0.01, ha="left")  # fmt: skip
     figure.savefig(path)
 
 
@@ -359,51 +374,51 @@ def scale(largest_bytes: float) -> tuple[int, str]:
     return (2**30, "GiB") if largest_bytes >= 2**30 / 10 else (2**20, "MiB")
 
 
-def plot(one: Plan, found: dict | None, path: str) -> None:
+def plot(plan: Plan, found: dict | None, path: str) -> None:
     """Draw memory by part, bytes sent by mesh axes, and the pipeline schedule to an image file."""
-    staged, wired = one.cfg.mesh.stage > 1, bool(one.wire_bytes)
-    figure = pictures.new_picture(figsize=(11 if wired else 5.5, 7.3 if staged else 4), dpi=150)
+    staged, wired = plan.cfg.mesh.stage > 1, bool(plan.wire_bytes)
+    figure = utils.new_picture(figsize=(11 if wired else 5.5, 7.3 if staged else 4), dpi=150)
     grid = figure.add_gridspec(1 + staged, 1 + wired, width_ratios=(3, 4)[: 1 + wired])
-    plot_memory(figure.add_subplot(grid[0, 0]), one, found)
+    plot_memory(figure.add_subplot(grid[0, 0]), plan, found)
     if wired:
-        plot_traffic(figure.add_subplot(grid[0, 1]), one, found)
+        plot_traffic(figure.add_subplot(grid[0, 1]), plan, found)
     if staged:
-        plot_schedule(figure.add_subplot(grid[1, :]), one)
-    on = f" on {one.topology}" if one.topology else ""
-    figure.suptitle(f"{one.cfg.run.name}: mesh {one.cfg.mesh}{on}, {one.tokens_per_step:,} tokens per step",
+        plot_schedule(figure.add_subplot(grid[1, :]), plan)
+    on = f" on {plan.topology}" if plan.topology else ""
+    figure.suptitle(f"{plan.cfg.run.name}: mesh {plan.cfg.mesh}{on}, {plan.tokens_per_step:,} tokens per step",
                     x=0.01, ha="left")  # fmt: skip
     figure.savefig(path)
 
 
-def plot_memory(axes, one: Plan, found: dict | None) -> None:
+def plot_memory(axes, plan: Plan, found: dict | None) -> None:
     """Draw a bar of the predicted memory, by part, and a bar of the compiled memory."""
     from matplotlib import colormaps
 
     bars = [("predicted", part, size, colour) for (part, size), colour in
-            zip(one.memory_bytes.items(), colormaps["tab20"].colors, strict=False) if size]  # fmt: skip
+            zip(plan.memory_bytes.items(), colormaps["tab20"].colors, strict=False) if size]  # fmt: skip
     if found and "argument_bytes" in found:
         arguments = found["argument_bytes"]
         bars += [("compiled", "arguments", arguments, "#999999"),
                  ("compiled", "temporary", found["peak_bytes"] - arguments, "#cccccc")]  # fmt: skip
     tops: dict[str, float] = {}
-    unit, name = scale(one.peak_bytes)
+    unit, name = scale(plan.peak_bytes)
     for column, part, size, colour in bars:
         axes.bar(column, size / unit, bottom=tops.get(column, 0), color=colour, label=part, width=0.6)
         tops[column] = tops.get(column, 0) + size / unit
-    if one.limit_bytes and one.limit_bytes < 2 * one.peak_bytes:
-        axes.axhline(one.limit_bytes / unit, color="black", linewidth=1, linestyle="--", label="device")
+    if plan.limit_bytes and plan.limit_bytes < 2 * plan.peak_bytes:
+        axes.axhline(plan.limit_bytes / unit, color="black", linewidth=1, linestyle="--", label="device")
     axes.set(ylabel=name, xlim=(-0.5, len(tops) - 0.5))
-    limit = f" of {amount(one.limit_bytes, 'bytes')}" if one.limit_bytes else ""
+    limit = f" of {amount(plan.limit_bytes, 'bytes')}" if plan.limit_bytes else ""
     axes.set_title(f"memory per device{limit}", loc="left", size=10)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def plot_traffic(axes, one: Plan, found: dict | None) -> None:
+def plot_traffic(axes, plan: Plan, found: dict | None) -> None:
     """Draw the predicted bytes, and those of the compiled step, for each group of mesh axes."""
-    rows = [row for row in compare(one, found or {}) if row[0].startswith("  over ")]
-    rows = [row for row in rows if row[2] >= 0.002 * one.wire_bytes]
+    rows = [row for row in compare(plan, found or {}) if row[0].startswith("  over ")]
+    rows = [row for row in rows if row[2] >= 0.002 * plan.wire_bytes]
     series = {"predicted": [row[2] for row in rows]}
     if found and "wire_by_axes" in found:
         series["compiled"] = [row[3] or 0 for row in rows]
@@ -422,9 +437,9 @@ def plot_traffic(axes, one: Plan, found: dict | None) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def plot_schedule(axes, one: Plan) -> None:
+def plot_schedule(axes, plan: Plan) -> None:
     """Draw the work of each stage, in lock-step."""
-    cfg, sched = one.cfg, one.sched
+    cfg, sched = plan.cfg, plan.sched
     form = "as executed, in lock-step"
     if costs.has_balance_pass(cfg, sched):
         form += ", after an extra forward pass of all microbatches for the balance loss"

@@ -31,35 +31,34 @@ ADDED = 12  # bytes read or written per entry when a float32 gradient is added t
 HELD_UP = 0.25  # exposed fraction of the time of gradient reductions that overlap with matmuls
 
 
-def seconds(one) -> dict[str, float] | None:
+def seconds(step: Step) -> dict[str, float] | None:
     """Return a step's time in seconds by cause: matmuls, other ops, exposed communication by mesh axes, bubble.
 
-    one  a `planner.Plan`
     Returns None if the chip is not modeled.
     """
-    chip = one.topology and one.topology.chip
+    chip = step.topology and step.topology.chip
     if not chip or not chip.torus_dims:
         return None
-    found = {"products": matmul_seconds(one, chip), "other ops": other_bytes(one, chip) / chip.hbm_bytes_per_s}
-    ring = hiding.rings_overlap(one.cfg.mesh.sizes, chip.key)
+    found = {"matmuls": matmul_seconds(step, chip), "other ops": other_bytes(step, chip) / chip.hbm_bytes_per_s}
+    ring = hiding.rings_overlap(step.cfg.mesh.sizes, chip.key)
     scatters = hiding.overlaps(chip.key, hiding.SCATTERS)
-    run, in_slots = costs.passes(one.cfg, one.sched), sum(found.values())
+    run, in_slots = costs.passes(step.cfg, step.sched), sum(found.values())
     use_weights = (run.forward + run.again) / (run.forward + run.again + run.inputs + run.weights)
-    for row in one.traffic:
-        speed, name = one.speed(row), "*".join(row.axes)
+    for row in step.traffic:
+        speed, name = step.speed(row), "*".join(row.axes)
         waits = row.exposed_bytes / speed
         if row.part == "gradients" and {*row.axes} <= {*SLICED}:
             waits = max(waits, HELD_UP * row.wire_bytes / speed) if scatters else waits
         elif row.part == "weights":
             hidden = (row.wire_bytes - row.exposed_bytes) / speed
-            waits += max(hidden - use_weights * found["products"], 0)
+            waits += max(hidden - use_weights * found["matmuls"], 0)
         elif row.kind == "collective-permute" and row.axes == (TENSOR,) and ring:
-            waits = ring_seconds(one, speed, chip)
+            waits = ring_seconds(step, speed, chip)
         found[name] = found.get(name, 0.0) + waits
         in_slots += waits * row.in_a_slot
-    if waits := offload.exposed_seconds(one, found["products"]):
+    if waits := offload.exposed_seconds(step, found["matmuls"]):
         found[offload.CAUSE], in_slots = waits, in_slots + waits
-    found["bubble"] = in_slots * one.bubble / (1 - one.bubble)
+    found["bubble"] = in_slots * step.bubble / (1 - step.bubble)
     return found
 
 
@@ -69,43 +68,43 @@ def chip_value(numbers: dict[str, float], chip: hardware.Chip) -> float:
 
 def matmul_slowdown(chip: hardware.Chip) -> float:
     """Return how much longer a matmul's FLOPs take than at the chip's peak, as a factor."""
-    return chip_value(PRODUCT, chip)
+    return chip_value(SLOWDOWN, chip)
 
 
-def matmul_seconds(one, chip: hardware.Chip) -> float:
+def matmul_seconds(step: Step, chip: hardware.Chip) -> float:
     """Return the time, in seconds, of all matmuls and kernels."""
     total = 0.0
-    for row in one.work:
+    for row in step.work:
         computing, moving = row.flops / chip.peak_flops_per_s, row.hbm_bytes / chip.hbm_bytes_per_s
         total += max(computing, moving) if row.part == "experts" else matmul_slowdown(chip) * computing + MOVED * moving
     return total
 
 
-def other_bytes(one, chip: hardware.Chip) -> float:
+def other_bytes(step: Step, chip: hardware.Chip) -> float:
     """Return the bytes that operations other than matmuls read and write."""
-    cfg, c, sched = one.cfg, one.cfg.at_work, one.sched
-    z, run, step = Sizes.from_config(cfg, "tpu"), costs.passes(cfg, sched), c.work.gather == "step"
+    cfg, c, sched = step.cfg, step.cfg.at_work, step.sched
+    z, run, gathers_once = Sizes.from_config(cfg, "tpu"), costs.passes(cfg, sched), c.work.gather == "step"
     positions = (c.n_layers * z.s + c.encoder_layers * z.S) / cfg.mesh.stage  # of all layers
     stream = z.b * c.d_model * z.width * positions
     passes = run.forward + run.again * (c.work.remat != "dots") + run.inputs + run.weights
-    kept = one.memory_bytes["saved"] * (sched.microbatches if cfg.mesh.stage == 1 else 1) + offload.step_bytes(one)
-    rows = sum(row.hbm_bytes for row in one.work if row.part == "experts")
+    kept = step.memory_bytes["saved"] * (sched.microbatches if cfg.mesh.stage == 1 else 1) + offload.step_bytes(step)
+    rows = sum(row.hbm_bytes for row in step.work if row.part == "experts")
     activations = STREAM * stream * passes + SAVED * kept + ROWS * rows
     # Gradient sums in float32, one microbatch after the other.
-    sums = sum(w.gathered_size if step else w.local_size for w in costs.weights(cfg))
-    added = ADDED * sums * sched.microbatches * (not sched.in_one_piece or step)
-    state = one.memory_bytes["parameters"] + one.memory_bytes["optimizer"]
+    sums = sum(w.gathered_size if gathers_once else w.local_size for w in costs.weights(cfg))
+    added = ADDED * sums * sched.microbatches * (not sched.in_one_piece or gathers_once)
+    state = step.memory_bytes["parameters"] + step.memory_bytes["optimizer"]
     return chip_value(OTHERS, chip) * activations + added + STATE * state
 
 
-def ring_seconds(one, speed: float, chip: hardware.Chip) -> float:
+def ring_seconds(step: Step, speed: float, chip: hardware.Chip) -> float:
     """Return the exposed seconds of rings over TENSOR: each send overlaps with the matmul on another chunk."""
-    return exposed_ring_seconds(one, speed, chip.peak_flops_per_s / matmul_slowdown(chip))
+    return exposed_ring_seconds(step, speed, chip.peak_flops_per_s / matmul_slowdown(chip))
 
 
-def exposed_ring_seconds(one, speed: float, peak: float) -> float:
-    cfg, c = one.cfg, one.cfg.at_work
-    z, run, n = Sizes.from_config(cfg, "tpu"), costs.passes(cfg, one.sched), cfg.mesh.tensor
+def exposed_ring_seconds(step: Step, speed: float, peak: float) -> float:
+    cfg, c = step.cfg, step.cfg.at_work
+    z, run, n = Sizes.from_config(cfg, "tpu"), costs.passes(cfg, step.sched), cfg.mesh.tensor
     waits = 0.0
     for many, rows in costs.layers(c, z):
         exchanges = [row for row in rows if isinstance(row, costs.Exchange) and row.axes == (TENSOR,)

@@ -21,32 +21,29 @@ def bytes_per_s(chip: hardware.Chip) -> float:
     return BYTES_PER_S.get(chip.key, TPU_BYTES_PER_S if chip.torus_dims else GPU_BYTES_PER_S)
 
 
-def step_bytes(one) -> float:
-    """Return the bytes that a device copies to its host in a step; it copies as many back.
-
-    one  a `planner.Plan`
-    """
-    if not any((parse_remat(one.cfg.work.remat) or {}).values()):
+def step_bytes(step: Step) -> float:
+    """Return the bytes that a device copies to its host in a step; it copies as many back."""
+    if not any((parse_remat(step.cfg.work.remat) or {}).values()):
         return 0.0
-    c, z = one.cfg.at_work, Sizes.from_config(one.cfg, one.platform)
+    c, z = step.cfg.at_work, Sizes.from_config(step.cfg, step.platform)
     counts = costs.layer_counts(c, z).items()
     return sum(many * memory.listed_bytes(c, z, kind, on_host=True) for kind, many in counts)
 
 
-def host_bytes(one) -> float:
+def host_bytes(step: Step) -> float:
     """Return the bytes that a host stores at most, for all of its devices."""
-    chip = one.topology.chip
-    return step_bytes(one) * chip.per_host * chip.devices_per_chip
+    chip = step.topology.chip
+    return step_bytes(step) * chip.per_host * chip.devices_per_chip
 
 
-def exposed_seconds(one, compute_s: float) -> float:
+def exposed_seconds(step: Step, compute_s: float) -> float:
     """Return the seconds by which copies take longer than the compute that they overlap with.
 
     compute_s  of a step. Copies to the host overlap with forward passes, and copies back with backward passes.
     """
-    if not (copied := step_bytes(one)):
+    if not (copied := step_bytes(step)):
         return 0.0
-    one_way = copied / bytes_per_s(one.topology.chip)
-    run = costs.passes(one.cfg, one.sched)
+    one_way = copied / bytes_per_s(step.topology.chip)
+    run = costs.passes(step.cfg, step.sched)
     forward_s = compute_s * run.forward / (run.forward + run.again + run.inputs + run.weights)
     return max(one_way - forward_s, 0.0) + max(one_way - (compute_s - forward_s), 0.0)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from plan.chips import hardware
 from plan.count import costs
 from plan.count.step import Step
-from sharding import EXPERT, TENSOR
+from sharding import EXPERT
 
 # NCCL's estimates for trees with the LL protocol: at the start, and per step to another node; the share of a ring's
 # bandwidth. https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc: baseLat, hwLat and ncclTopoTuneModel
@@ -53,14 +53,14 @@ def algorithm(kind: str, wire_bytes: float, link: hardware.Link, n: int, speed: 
     return min(ring, tree, key=lambda one: one.latency_s + one.transfer_s)
 
 
-def algorithms(one) -> list[dict]:
-    """List the algorithm of each collective of a plan on GPUs, with its bytes by tier. one: a `planner.Plan`"""
-    if not one.topology or not one.topology.chip.domain:
+def algorithms(step: Step) -> list[dict]:
+    """List the algorithm of each collective of a plan on GPUs, with its bytes by tier."""
+    if not step.topology or not step.topology.chip.domain:
         return []
     found = []
-    for row in one.traffic:
-        n, link = math.prod(one.cfg.mesh.sizes[axis] for axis in row.axes), one.link(row.axes)
-        way = algorithm(row.kind, row.wire_bytes / row.count, link, n, one.speed(row))
+    for row in step.traffic:
+        n, link = math.prod(step.cfg.mesh.sizes[axis] for axis in row.axes), step.link(row.axes)
+        way = algorithm(row.kind, row.wire_bytes / row.count, link, n, step.speed(row))
         found.append({"part": row.part, "kind": row.kind, "axes": "*".join(row.axes), "count": row.count,
                       "wire_bytes": row.wire_bytes, "between_bytes": between_nodes(row, link, n),
                       **asdict(way)})  # fmt: skip
@@ -76,13 +76,13 @@ def between_nodes(row: costs.Traffic, link: hardware.Link, n: int) -> float:
     return row.wire_bytes * share.get(row.kind, 1 / here)
 
 
-def between_nodes_by_axes(one) -> dict[str, float]:
-    """Return the bytes that a device sends to other nodes in a step, by mesh axes. one: a `planner.Plan`"""
+def between_nodes_by_axes(step: Step) -> dict[str, float]:
+    """Return the bytes that a device sends to other nodes in a step, by mesh axes."""
     found: dict[str, float] = {}
-    if one.topology and one.topology.chip.domain:
-        for row in one.traffic:
-            n = math.prod(one.cfg.mesh.sizes[axis] for axis in row.axes)
-            if sent := between_nodes(row, one.link(row.axes), n):
+    if step.topology and step.topology.chip.domain:
+        for row in step.traffic:
+            n = math.prod(step.cfg.mesh.sizes[axis] for axis in row.axes)
+            if sent := between_nodes(row, step.link(row.axes), n):
                 name = "*".join(row.axes)
                 found[name] = found.get(name, 0.0) + sent
     return found
@@ -91,47 +91,48 @@ def between_nodes_by_axes(one) -> dict[str, float]:
 def exposed_line(one, name: str) -> str:
     """Say why a step on GPUs waits for the mesh axes `name`, such as fsdp*tensor: bytes, tier and overlap."""
     axes, gib = tuple(name.split("*")), 2**30
-    sent, between = one.wire_by_axes[name], between_nodes_by_axes(one).get(name, 0.0)
+    sent, between = step.wire_by_axes[name], between_nodes_by_axes(step).get(name, 0.0)
     network = f", {between / gib:,.3f} GiB of them to other nodes over InfiniBand" if between else ", all over NVLink"
     overlap = "none of it overlaps with compute" if {TENSOR, EXPERT} & {*axes} else (
         "it overlaps with compute, and takes longer")  # fmt: skip
     return f"a device sends {sent / gib:,.3f} GiB over {' and '.join(axes)}{network}; {overlap}"
 
 
-def notes(one) -> list[str]:
-    """List what the tiers mean for a plan, one line each."""
-    return [line for line in (latency_line(one), expert_line(one)) if line]
+def notes(step: Step, step_s: float | None) -> list[str]:
+    """List what the tiers mean for a step of `step_s` seconds, one line each."""
+    return [line for line in (latency_line(step, step_s), expert_line(step)) if line]
 
 
-def latency_line(one) -> str:
-    """Name the collectives whose latency is longer than their transfer, if it is a visible part of the step.
+def latency_line(step: Step, step_s: float | None) -> str:
+    """Name the collectives whose latency is longer than their transfer, if it is a visible part of a step of `step_s`
+    seconds.
 
-    `seconds` ignores latency. For GPUs it is NCCL's lowest estimate, so it may be longer.
+    The roofline ignores latency. For GPUs it is NCCL's lowest estimate, so it may be longer.
     """
-    if not one.topology or not one.topology.chip.peak_flops_per_s:
+    if not step.topology or not step.topology.chip.peak_flops_per_s:
         return ""
     found = []
-    for row in one.traffic:
-        latency, name = row.count * hardware.latency_seconds(row.kind, one.link(row.axes)), row.kind
-        transfer = row.wire_bytes / one.speed(row)
-        if one.topology.chip.domain:
-            n = math.prod(one.cfg.mesh.sizes[axis] for axis in row.axes)
-            way = algorithm(row.kind, row.wire_bytes / row.count, one.link(row.axes), n, one.speed(row))
+    for row in step.traffic:
+        latency, name = row.count * hardware.latency_seconds(row.kind, step.link(row.axes)), row.kind
+        transfer = row.wire_bytes / step.speed(row)
+        if step.topology.chip.domain:
+            n = math.prod(step.cfg.mesh.sizes[axis] for axis in row.axes)
+            way = algorithm(row.kind, row.wire_bytes / row.count, step.link(row.axes), n, step.speed(row))
             latency, transfer = row.count * way.latency_s, row.count * way.transfer_s
             name += " in a tree" * (way.name == "tree")
-        if latency > max(transfer, COUNTS * one.likely_s):
+        if latency > max(transfer, COUNTS * step_s):
             found.append((latency, f"{row.part} over {'*'.join(row.axes)} ({row.count:,.0f} x {name}: latency "
                           f"{1e3 * latency:,.1f} ms, transfer {1e3 * transfer:,.1f} ms)"))  # fmt: skip
     most = ", ".join(text for _, text in sorted(found, reverse=True)[:2])
     return f"latency, which the times below leave out, is longer than the transfer of {most}" if found else ""
 
 
-def expert_line(one) -> str:
+def expert_line(step: Step) -> str:
     """Return how many nodes the experts of a token are on, if `expert` spans nodes and tokens are sent to experts."""
-    sizes, c = one.cfg.mesh.sizes, one.cfg.model
-    if sizes[EXPERT] == 1 or not one.topology or not one.topology.chip.domain:
+    sizes, c = step.cfg.mesh.sizes, step.cfg.model
+    if sizes[EXPERT] == 1 or not step.topology or not step.topology.chip.domain:
         return ""
-    nodes = one.link((EXPERT,)).nodes
+    nodes = step.link((EXPERT,)).nodes
     if nodes == 1:
         return ""
     reached = expected_nodes(nodes, c.top_k)
