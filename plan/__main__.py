@@ -3,14 +3,16 @@
 import json
 import math
 import os
+import shlex
 import sys
-from dataclasses import asdict, dataclass
+import textwrap
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
-from config import AUTO, PRESETS, Affects, Config, Count, affecting, preset, replace
-from config.flags import command_line
+from config import AUTO, PRESETS, Affects, Config, Count, affecting, flags, preset
+from config.fields import DTypeOrAuto
 from devices import use_devices
 from utils import UserError, check_picture, exit_status, parse_early
-from weights import published
 
 HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan moe1b --topology v4:4x4x2 --compile     # compare with the TPU compiler; needs no TPU
@@ -41,9 +43,8 @@ class Arguments(Config):
     why: bool = False  # explain the plan: compare the FLOPs and bytes of each line of the model with the traced step
     explain: bool = False  # name the three largest losses of the plan, and what would recover each
     tokens: float = 0.0  # tokens to train on, such as 15e12: print days, chip hours and dollars
-    price: str = (
-        ""  # --tokens, --token_ms, or several topologies: dollars per chip hour, such as 2.1, or v5p=4.2,h100=2.1
-    )
+    # --tokens, --token_ms, or several topologies: dollars per chip hour, such as 2.1, or v5p=4.2,h100=2.1
+    price: str = ""
     # --tokens: fraction of the time in which the run makes progress, such as 0.95, or what it follows from:
     # mtbf=50000,disk=1,restart=600 (hours between failures of one chip, GB/s of one host's disk, seconds)
     goodput: str = ""
@@ -65,6 +66,10 @@ class Arguments(Config):
     token_ms: str = ""
     # --inference: batch sizes; none: powers of two up to the largest batch that fits, but 1 sequence with --search
     batch: tuple[int, ...] = ()
+
+    @property
+    def limit_bytes(self) -> int | None:
+        return round(self.memory * 2**30) or None
 
 
 def parse(argv: list[str], start: Config | None = None) -> tuple[Config, Arguments]:
@@ -125,7 +130,7 @@ def draw(args: Arguments, plot, *about) -> None:
 
 
 def bar(args: Arguments):
-    return show.progress_bar(args.json != "-")
+    return planning.untracked if args.json == "-" else track
 
 
 def check(args: Arguments, topology: hardware.Topology | None) -> None:
@@ -195,17 +200,15 @@ def run_inference(cfg: Config, args: Arguments, topology: hardware.Topology | No
         return search_offers(cfg, args, [topology], request, console)
     if args.search:
         return search_inference(cfg, args, topology, request, console)
-    one = inference.plan(cfg, topology, request, round(args.memory * 2**30) or None)
-    if args.plot and not one.speed_known:
+    plan = inference.plan(cfg, topology, request, args.limit_bytes)
+    if args.plot and not plan.speed_known:
         raise UserError("--plot with --inference plots time, but the speed of these devices is unknown; pass a "
                         "--topology of TPUs or GPUs")  # fmt: skip
-    show.inference_tables(one, args.batch, console)
-    if args.plot:
-        show.plot_inference(one, args.batch, args.plot)
-        log(f"drew {args.plot}")
-    if one.largest_batch == 0:
-        log(f"error: {one.refusal()}")
-    numbers = one.to_json(args.batch)
+    show.inference_tables(plan, args.batch, console)
+    draw(args, show.plot_inference, plan, args.batch)
+    if plan.largest_batch == 0:
+        print_to_stderr(f"error: {plan.refusal()}")
+    numbers = plan.to_json(args.batch)
     return numbers, 1 if any(row["fits"] is False for row in numbers["batches"]) else 0
 
 
@@ -214,8 +217,8 @@ def search_inference(cfg: Config, args: Arguments, topology, request, console) -
     if len(args.batch) > 1 or args.plot or not topology.chip.peak_flops_per_s:
         raise UserError("--search with --inference ranks meshes by the time of a decode step: pass one --batch and a "
                         "--topology of TPUs or GPUs, and no --plot")  # fmt: skip
-    limit = round(args.memory * 2**30) or None
-    fit, large, refused = inference.search(cfg, topology, request, limit, (args.batch or (1,))[0], bar(args))
+    batch = (args.batch or (1,))[0]
+    fit, large, refused = inference.search(cfg, topology, request, args.limit_bytes, batch, bar(args))
     show.inference_search_table(fit, large, refused, console)
     layouts = [{"mesh": str(one.cfg.mesh)} | summary for one, summary in fit]
     return {"layouts": layouts, "too_large": len(large), "refused": refused}, 0 if fit else 1
@@ -231,8 +234,7 @@ def search_offers(cfg: Config, args: Arguments, topologies, request, console) ->
     if several and not args.price and len({one.chip.key for one in topologies}) > 1:
         raise UserError("--token_ms compares the costs of different chips: add --price, such as "
                         f"{','.join(f'{one.chip.key}=DOLLARS' for one in topologies)}")  # fmt: skip
-    limit = round(args.memory * 2**30) or None
-    found = serving.search(cfg, topologies, request, limit, token_s, args.price, bar(args))
+    found = serving.search(cfg, topologies, request, args.limit_bytes, token_s, args.price, bar(args))
     serving.print_offers(found, token_s, console)
     return {"token_ms": 1e3 * token_s, **found.to_json()}, 0 if found.fast else 1
 
@@ -248,12 +250,9 @@ def compare_topologies(cfg: Config, args: Arguments, console) -> tuple[dict, int
     topologies = [hardware.Topology.parse(text) for text in args.topology.split(",")]
     if args.inference:
         return search_offers(cfg, args, topologies, request_of(cfg, args), console)
-    limit = round(args.memory * 2**30) or None
-    best, fastest = front.search(cfg, topologies, args.price, limit, log, bar(args))
+    best, fastest = front.search(cfg, topologies, args.price, args.limit_bytes, print_to_stderr, bar(args))
     front.print_front(best, fastest, console)
-    if args.plot:
-        front.plot_front(best, fastest, args.plot)
-        log(f"drew {args.plot}")
+    draw(args, front.plot_front, best, fastest)
     to_json = lambda layouts: [one.to_json() for one in layouts]
     return {"front": to_json(best), "fastest": to_json(fastest)}, 0
 
@@ -268,9 +267,7 @@ def better_json(better) -> dict:
 
 def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     """Run the mode that the flags select. Returns the numbers for JSON and the exit status: 1 if it does not fit."""
-    from rich.console import Console
-
-    console = Console(quiet=args.json == "-", highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = show.make_console(args.json == "-")
     if "," in args.topology:
         return compare_topologies(cfg, args, console)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
@@ -294,32 +291,30 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         numbers = {"layouts": [short(one) for one in fit], "too_large": len(large), "refused": refused}
         return numbers | better_json(better), 0 if fit else 1
     if args.max_batch:
-        most, too_many = planner.largest_batch(cfg, topology, limit, log)
+        most, too_many = planner.largest_batch(cfg, topology, args.limit_bytes, print_to_stderr)
         console.print(f"{most} sequences fit ({most * cfg.data.seq_len:,} tokens), {too_many} do not")
         return {"max_batch": most, "too_large": too_many}, 0
 
-    one = planner.plan(cfg, topology, limit)
-    cost = budget.budget(one, args.tokens, args.price, args.goodput) if args.tokens else None
-    lost = explain.explain(one) if args.explain else None
-    found, step = planner.compile_plan(one, log) if args.compile else (None, None)
-    better = planner.faster(one)
-    show.tables(one, found, better, console)
+    plan = planner.plan(cfg, topology, args.limit_bytes)
+    cost = budget.budget(plan, args.tokens, args.price, args.goodput) if args.tokens else None
+    lost = explain.explain(plan) if args.explain else None
+    found, step = planner.compile_plan(plan, print_to_stderr) if args.compile else (None, None)
+    better = planner.faster(plan)
+    show.tables(plan, found, better, console)
     if step:
         show.compiled_tables(found, step, console)
-    for line in (budget.lines(cost, one) if cost else []) + (explain.lines(lost, one) if lost else []):
+    for line in (budget.lines(cost, plan) if cost else []) + (explain.lines(lost, plan) if lost else []):
         console.print(line, soft_wrap=True)
-    rows = why.compare(one) if args.why else None
+    rows = why.compare(plan) if args.why else None
     if rows:
-        why.print_why(one, rows, console)
-    if args.plot:
-        show.plot(one, found, args.plot)
-        log(f"drew {args.plot}")
+        why.print_why(plan, rows, console)
+    draw(args, show.plot, plan, found)
     for problem in (found or {}).get("unexpected", []):
-        log(f"error: {problem}")
+        print_to_stderr(f"error: {problem}")
     if found and "error" in found:
-        log(f"error: {found['error']}")
-    fits = one.fits if found is None else found["fits"] and not found.get("unexpected")
-    return one.to_json() | ({"compiled": found} if found else {}) | better_json(better) | (
+        print_to_stderr(f"error: {found['error']}")
+    fits = plan.fits if found is None else found["fits"] and not found.get("unexpected")
+    return plan.to_json() | ({"compiled": found} if found else {}) | better_json(better) | (
         ({"why": why.to_json(rows)} if rows else {})
         | ({"budget": asdict(cost)} if cost else {})
         | ({"losses": [asdict(loss) for loss in lost]} if lost else {})
@@ -344,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
     elif args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(numbers, file, indent=1)
-        log(f"wrote {args.json}")
+        print_to_stderr(f"wrote {args.json}")
     return status
 
 

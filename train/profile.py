@@ -241,11 +241,11 @@ def fit_constants(run: Path, cfg: Config, processes: list[dict], found: dict) ->
     if not about["topology"]:
         raise UserError(f"--calibrate: {run} ran on devices whose speed is unknown, so it has no plan; record a run on "
                         "TPUs or GPUs")  # fmt: skip
-    one = planner.plan(cfg, about["topology"])
+    plan = planner.plan(cfg, about["topology"])
     fitted = {name: float(f"{value:.5g}") for name, value in
               real_step.fit(one, found["measured"], found["step_s"]).items()}  # fmt: skip
     date = Path(about["trace"]).parent.name[:10].replace("_", "-")  # JAX names the folder 2026_11_28_03_20_11
-    return constants.Constants(one.topology.chip.key, str(run), date, *found["steps"], found["step_s"],
+    return constants.Constants(plan.topology.chip.key, str(run), date, *found["steps"], found["step_s"],
                                about["topology"], str(cfg.mesh), **fitted)  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from config import Config, MeshConfig
+from config import AUTO, Config, MeshConfig
 from config.fields import REMAT
 from pipeline import fit, schedules
 from pipeline.step import TWO_STACKS
@@ -56,10 +56,10 @@ def settings_text(plan: Plan) -> str:
     return f"{plan.why}; {rest}" if plan.why else rest
 
 
-def choose(cfg: Config, plan: Callable):
+def choose(cfg: Config, make_plan: Callable[[Config], Plan]) -> tuple[Plan, str]:
     """Choose the `auto` settings of `cfg.work`. Returns their plan, and a text with the cost of the alternatives.
 
-    plan  fn(Config without `auto`) -> Plan
+    make_plan  fn(Config without `auto`) -> Plan
     If several settings are equally fast, prefers more sequences at a time, then less memory.
     Raises: UserError if no settings work on this mesh.
     """
@@ -70,30 +70,30 @@ def choose(cfg: Config, plan: Callable):
             way = dict(zip(choice, values, strict=True))
             fewer = {} if size == sizes[0] else {"device_batch": size}
             try:
-                one = plan(replace(cfg, work=replace(cfg.work, **way, **fewer).resolved))
+                plan = make_plan(replace(cfg, work=replace(cfg.work, **way, **fewer).resolved))
             except UserError as error:  # for example, layers that do not split into chunks
                 refused = refused or error
                 continue
-            if one.limit_bytes is None and one.likely_s is None:
-                return one, ""  # without times and a memory limit there is nothing to compare
-            found.append((way | {"device_batch": one.device_batch}, one))
-        if any(fits_well(one) and way.get("remat", "none") == "none" for way, one in found):
+            if plan.limit_bytes is None and plan.likely_s is None:
+                return plan, ""  # without times and a memory limit there is nothing to compare
+            found.append((way | {"device_batch": plan.device_batch}, plan))
+        if any(fits_well(plan) and way.get("remat", "none") == "none" for way, plan in found):
             break  # even without recomputation it fits, so fewer sequences at once are no better
     if not found:
         raise refused
-    fits = [(way, one) for way, one in found if fits_well(one)]
+    fits = [(way, plan) for way, plan in found if fits_well(plan)]
     if not fits:
-        least = min((one for _, one in found), key=lambda one: one.peak_bytes)
+        least = min((plan for _, plan in found), key=lambda plan: plan.peak_bytes)
         return least, f"with {cfg.work}, nothing leaves {SPARE:.0%} of the memory free; these settings need the least"
-    time = lambda one: one.likely_s or 1 + REMAT.index(one.cfg.work.remat)
-    close = CLOSE * min(time(one) for _, one in fits)
-    way, one = min(fits, key=lambda two: (time(two[1]) > close, -two[1].device_batch, two[1].peak_bytes))
-    text = reasons(way, one, found)
-    return one, f"{text}, the simplest that fits" if text and not one.likely_s else text
+    time = lambda plan: plan.likely_s or 1 + REMAT.index(plan.cfg.work.remat)
+    close = CLOSE * min(time(plan) for _, plan in fits)
+    way, plan = min(fits, key=lambda two: (time(two[1]) > close, -two[1].device_batch, two[1].peak_bytes))
+    text = reasons(cfg, make_plan, way, plan, found)
+    return plan, f"{text}, the simplest that fits" if text and not plan.likely_s else text
 
 
-def fits_well(one) -> bool:
-    return one.limit_bytes is None or one.peak_bytes <= (1 - SPARE) * one.limit_bytes
+def fits_well(plan: Plan) -> bool:
+    return plan.limit_bytes is None or plan.peak_bytes <= (1 - SPARE) * plan.limit_bytes
 
 
 def reasons(chosen: dict, one, found: list) -> str:

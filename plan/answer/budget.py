@@ -48,7 +48,7 @@ class Budget:
     tokens: float
     steps: int
     days: float
-    days_low: float | None  # the interval of `planner.Plan.real`; None: no step of this kind was measured
+    days_low: float | None  # the interval of `Plan.real`; None: no step of this kind was measured
     days_high: float | None
     chip_hours: float
     price: float | None  # dollars per chip hour
@@ -108,9 +108,9 @@ def parse_price(text: str, chip: str) -> float | None:
     return prices[chip]
 
 
-def checkpoint_bytes(one: Plan) -> float:
+def checkpoint_bytes(plan: Plan) -> float:
     """Return the size of a checkpoint: parameters and optimizer state, each once."""
-    cfg = replace(one.cfg, mesh=MeshConfig())
+    cfg = replace(plan.cfg, mesh=MeshConfig())
     whole = weights(cfg)
     return sum(x.d.size * x.d.dtype.itemsize for x in whole) + memory.moments_bytes(cfg, whole)
 
@@ -146,29 +146,30 @@ def goodput(given: float | Failures, state_bytes: float, step_s: float, topology
     return Goodput(work_s / wall_s, failure_s, save_s, state_bytes, steps, save_s / wall_s)
 
 
-def budget(one: Plan, tokens: float, price: str = "", given: str = "") -> Budget:
+def budget(plan: Plan, tokens: float, price: str = "", given: str = "") -> Budget:
     """Return what training on `tokens` tokens costs.
 
     price  dollars, see `parse_price`
     given  see `parse_goodput`; empty: the run never stops
     Raises: UserError for invalid text, for an unknown step time, and for less than one step.
     """
-    if one.real is None:
+    if plan.real is None:
         raise UserError("--tokens needs the time of a step: pass a --topology of TPUs or GPUs")
-    if not one.tokens_per_step <= tokens < math.inf:
-        raise UserError(f"--tokens {tokens:g}: a step has {one.tokens_per_step:,} tokens ({one.cfg.data.batch_size:,} "
-                        f"sequences of {one.cfg.data.seq_len:,}); pass at least that many")  # fmt: skip
-    steps, step_s = math.ceil(tokens / one.tokens_per_step), one.real.seconds
-    dollars_per_hour = parse_price(price, one.topology.chip.key)
-    progress = goodput(parse_goodput(given) if given else 1.0, checkpoint_bytes(one), step_s, one.topology)
+    if not plan.tokens_per_step <= tokens < math.inf:
+        raise UserError(f"--tokens {tokens:g}: a step has {plan.tokens_per_step:,} tokens "
+                        f"({plan.cfg.data.batch_size:,} sequences of {plan.cfg.data.seq_len:,}); pass at "
+                        "least that many")  # fmt: skip
+    steps, step_s = math.ceil(tokens / plan.tokens_per_step), plan.real.seconds
+    dollars_per_hour = parse_price(price, plan.topology.chip.key)
+    progress = goodput(parse_goodput(given) if given else 1.0, checkpoint_bytes(plan), step_s, plan.topology)
     days = lambda step_s: step_s and steps * step_s / progress.fraction / 86400
-    chip_hours = 24 * days(step_s) * one.topology.chips
+    chip_hours = 24 * days(step_s) * plan.topology.chips
     dollars = dollars_per_hour and dollars_per_hour * chip_hours
-    return Budget(tokens, steps, days(step_s), days(one.real.low), days(one.real.high), chip_hours, dollars_per_hour,
+    return Budget(tokens, steps, days(step_s), days(plan.real.low), days(plan.real.high), chip_hours, dollars_per_hour,
                   dollars, progress)  # fmt: skip
 
 
-def lines(found: Budget, one: Plan) -> list[str]:
+def lines(found: Budget, plan: Plan) -> list[str]:
     """Return the lines that describe a budget."""
     progress, cost = found.goodput, ""
     if found.dollars is not None:
@@ -176,12 +177,12 @@ def lines(found: Budget, one: Plan) -> list[str]:
         between = f" ({found.days_low * per_day:,.0f} to {found.days_high * per_day:,.0f})" if found.days_low else ""
         cost = f", {found.dollars:,.0f} dollars{between} at {found.price:,.2f} per chip hour"
     between = f" ({found.days_low:,.1f} to {found.days_high:,.1f})" if found.days_low else ""
-    text = [f"budget     {found.tokens:,.0f} tokens are {found.steps:,} steps of {one.tokens_per_step:,}: "
+    text = [f"budget     {found.tokens:,.0f} tokens are {found.steps:,} steps of {plan.tokens_per_step:,}: "
             f"{found.days:,.1f} days{between}, {found.chip_hours:,.0f} chip hours{cost}"]  # fmt: skip
     if progress.failure_s is None:
         share = f"{progress.fraction:.1%}" if progress.fraction < 1 else "100%, a run that never stops"
         return [*text, f"goodput    {share}"]
-    every = progress.interval_steps * one.real.seconds
+    every = progress.interval_steps * plan.real.seconds
     return [*text,
             f"goodput    {progress.fraction:.1%}: {progress.saving:.1%} of the time is spent saving, and "
             f"{1 - progress.fraction - progress.saving:.1%} on repeated steps and restarts",

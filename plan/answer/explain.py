@@ -15,6 +15,7 @@ from plan.answer.planning import MIN_SAVING
 from plan.chips.units import amount
 from plan.time import measured, offload, tiers
 from plan.time.plan import Plan
+from plan.time.terms import MATMULS
 from utils import UserError
 
 RECOMPUTED, NARROW = "recomputation and padding", "matmuls below the peak"
@@ -56,16 +57,16 @@ class Loss:
     change: Change | None
 
 
-def causes(one: Plan) -> dict[str, float]:
+def causes(plan: Plan) -> dict[str, float]:
     """Return the seconds of a step by cause."""
     return dict(one.expected or measured.gpu_causes(one))
 
 
-def step_seconds(one: Plan) -> float:
-    return sum(causes(one).values())
+def step_seconds(plan: Plan) -> float:
+    return sum(causes(plan).values())
 
 
-def losses(one: Plan) -> dict[str, float]:
+def losses(plan: Plan) -> dict[str, float]:
     """Return the seconds that a step loses to each cause. Together with the FLOPs at the peak, they are the step."""
     peak = one.topology.chip.peak_flops_per_s
     by_cause = causes(one)
@@ -82,7 +83,7 @@ def sentence(one: Plan, cause: str) -> str:
     if cause not in SENTENCES and not one.expected:
         return tiers.exposed_line(one, cause)
     if cause not in SENTENCES:
-        exposed = sum(x.exposed_bytes for x in one.traffic if "*".join(x.axes) == cause)
+        exposed = sum(x.exposed_bytes for x in plan.traffic if "*".join(x.axes) == cause)
         return (f"the device waits for communication over {cause.replace('*', ' and ')}: {amount(exposed, 'bytes')} "
                 "do not overlap with compute")  # fmt: skip
     return SENTENCES[cause].format(
@@ -91,38 +92,36 @@ def sentence(one: Plan, cause: str) -> str:
     )  # fmt: skip
 
 
-def changes(one: Plan):
+def changes(plan: Plan):
     """Yield (flags, note) of single changes: execution settings, the mesh, the batch, and the balance loss."""
-    work, mesh = one.cfg.work, one.cfg.mesh.sizes
+    work, mesh = plan.cfg.work, plan.cfg.mesh.sizes
     free = dataclasses.replace(work, **dict.fromkeys(work.baselines("least"), AUTO))
-    settings = auto.options(dataclasses.replace(one.cfg, work=free))
-    near = (one.device_batch / 2, one.device_batch * 2)
+    settings = auto.options(dataclasses.replace(plan.cfg, work=free))
+    near = (plan.device_batch / 2, plan.device_batch * 2)
     settings["device_batch"] = [size for size in settings.get("device_batch", ()) if size in near]
     for name, values in settings.items():
         yield from (({f"work.{name}": value}, "") for value in values if value != getattr(work, name))
     if mesh["stage"] > 1:
-        yield {"work.microbatches": 2 * one.sched.microbatches}, ""
+        yield {"work.microbatches": 2 * plan.sched.microbatches}, ""
     for source in AXES:
         for target in AXES:
             if source != target and mesh[source] % 2 == 0:
                 moved = mesh | {source: mesh[source] // 2, target: mesh[target] * 2}
-                yield {"mesh": str(dataclasses.replace(one.cfg.mesh, **moved))}, ""
-    yield {"data.batch_size": 2 * one.cfg.data.batch_size}, "a batch of twice the size may need other hyperparameters"
-    model = one.cfg.model
-    if one.balance_pass:
-        yield {"model.balance_over": "microbatch"}, "the mesh then changes the balance loss"
+                yield {"mesh": str(dataclasses.replace(plan.cfg.mesh, **moved))}, ""
+    yield {"data.batch_size": 2 * plan.cfg.data.batch_size}, "a batch of twice the size may need other hyperparameters"
+    model = plan.cfg.model
     if model.n_experts and not model.capacity_factor:
         yield {"model.capacity_factor": 1.25}, "experts drop the tokens that exceed their slots"
 
 
-def alternatives(one: Plan) -> list[tuple[dict, str, Plan]]:
+def alternatives(plan: Plan) -> list[tuple[dict, str, Plan]]:
     """Plan every single change that the model and the mesh allow and that fits."""
     found = []
-    for flags, note in changes(one):
+    for flags, note in changes(plan):
         work = {"work.microbatches": AUTO} if "mesh" in flags else {}
         try:
-            cfg = replace(one.cfg, **work, **flags)
-            other = planner.plan(dataclasses.replace(cfg, work=cfg.work.resolved), one.topology, one.limit_bytes)
+            cfg = replace(plan.cfg, **work, **flags)
+            other = planning.plan(dataclasses.replace(cfg, work=cfg.work.resolved), plan.topology, plan.limit_bytes)
         except UserError:
             continue
         if other.fits is not False:
@@ -130,16 +129,16 @@ def alternatives(one: Plan) -> list[tuple[dict, str, Plan]]:
     return found
 
 
-def explain(one: Plan, most: int = 3) -> list[Loss]:
+def explain(plan: Plan, most: int = 3) -> list[Loss]:
     """Return the largest losses of a plan, largest first.
 
     Raises: UserError if the time of a step is unknown.
     """
-    if one.likely_s is None:
+    if plan.likely_s is None:
         raise UserError("--explain needs the time of a step: pass a --topology of TPUs or GPUs")
-    others = alternatives(one)
-    found, step_s = losses(one), step_seconds(one)
-    per_token = lambda x, seconds: seconds * one.tokens_per_step / x.tokens_per_step
+    others = alternatives(plan)
+    found, step_s = losses(plan), step_seconds(plan)
+    per_token = lambda x, seconds: seconds * plan.tokens_per_step / x.tokens_per_step
 
     def best(cause: str) -> Change | None:
         def helps(other: Plan) -> bool:
@@ -153,10 +152,10 @@ def explain(one: Plan, most: int = 3) -> list[Loss]:
         flags, note, other = min(helpful, key=lambda row: per_token(row[2], step_seconds(row[2])))
         text = " ".join(f"--{name} {value}" for name, value in flags.items())
         saves = step_s - per_token(other, step_seconds(other))
-        return Change(text, saves, other.peak_bytes - one.peak_bytes, note)
+        return Change(text, saves, other.peak_bytes - plan.peak_bytes, note)
 
     largest = sorted(found, key=found.get, reverse=True)[:most]
-    return [Loss(cause, found[cause], sentence(one, cause), chapter(cause), best(cause))
+    return [Loss(cause, found[cause], sentence(plan, cause), chapter(cause), best(cause))
             for cause in largest if found[cause] >= SMALL * step_s]  # fmt: skip
 
 
@@ -164,23 +163,23 @@ def chapter(cause: str) -> str:
     return CHAPTERS.get(cause, "08")  # several axes at once
 
 
-def lines(found: list[Loss], one: Plan) -> list[str]:
+def lines(found: list[Loss], plan: Plan) -> list[str]:
     """Return the lines that `--explain` prints."""
-    ideal = one.model_flops / one.topology.chip.peak_flops_per_s
+    ideal = plan.model_flops / plan.topology.chip.peak_flops_per_s
     text = [f"explain    the model's FLOPs at the chips' peak take {amount(ideal, 's')} of "
-            f"{amount(step_seconds(one), 's')}; the largest losses are:"]  # fmt: skip
+            f"{amount(step_seconds(plan), 's')}; the largest losses are:"]  # fmt: skip
     for number, loss in enumerate(found, 1):
-        share = loss.seconds / step_seconds(one)
+        share = loss.seconds / step_seconds(plan)
         text.append(f"  {number}. {loss.cause}, {amount(loss.seconds, 's')} ({share:.0%}): {loss.sentence} (chapter "
                     f"{loss.chapter})")  # fmt: skip
-        text.append(f"     {change_line(loss.change, one)}")
+        text.append(f"     {change_line(loss.change, plan)}")
     return text
 
 
-def change_line(change: Change | None, one: Plan) -> str:
+def change_line(change: Change | None, plan: Plan) -> str:
     if change is None:
         return f"no single change that was tried saves {MIN_SAVING:.0%} of the step"
     more = "more" if change.memory_bytes >= 0 else "less"
     costs = f"it needs {amount(abs(change.memory_bytes), 'bytes')} {more} memory per device"
     note = f"; {change.note}" if change.note else ""
-    return f"{change.flags} saves {change.saves_s / step_seconds(one):.0%} of the time per token; {costs}{note}"
+    return f"{change.flags} saves {change.saves_s / step_seconds(plan):.0%} of the time per token; {costs}{note}"

@@ -32,16 +32,16 @@ class Layout:
         return (self.seconds, self.memory, self.dollars or 0.0)
 
     def to_json(self) -> dict:
-        one = self.plan
-        return {"topology": str(one.topology), "mesh": str(one.cfg.mesh), "schedule": one.sched.name,
-                "microbatches": one.sched.microbatches, "seconds": self.seconds, "peak_bytes": one.peak_bytes,
+        plan = self.plan
+        return {"topology": str(plan.topology), "mesh": str(plan.cfg.mesh), "schedule": plan.sched.name,
+                "microbatches": plan.sched.microbatches, "seconds": self.seconds, "peak_bytes": plan.peak_bytes,
                 "memory": self.memory, "dollars_per_million_tokens": self.dollars}  # fmt: skip
 
 
-def layout(one: Plan, price: str) -> Layout:
-    per_hour, seconds = parse_price(price, one.topology.chip.key), one.real.seconds
-    dollars = per_hour and per_hour * one.topology.chips * seconds / 3600 / (one.tokens_per_step / 1e6)
-    return Layout(one, seconds, one.peak_bytes / one.limit_bytes, dollars)
+def layout(plan: Plan, price: str) -> Layout:
+    per_hour, seconds = parse_price(price, plan.topology.chip.key), plan.real.seconds
+    dollars = per_hour and per_hour * plan.topology.chips * seconds / 3600 / (plan.tokens_per_step / 1e6)
+    return Layout(plan, seconds, plan.peak_bytes / plan.limit_bytes, dollars)
 
 
 def pareto(layouts: list[Layout]) -> list[Layout]:
@@ -118,7 +118,7 @@ def plot_front(front: list[Layout], best: list[Layout], path: str) -> None:
     axes.set(xlabel="seconds per step", ylabel="dollars per million tokens" if priced else "% of a device's memory")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    one = best[0].plan
-    axes.set_title(f"{one.cfg.run.name}, {one.tokens_per_step:,} tokens per step: Pareto front, and the fastest layout "
-                   "of each topology", loc="left", size=10)  # fmt: skip
+    plan = best[0].plan
+    axes.set_title(f"{plan.cfg.run.name}, {plan.tokens_per_step:,} tokens per step: Pareto front, and the fastest "
+                   "layout of each topology", loc="left", size=10)  # fmt: skip
     figure.savefig(path)

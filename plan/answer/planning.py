@@ -47,84 +47,30 @@ def plan(cfg: Config, topology: hardware.Topology | str | None = None, limit_byt
 MIN_SAVING = 0.03  # suggest other settings only if they save at least this fraction of the time
 
 
-def faster(one: Plan) -> tuple[dict[str, str], Plan] | None:
+def faster(current: Plan) -> tuple[dict[str, str], Plan] | None:
     """Return the settings that `auto` would choose instead of the given ones, and their plan.
 
     Returns None in three cases: the plan fits and they would save less than 3%; they do not fit; or the time or the
     memory limit is unknown.
     """
-    if one.likely_s is None or one.limit_bytes is None:
+    if current.likely_s is None or current.limit_bytes is None:
         return None
-    work = one.cfg.work
+    work = current.cfg.work
     free = dataclasses.replace(work, **dict.fromkeys(work.baselines("least"), AUTO))
-    other = plan(dataclasses.replace(one.cfg, work=free), one.topology, one.limit_bytes)
-    if not other.fits or (one.fits and other.likely_s > (1 - MIN_SAVING) * one.likely_s):
+    other = plan(dataclasses.replace(current.cfg, work=free), current.topology, current.limit_bytes)
+    if not other.fits or (current.fits and other.likely_s > (1 - MIN_SAVING) * current.likely_s):
         return None
     pairs = ((f.name, getattr(other.cfg.work, f.name), getattr(work, f.name)) for f in dataclasses.fields(work))
     return {f"work.{name}": now for name, now, before in pairs if now != before}, other
 
 
-def faster_layout(one: Plan) -> tuple[dict[str, str], Plan] | None:
+def faster_layout(current: Plan) -> tuple[dict[str, str], Plan] | None:
     """Like `faster`, for a plan from `search`: the settings include its mesh and schedule."""
-    chosen = {"mesh": str(one.cfg.mesh)}
-    if one.cfg.mesh.stage > 1:
-        chosen |= {"work.schedule": one.cfg.work.schedule, "work.chunks": one.cfg.work.chunks}
-    better = faster(one)
+    chosen = {"mesh": str(current.cfg.mesh)}
+    if current.cfg.mesh.stage > 1:
+        chosen |= {"work.schedule": current.cfg.work.schedule}
+    better = faster(current)
     return better and (chosen | better[0], better[1])
-
-
-# Compiled -------------------------------------------------------------------------------------------------------------
-
-
-def compile_plan(one: Plan, say) -> tuple[dict, compiled.Compiled | None]:
-    """Compile the step of a plan. Returns the compiler's counts, with the names of `to_json`, and the compiled step.
-
-    Compiles for the plan's TPU topology, or for simulated devices. If the step does not fit, the counts contain
-    "error", and the compiled step is None.
-    """
-    cfg, chip = one.cfg, one.topology and one.topology.chip
-    mesh = compiled.topology_mesh(cfg.mesh, str(one.topology)) if is_tpu(chip) else sharding.make_mesh(cfg.mesh)
-    # With the chip's real memory limit, libtpu decides: if it compiles the step, the step fits.
-    on_tpu = is_tpu(chip) and one.limit_bytes == chip.memory_bytes
-    same = {name: getattr(one, name) for name in ("params_total", "params_active", "tokens_per_step", "model_flops")}
-    try:
-        step = compiled.compile_step(cfg, mesh, say)
-    except compiled.OutOfMemory as error:
-        lacks = {"fits": False, "peak_bytes": error.used_bytes, "limit_bytes": error.limit_bytes,
-                 "excess_bytes": error.excess_bytes, "error": str(error)}  # fmt: skip
-        return same | lacks, None
-    counted = step.ledger
-    by_axes = {axes: total.wire_bytes for axes, total in counted.totals_by("axes").items()}
-    seconds = one.seconds(counted.flops, [to_traffic(x) for x in counted.collectives if "?" not in x.axes])
-    step_s = seconds and sum(seconds.values())
-    return same | {
-        "hardware_flops": counted.flops,
-        "wire_bytes": counted.total.wire_bytes,
-        "wire_by_axes": by_axes,
-        "collectives": counted.total.count,
-        "hidden_bytes": counted.total.hidden_bytes,
-        "exposed_bytes": counted.total.exposed_bytes,
-        "unknown": counted.unknown,
-        "argument_bytes": step.argument_bytes,
-        "peak_bytes": step.peak_bytes,
-        "temp_bytes": step.temp_bytes,
-        "donated_bytes": step.alias_bytes,
-        "fits": on_tpu or one.limit_bytes is None or step.peak_bytes <= one.limit_bytes,
-        "lower_s": step.lower_s,
-        "compile_s": step.compile_s,
-        "bubble": one.bubble,
-        "step_s": step_s,
-        "mfu": one.mfu(step_s),
-        "unexpected": step.unexpected,
-        "ledger": [dataclasses.asdict(x) for x in counted.collectives],
-    }, step
-
-
-def to_traffic(one: ledger.Collective) -> costs.Traffic:
-    """Convert a compiled collective to the plan's type."""
-    wire_bytes = one.count * one.wire_bytes
-    return costs.Traffic(one.scope, one.kind, one.axes, one.count, wire_bytes, wire_bytes * (not one.hidden),
-                         "_slot" in one.scope)  # fmt: skip
 
 
 # Search ---------------------------------------------------------------------------------------------------------------
@@ -139,8 +85,8 @@ def meshes(devices: int):
 
 
 def candidate_meshes(cfg: Config, topology: hardware.Topology) -> list[MeshConfig]:
-    """List the meshes of a search. In a dense model, an expert axis does the same as an fsdp axis, so it stays 1. An
-    encoder-decoder has no context axis. The axis that spans several slices is a multiple of their number."""
+    """List the meshes of a search. In a dense model, an expert axis does the same as an fsdp axis, so it stays 1. The
+    axis that spans several slices is a multiple of their number."""
     c, across = cfg.model, cfg.mesh.across
     return [dataclasses.replace(mesh, across=across) for mesh in meshes(topology.devices)
             if (mesh.expert == 1 or c.n_experts) and (mesh.context == 1 or not c.encoder_layers)
@@ -166,7 +112,7 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, tr
     layouts. Returns the plans that fit, fastest first; the plans that do not fit, smallest first; and for meshes that
     the model cannot use, {reason: number}.
 
-    track  fn(items, what) -> the same items; it may show progress, as `show.progress_bar` does
+    track  fn(items, what) -> the same items; it may show progress, as `progress.track` does
     """
     fit, large, refused = [], [], {}
     autos = cfg.work.auto_settings
@@ -177,19 +123,73 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, tr
         for schedule in names if mesh.stage > 1 and "schedule" in autos else [cfg.work.schedule]:
             work = dataclasses.replace(cfg.work, **least, schedule=schedule).resolved
             try:
-                one = plan(dataclasses.replace(cfg, mesh=mesh, work=work), topology, limit_bytes)
+                candidate = plan(dataclasses.replace(cfg, mesh=mesh, work=work), topology, limit_bytes)
             except UserError as error:
                 count_refusal(refused, error)
                 continue
-            (large if one.fits is False else fit).append(one)
-    order = lambda one: one.likely_s or one.wire_bytes
+            (large if candidate.fits is False else fit).append(candidate)
+    order = lambda plan: plan.likely_s or plan.wire_bytes
     fit.sort(key=order)
-    large.sort(key=lambda one: one.peak_bytes)
-    for place, one in enumerate(track(fit[:REFINED], f"settings on {topology}")):
-        work = one.cfg.work
-        free = dataclasses.replace(cfg.work, schedule=work.schedule, chunks=work.chunks)
-        fit[place] = plan(dataclasses.replace(one.cfg, work=free), topology, limit_bytes)
+    large.sort(key=lambda plan: plan.peak_bytes)
+    for place, candidate in enumerate(track(fit[:REFINED], f"settings on {topology}")):
+        work = candidate.cfg.work
+        free = dataclasses.replace(cfg.work, schedule=work.schedule)
+        fit[place] = plan(dataclasses.replace(candidate.cfg, work=free), topology, limit_bytes)
     return sorted(fit, key=order), large, refused
+
+
+# Compile --------------------------------------------------------------------------------------------------------------
+
+
+def compile_plan(plan: Plan, say) -> tuple[dict, compiled.Compiled | None]:
+    """Compile the step of a plan. Returns the compiler's counts, with the names of `to_json`, and the compiled step.
+
+    Compiles for the plan's TPU topology, or for simulated devices. If the step does not fit, the counts contain
+    "error", and the compiled step is None.
+    """
+    cfg, chip = plan.cfg, plan.topology and plan.topology.chip
+    mesh = compiled.topology_mesh(cfg.mesh, str(plan.topology)) if is_tpu(chip) else sharding.make_mesh(cfg.mesh)
+    # With the chip's real memory limit, libtpu decides: if it compiles the step, the step fits.
+    on_tpu = is_tpu(chip) and plan.limit_bytes == chip.memory_bytes
+    same = {name: getattr(plan, name) for name in ("params_total", "params_active", "tokens_per_step", "model_flops")}
+    try:
+        step = compiled.compile_step(cfg, mesh, say)
+    except compiled.OutOfMemory as error:
+        lacks = {"fits": False, "peak_bytes": error.used_bytes, "limit_bytes": error.limit_bytes,
+                 "excess_bytes": error.excess_bytes, "error": str(error)}  # fmt: skip
+        return same | lacks, None
+    counted = step.ledger
+    by_axes = {axes: total.wire_bytes for axes, total in counted.totals_by("axes").items()}
+    seconds = plan.seconds(counted.flops, [to_traffic(x) for x in counted.collectives if "?" not in x.axes])
+    step_s = seconds and sum(seconds.values())
+    return same | {
+        "hardware_flops": counted.flops,
+        "wire_bytes": counted.total.wire_bytes,
+        "wire_by_axes": by_axes,
+        "collectives": counted.total.count,
+        "hidden_bytes": counted.total.hidden_bytes,
+        "exposed_bytes": counted.total.exposed_bytes,
+        "unknown": counted.unknown,
+        "argument_bytes": step.argument_bytes,
+        "peak_bytes": step.peak_bytes,
+        "temp_bytes": step.temp_bytes,
+        "donated_bytes": step.alias_bytes,
+        "fits": on_tpu or plan.limit_bytes is None or step.peak_bytes <= plan.limit_bytes,
+        "lower_s": step.lower_s,
+        "compile_s": step.compile_s,
+        "bubble": plan.bubble,
+        "step_s": step_s,
+        "mfu": plan.mfu(step_s),
+        "unexpected": step.unexpected,
+        "ledger": [dataclasses.asdict(x) for x in counted.collectives],
+    }, step
+
+
+def to_traffic(row: ledger.Collective) -> costs.Traffic:
+    """Convert a compiled collective to the plan's type."""
+    wire_bytes = row.count * row.wire_bytes
+    return costs.Traffic(row.scope, row.kind, row.axes, row.count, wire_bytes, wire_bytes * (not row.hidden),
+                         "_slot" in row.scope)  # fmt: skip
 
 
 def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: int | None, say) -> tuple[int, int]:
@@ -204,8 +204,8 @@ def largest_batch(cfg: Config, topology: hardware.Topology | None, limit_bytes: 
     unit = cfg.mesh.batch_shards * (1 if cfg.work.microbatches == AUTO else cfg.work.microbatches)
 
     def sized(units: int) -> Plan:  # a device works on all its sequences at once
-        one = replace(cfg, **{"data.batch_size": units * unit, "work.device_batch": units * unit})
-        return plan(one, topology, limit_bytes)
+        sized_cfg = replace(cfg, **{"data.batch_size": units * unit, "work.device_batch": units * unit})
+        return plan(sized_cfg, topology, limit_bytes)
 
     def fits(units: int) -> bool:
         found, _ = compile_plan(sized(units), lambda text: None)

@@ -52,21 +52,21 @@ class Offers:
                 "too_large": self.too_large, "refused": self.refused}  # fmt: skip
 
 
-def offer(one: inference.Plan, batch: int, price: str) -> Offer:
-    found, chip = one.batch_summary(batch), one.topology.chip
-    seconds = 1e6 / found["with_prefill_tokens_per_s"] * one.topology.chips
+def offer(plan: inference.Plan, batch: int, price: str) -> Offer:
+    found, chip = plan.batch_summary(batch), plan.topology.chip
+    seconds = 1e6 / found["with_prefill_tokens_per_s"] * plan.topology.chips
     per_hour = parse_price(price, chip.key)
-    return Offer(one, found, seconds, per_hour and per_hour * seconds / 3600)
+    return Offer(plan, found, seconds, per_hour and per_hour * seconds / 3600)
 
 
-def largest_batch(one: inference.Plan, token_s: float) -> int:
+def largest_batch(plan: inference.Plan, token_s: float) -> int:
     """Return the largest batch that fits and whose decode step takes at most `token_s`; 0 if there is none."""
-    fits = lambda units: sum(one.seconds(units * one.unit, "decode").values()) <= token_s
-    low, high = 0, one.largest_batch // one.unit + 1  # low is fast enough, and high is not, or does not fit
+    fits = lambda units: sum(plan.seconds(units * plan.unit, "decode").values()) <= token_s
+    low, high = 0, plan.largest_batch // plan.unit + 1  # low is fast enough, and high is not, or does not fit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * one.unit
+    return low * plan.unit
 
 
 def search(cfg: Config, topologies: list[Topology], request, limit_bytes: int | None, token_s: float, price: str,

@@ -61,10 +61,10 @@ MEANS = {  # meaning of each letter of a formula, as sizes of one device
 }  # fmt: skip
 
 
-def legend(one: Plan) -> str:
+def legend(plan: Plan) -> str:
     """Explain how to read a formula, with the meaning and value of each letter in this plan's formulas."""
-    text = " ".join(line_formulas(one).values())
-    sizes = costs.letters(one.cfg.at_work, costs.Sizes.from_config(one.cfg))
+    text = " ".join(line_formulas(plan).values())
+    sizes = costs.letters(plan.cfg.at_work, costs.Sizes.from_config(plan.cfg))
     entries = (
         f"{letter}={sizes[letter]:,} {means}" for letter, means in MEANS.items() if re.search(rf"\b{letter}\b", text)
     )
@@ -76,25 +76,25 @@ def legend(one: Plan) -> str:
     )
 
 
-def line_formulas(one: Plan) -> dict[tuple[str, bool], str]:
+def line_formulas(plan: Plan) -> dict[tuple[str, bool], str]:
     """Map (source line of a layer, True for a collective) to the formula of one forward pass."""
     by_line: dict[tuple[str, bool], list[str]] = {}
-    counts = costs.layer_counts(one.cfg.at_work, costs.Sizes.from_config(one.cfg))
+    counts = costs.layer_counts(plan.cfg.at_work, costs.Sizes.from_config(plan.cfg))
     for kind in (kind for kind, count in counts.items() if count):
-        for row in traced_layer.layer_rows(one.cfg.at_work, kind):
+        for row in traced_layer.layer_rows(plan.cfg.at_work, kind):
             terms = by_line.setdefault((row.source, bool(row.axes)), [])
             terms += [row.formula] * (row.formula not in terms)
     return {line: " + ".join(terms) for line, terms in by_line.items()}
 
 
-def compare(one: Plan) -> dict[str, list[Group]]:
+def compare(plan: Plan) -> dict[str, list[Group]]:
     """Compare "FLOPs" by part of the model, and "bytes" by collective and axes, the largest group first."""
-    platform = "tpu" if is_tpu(one.topology and one.topology.chip) else "cpu"
-    step, flops, sent, of_line = program.training_step(one.cfg, platform), {}, {}, line_formulas(one)
-    for part, planned in one.flops.items():
+    platform = "tpu" if is_tpu(plan.topology and plan.topology.chip) else "cpu"
+    step, flops, sent, of_line = program.training_step(plan.cfg, platform), {}, {}, line_formulas(plan)
+    for part, planned in plan.flops.items():
         if planned:
             flops[part] = Group(part, part, planned)
-    for x in costs.traffic(one.cfg, one.sched):
+    for x in costs.traffic(plan.cfg, plan.sched):
         name = f"{x.kind} over {'*'.join(x.axes)}"
         group = sent.setdefault(name, Group(name, "", 0))
         group.parts = ", ".join(dict.fromkeys([*filter(None, [group.parts]), x.part]))
@@ -107,7 +107,7 @@ def compare(one: Plan) -> dict[str, list[Group]]:
     return {"FLOPs": order(flops), "bytes": order(sent)}
 
 
-def print_why(one: Plan, found: dict[str, list[Group]], console) -> None:
+def print_why(plan: Plan, found: dict[str, list[Group]], console) -> None:
     """Print each group with its planned and traced total, and its source lines."""
     for unit, groups in found.items():
         title = f"{unit} per device and step: planned, and traced by source line"
@@ -121,7 +121,7 @@ def print_why(one: Plan, found: dict[str, list[Group]], console) -> None:
                 table.add_row("", line.source, line.formula, f"{line.count:,.6g}", "", amount(line.size, unit), "")
             table.add_section()
         console.print(table)
-    console.print(legend(one))
+    console.print(legend(plan))
 
 
 def to_json(found: dict[str, list[Group]]) -> dict:
