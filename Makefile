@@ -36,7 +36,7 @@ help: ## list every command
 # python -m data.tasks #: list the named tasks, or print examples of one
 # python -m train.report #: plot one or more runs together
 # python -m train.selfcheck #: check that all hosts of a launch are ready to train
-# python -m train.profile #: print where the time of recorded steps went: planned, simulated and measured
+# python -m plan.profile #: print where the time of recorded steps went: planned, simulated and measured
 # python -m train.checkpoint #: list or verify the checkpoints of a run
 # python -m weights #: convert weights to and from Hugging Face, or extract them from a run
 # python -m evaluate #: evaluate answers to tasks, lm-evaluation-harness tasks (needs extra-evaluate), or the loss on any tokens

@@ -2,10 +2,10 @@
 
 A split (train or val) is one stream of tokens, stored in one or more shards. An end-of-text token precedes each
 document. A batch has B rows of T positions; an array named x_BT has the shape [B, T]. A row is either window i, which
-is tokens i*T .. i*T+T of the stream (the first T are inputs, the last T are targets), or whole documents that
-`data/packing.py` packs. In both cases, every token except the stream's first is a target exactly once per epoch.
+is tokens i*T .. i*T+T of the stream (the first T are inputs, the last T are targets), or whole documents, packed by
+`data/reading/packing.py`. In both cases, every token except the stream's first is a target exactly once per epoch.
 
-`data/order.py` defines the order of rows. In a mixture, each token directory is shuffled separately.
+`data/reading/order.py` defines the order of rows. In a mixture, each token directory is shuffled separately.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ import numpy as np
 
 from config import Config, DataConfig
 from config.fields import PERIOD, Phase, is_remote, parse_mixture, parse_objectives
-from data import bucket, examples, features, objectives, order, packing
+from data.reading import bucket, examples, features, manifests, objectives, order, packing
 from utils import UserError
 
 FORMAT = 1  # version of manifest.json
@@ -284,7 +284,7 @@ def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | No
 
     A batch is a dict of arrays [B, T], B = data.batch_size rows of T = data.seq_len positions. You can also train on a
     batch that you make yourself: `sharding.put` places it on a mesh. With an objective that has inputs and targets, see
-    `data/features.py` for the arrays.
+    `data/reading/features.py` for the arrays.
 
         tokens_BT     int32    inputs of the model
         targets_BT    int32    the next token at each position

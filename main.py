@@ -31,11 +31,12 @@ from compile import ordered
 from data import tokenizers
 from evaluate.validation import Validation, open_tasks
 from plan.chips import hardware
-from train import checkpoint, directory as runs, guard, preflight, recorder, report, storage, tracking
+from startup import preflight
+from startup.start import load_state_before, restore_or_init, trace_step
+from train import checkpoint, directory as runs, guard, recorder, report, storage, tracking
+from train.hosts.processes import Processes, end_together, exit_process, join, write_cache_on_every_process
 from train.interruptions import Interruptions
-from train.processes import Processes, end_together, join, write_cache_on_every_process
 from train.progress import format_result, print_complete, progress_bar, to_row
-from train.start import load_state_before, restore_or_init, trace_step
 from weights import init_from
 
 IMPORT_S = time.perf_counter() - START

@@ -32,7 +32,8 @@ import numpy as np
 import dataset
 from config import Config, preset, replace
 from config.flags import command_line
-from data import packing, prepare, sources, tokenizers
+from data import prepare, sources, tokenizers
+from data.reading import packing
 from utils import UserError, exit_status
 
 TOKENS = 20_000_000

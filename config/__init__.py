@@ -1,22 +1,19 @@
 """Settings, presets and command lines. Nothing here imports JAX.
 
 Open `settings.py` first: each setting is one field with a type, a default and a description. `presets.py` has the
-presets, `fields.py` has the types of settings and their checks, `flags.py` parses the command line, and `migrations.py`
-converts settings that earlier versions wrote.
+presets, `mesh.py` has the mesh, `fields.py` has the types of settings and their checks, `needs.py` tells which settings
+have an effect, and `flags.py` parses the command line.
 
-From outside: use `config.preset(..)`, the classes and functions below, `flags.command_line`, the types in `fields.py`
-for other dataclasses, and `migrations.migrate` for files from a run.
+From outside: use `config.preset(..)`, the classes and functions below, `flags.command_line`, and the types in
+`fields.py` for other dataclasses.
 """
 
 from config.fields import AUTO, Affects, Count, NotNegative, Positive, Size, SizeOrAuto, check
+from config.mesh import AXES, SHORT_AXES, MeshConfig, MeshFlag
 from config.presets import PRESETS, preset
 from config.settings import (
-    AXES,
-    SHORT_AXES,
     Config,
     DataConfig,
-    MeshConfig,
-    MeshFlag,
     ModelAtWork,
     ModelConfig,
     OptimConfig,

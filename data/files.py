@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from config.fields import is_remote
-from data.bucket import file_system, retry
+from data.reading.bucket import file_system, retry
 from utils import UserError
 
 ANSWER_S = 25  # timeout for a bucket or server that does not respond at all

@@ -24,6 +24,8 @@ import tyro
 import dataset
 from config import first_difference
 from config.fields import is_remote
+from data import engine, files, shards, sources, tokenizers, units
+from data.reading import manifests
 from data.shards import Folder, UnitFile
 from data.sources import Part, Unit
 from data.units import Job

@@ -22,7 +22,8 @@ import numpy as np
 import tyro
 
 from config.fields import parse_objectives
-from data import objectives, prepare, sources, tokenizers, units
+from data import prepare, sources, tokenizers, units
+from data.reading import objectives
 from data.shards import SPLITS
 from utils import UserError, exit_status, suggest
 

@@ -17,7 +17,6 @@ from evaluate.answering import Answerer
 from evaluate.perplexity import perplexity
 from generate.runs import Run, open_run
 from train.directory import to_json
-from train.processes import end_together, join
 from utils import UserError, exit_status, is_main_process, parse_early
 
 
@@ -59,6 +58,8 @@ from rich.console import Console
 from rich.table import Table
 
 from progress import print_to_stderr, show_progress
+from train.hosts import processes
+from train.hosts.processes import end_together, join
 def evaluate_tasks(args: Arguments) -> dict:
     """Return the results of every task. Errors that need no device are raised first."""
     if not importlib.util.find_spec("lm_eval"):

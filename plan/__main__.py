@@ -49,7 +49,7 @@ class Arguments(Config):
     # mtbf=50000,disk=1,restart=600 (hours between failures of one chip, GB/s of one host's disk, seconds)
     goodput: str = ""
     batch_tokens: Count = 0  # tokens per step, instead of --data.batch_size; 0: not given
-    constants: str = ""  # a file that python -m train.profile --calibrate wrote: use its constants for the real step
+    constants: str = ""  # a file that python -m plan.profile --calibrate wrote: use its constants for the real step
     memory: float = 0.0  # memory of a device in GiB; 0: the memory of its chip
     json: str = ""  # write the numbers to this file as JSON; -: print only the JSON
     # draw memory, communication and schedule (or the layouts of a search, or inference by batch size) to this png, svg

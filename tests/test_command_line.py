@@ -25,8 +25,8 @@ from config import PRESETS, Config, preset, replace
 from data import prepare
 from devices import memory_bytes, skip_absent_tpu
 from plan import __main__ as plan_command
+from startup import preflight
 from tests import parity
-from train import preflight
 
 ROOT = Path(__file__).parent.parent
 
@@ -440,7 +440,7 @@ HELP = {  # command -> its examples, in the order of its help
     "-m serve": ["runs/laptop", "runs/laptop --mesh tensor=4 --slots 32"],
     "-m data.tasks": ["stdlib_functions --examples 1"],
     "-m train.report": ["runs/laptop", "runs/a runs/b --out both.png"],
-    "-m train.profile": ["runs/laptop"],
+    "-m plan.profile": ["runs/laptop"],
     "-m train.selfcheck": ["--devices 8"],
     "-m train.checkpoint": ["ls runs/laptop", "verify runs/laptop"],
     "-m data.prepare": ["--source stdlib --tokenizer bytes --out tokens/stdlib-bytes",

@@ -26,9 +26,9 @@ from pathlib import Path
 import dataset
 from config import Affects, Config, affecting, first_difference
 from config.migrations import dropped_notes, migrate
-from data import order
+from data.reading import order
 from train import checkpoint, storage, tracking
-from train.processes import Processes
+from train.hosts.processes import Processes
 from train.storage import BucketDirectory
 from utils import UserError, is_main_process, log, log_to_file, open_log, replace_file
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from config.fields import is_remote
 from train import checkpoint
-from train.processes import Processes
+from train.hosts.processes import Processes
 from utils import log, log_to_file
 
 MAIN = Path(__file__).resolve().parent.parent / "main.py"

@@ -1,4 +1,4 @@
-"""Record a few steps of a run with jax.profiler, for `python -m train.profile`.
+"""Record a few steps of a run with jax.profiler, for `python -m plan.profile`.
 
 RUN/profile/process-00/  steps.json   the recorded steps, their seconds, the number of devices, and their topology
                          step.hlo.gz  the text of the compiled step
@@ -58,4 +58,4 @@ class Recorder:
                      topology=self.topology)  # fmt: skip
         (self.directory / "steps.json").write_text(json.dumps(about))
         (self.directory / "step.hlo.gz").write_bytes(gzip.compress(self.program.as_text().encode()))
-        log(f"profile    steps {self.first} to {self.taken} in {self.directory}; see python -m train.profile")
+        log(f"profile    steps {self.first} to {self.taken} in {self.directory}; see python -m plan.profile")

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from config import RunConfig
 from devices import use_devices
-from train.board import Board
-from train.processes import end_together, join
+from train.hosts.board import Board
+from train.hosts.processes import end_together, join
 from utils import exit_status, log
 
 HELP = """\

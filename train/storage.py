@@ -28,7 +28,7 @@ from etils import epath
 
 from config import Config
 from config.fields import is_remote
-from data import bucket
+from data.reading import bucket
 from utils import DiskLost, UserError, cache_directory, is_main_process, log
 
 CHECKPOINTS, OWNER = "checkpoints", "owner"

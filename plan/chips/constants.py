@@ -1,7 +1,7 @@
 """The constants of a chip that fit the recorded steps of one run, in a JSON file.
 
-`python -m train.profile RUN --calibrate FILE` writes the file, and `python -m plan --constants FILE` replaces the
-constants of `measured.py`, which come from published steps, with those in the file.
+`python -m plan.profile RUN --calibrate FILE` writes the file, and `python -m plan --constants FILE` multiplies what
+`measured.py` plans with the constants in the file.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from utils import UserError, suggest
 
-HOW = "write it with python -m train.profile RUN --calibrate FILE"
+HOW = "write it with python -m plan.profile RUN --calibrate FILE"
 
 
 @dataclass(frozen=True)

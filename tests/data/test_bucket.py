@@ -19,7 +19,8 @@ import pytest
 
 import dataset
 from config import preset
-from data import bucket, prepare
+from data import prepare
+from data.reading import bucket
 from utils import UserError
 
 B, T = 8, 64

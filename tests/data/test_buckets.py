@@ -19,13 +19,14 @@ import pytest
 import dataset
 import sharding
 from config import preset
-from data import bucket, check, files, prepare
+from data import check, files, prepare
+from data.reading import bucket
 from generate import load
 from tests.test_training import flags, restored, rows, run, untimed
 from tests.train.test_processes import run_two_processes
 from train import checkpoint, report, storage
 from train.directory import Metrics
-from train.watchdog import LOST
+from train.hosts.watchdog import LOST
 from utils import UserError
 from weights import __main__ as weights_command
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from config import preset
-from data import features, objectives, tasks
-from data.objectives import Example
+from data import tasks
+from data.reading import features, objectives
+from data.reading.objectives import Example
 from utils import UserError
 
 EOT = 256

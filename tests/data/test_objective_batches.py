@@ -7,9 +7,10 @@ import pytest
 
 import dataset
 from config import preset
-from data import examples, objectives, prepare
+from data import prepare
+from data.reading import examples, objectives
+from startup import preflight
 from tests.data import test_hosts
-from train import preflight
 from utils import UserError
 
 EOT, VOCAB_SIZE, B, T, S = 900, 940, 6, 33, 41

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from data import objectives
+from data.reading import objectives
 
 VOCABULARY, VOCAB_SIZE = 300, 700  # ids of the text are below VOCABULARY; the first sentinel is VOCAB_SIZE - 1
 NAMES = ("causal", "prefix", "span", "span:0.5:32", "span:0.9:1", "span:0.02:1.5")

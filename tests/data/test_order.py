@@ -12,6 +12,7 @@ import dataset
 import sharding
 from config import preset, replace
 from data import prepare
+from train import directory, progress
 from utils import UserError
 
 B, T = 8, 5

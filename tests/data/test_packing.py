@@ -14,7 +14,8 @@ import model
 import pipeline
 import sharding
 from config import preset, replace
-from data import packing, prepare
+from data import prepare
+from data.reading import packing
 from tests import helpers
 from tests.data import test_hosts
 from utils import UserError

@@ -87,7 +87,7 @@ NOT_RUN = {
     "output of the previous command",
     "python main.py laptop --run.name profiled --run.steps 8 --run.profile 6:8 --mesh fsdp=4,tensor=2 "
     "--devices 8": PROFILED,
-    "python -m train.profile runs/profiled --rows 3": PROFILED,
+    "python -m plan.profile runs/profiled --rows 3": PROFILED,
     "python main.py laptop --run.tracker wandb --run.name watched": "needs `make extra-wandb`",
     "python -m evaluate runs/laptop --tasks lambada_openai,hellaswag --limit 100 "
     "--cache runs/laptop/answers.jsonl": "needs `make extra-evaluate`, and downloads",

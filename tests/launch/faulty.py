@@ -21,7 +21,7 @@ import dataset
 import main
 from compile import ordered
 from train import checkpoint
-from train.watchdog import Watchdog
+from train.hosts.watchdog import Watchdog
 
 
 def hang_on_a_line_of_its_own():

@@ -40,7 +40,7 @@ def test_an_unreadable_file_is_refused_in_one_line(tmp_path, capsys, text, why):
         file.write_text(text)
     assert main([*WORDS, "--topology", "v4:2x2x1", "--constants", str(file)]) == 2
     error = capsys.readouterr().err
-    assert why in error and error.count("\n") == 1 and "python -m train.profile RUN --calibrate FILE" in error
+    assert why in error and error.count("\n") == 1 and "python -m plan.profile RUN --calibrate FILE" in error
 
 
 @pytest.mark.parametrize("words, why", [

@@ -10,11 +10,11 @@ import pytest
 from data import prepare
 from tests.train.several import Ended
 from tests.train.small_run import flags, run, signal_at_step
-from train import processes, watchdog
-from train.agreement import Agreement
-from train.board import Board, LocalStore
-from train.processes import Processes
-from train.watchdog import Watchdog
+from train.hosts import processes, watchdog
+from train.hosts.agreement import Agreement
+from train.hosts.board import Board, LocalStore
+from train.hosts.processes import Processes
+from train.hosts.watchdog import Watchdog
 
 
 @pytest.fixture(scope="session")

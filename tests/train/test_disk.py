@@ -11,7 +11,7 @@ from bench import soak
 from tests.train.small_run import run, snapshot
 from train import checkpoint, storage
 from train.directory import Metrics
-from train.watchdog import LOST
+from train.hosts.watchdog import LOST
 from utils import DiskLost
 
 

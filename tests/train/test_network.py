@@ -16,7 +16,7 @@ from tests.train.small_run import ROOT
 JOINED = """
 import sys, time
 from config import RunConfig
-from train import processes
+from train.hosts import processes
 one = processes.join(RunConfig(peer_timeout_s=60))
 one.board.gather("joined", one.board.rank)
 {then}

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from train import pace
+from train.hosts import pace
 
 
 @pytest.mark.parametrize("times_ms, found", [

@@ -9,8 +9,8 @@ import pytest
 import main
 from tests.train.several import SHORT, run_in_threads, run_two_processes
 from tests.train.small_run import flags, run, signal_at_step
-from train import watchdog
-from train.agreement import Agreement
+from train.hosts import watchdog
+from train.hosts.agreement import Agreement
 from train.interruptions import Interruptions
 
 FINISHED, PREEMPTED, STOPPED = "joined", "preempted", "joined"

@@ -19,10 +19,10 @@ from config import RunConfig
 from devices import why_not_writable
 from tests.train.several import SHORT, Ended, run_in_threads, run_two_processes
 from tests.train.small_run import ROOT, flags
-from train import agreement, processes, watchdog
-from train.board import Board
+from train.hosts import agreement, processes, watchdog
+from train.hosts.board import Board
+from train.hosts.watchdog import LOST
 from train.interruptions import Interruptions
-from train.watchdog import LOST
 from utils import UserError, exit_status
 
 
@@ -379,7 +379,7 @@ def test_a_join_timeout_says_which_process_is_missing(home, tmp_path, rank):
 
 def test_output_of_native_code_is_discarded():
     """Catches Gloo's lines in our output, our own lines lost with them, and a full disk that ends the process."""
-    code = ("import os, sys; from train import processes; print('before'); processes.redirect_output(); "
+    code = ("import os, sys; from train.hosts import processes; print('before'); processes.redirect_output(); "
             "os.write(1, b'Gloo\\n'); print('after'); print('error', file=sys.stderr)")  # fmt: skip
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -427,3 +427,15 @@ def test_a_full_disk_without_checkpoints_ends_nothing(home, tmp_path):
     assert status == [0, 0], errors
     assert (places[0] / "runs/small/report.png").exists() and "Traceback" not in errors[0]
     assert not [path for path in places[1].rglob("*") if path.is_file() and path.stat().st_size]
+
+
+@pytest.mark.parametrize("file", ["main.py", "train/checkpoint.py", "data/reading/order.py"])
+def test_a_local_edit_changes_the_digest_of_the_program(file, monkeypatch, tmp_path):
+    """Catches hosts that run different code, because the digest leaves out a package or a package within one."""
+    monkeypatch.setattr(agreement, "ROOT", tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    digests = set()
+    for text in ("before", "after"):
+        (tmp_path / file).write_text(text)
+        digests.add(agreement.program_sha256.__wrapped__())
+    assert len(digests) == 2

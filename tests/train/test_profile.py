@@ -1,4 +1,4 @@
-"""`--run.profile` records steps, and `python -m train.profile` tells on what their time was spent."""
+"""`--run.profile` records steps, and `python -m plan.profile` tells on what their time was spent."""
 
 import gzip
 import json
@@ -13,8 +13,6 @@ from plan import __main__ as plan_command, planner, profile
 from plan.profile import Event
 from plan.time import measured
 from tests.train.small_run import flags
-from train import profile
-from train.profile import Event
 from utils import UserError
 
 SIZES = {"data": 2, "model": 2}

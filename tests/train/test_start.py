@@ -4,7 +4,8 @@ import pytest
 
 import optimizer
 from config import preset
-from train.start import describe_rate_jump
+from startup.start import describe_rate_jump
+from train import progress
 
 
 @pytest.mark.parametrize("skipped, in_a_row, silent", [(0, 0, True), (2, 0, True), (2, 1, True), (3, 0, False)])

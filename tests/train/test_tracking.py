@@ -13,7 +13,7 @@ import pytest
 from config import RunConfig, preset
 from train import tracking
 from train.directory import open_run
-from train.processes import join
+from train.hosts.processes import join
 
 ROOT = Path(__file__).parents[2]
 RECORDER = """

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from config import Config, DataConfig
-from config.fields import PERIOD, parse_objectives, span_rate
-from data import features, objectives
-from data.objectives import Example, Key, Lengths
+from data.reading import features, objectives
+from data.reading.objectives import Example, Key, Lengths
 from utils import UserError
 
 Read = tuple[np.ndarray, np.ndarray | int]  # the tokens of a piece, and the weight of each as a target; 1: all are 1

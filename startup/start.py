@@ -12,7 +12,7 @@ from config import Config
 from pipeline import fit
 from train import checkpoint
 from train.directory import check_saving_host, missing_rows, read_rows
-from train.processes import Processes
+from train.hosts.processes import Processes
 from train.storage import BucketDirectory
 from utils import is_main_process, log
 

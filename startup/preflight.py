@@ -14,7 +14,8 @@ import sharding
 from compile import options
 from config import Config
 from config.fields import parse_skips
-from data import examples, tokenizers
+from data import tokenizers
+from data.reading import examples
 from devices import devices_per_process, memory_bytes, only_cpu, share_of_memory
 from pipeline import fit
 from plan import planner

@@ -8,6 +8,7 @@ import functools
 import math
 import statistics
 import time
+import timeit
 from collections.abc import Callable
 
 import jax

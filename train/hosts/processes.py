@@ -23,9 +23,9 @@ from jax._src.distributed import global_state  # it holds the key-value store, w
 
 from config import RunConfig
 from devices import has_tpu_files
-from train.agreement import Agreement
-from train.board import Board, LocalStore
-from train.watchdog import GRACE_S, LOST, SHUTDOWN_S, Watchdog, say_alive
+from train.hosts.agreement import Agreement
+from train.hosts.board import Board, LocalStore
+from train.hosts.watchdog import GRACE_S, LOST, SHUTDOWN_S, Watchdog, say_alive
 from utils import UserError, log_to_file, open_lossy
 
 

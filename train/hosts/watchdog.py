@@ -15,10 +15,10 @@ from pathlib import Path
 import jax
 
 from config import RunConfig
+from train.hosts import pace
+from train.hosts.agreement import ROOT, Agreement
+from train.hosts.board import Message
 from utils import log, log_files, log_to_file, replace_file
-from train import pace
-from train.agreement import ROOT, Agreement
-from train.board import Message
 
 LOST = 75  # exit status which means that another attempt may succeed; EX_TEMPFAIL in sysexits.h
 ALIVE_S = 2.0  # seconds between two heartbeats for the supervisor

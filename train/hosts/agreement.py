@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 
 from config import differences
+from train.hosts.board import Board
 from utils import UserError
-from train.board import Board
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Agreement:
@@ -90,7 +90,7 @@ class Agreement:
 def program_sha256() -> str:
     """Return a digest of the program's Python files, since hosts on the same commit may still have local edits."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in ("*.py", "[a-z]*/*.py") for path in ROOT.glob(pattern)):
+    for path in sorted(path for depth in ("*.py", "[a-z]*/*.py", "[a-z]*/*/*.py") for path in ROOT.glob(depth)):
         if path.relative_to(ROOT).parts[0] not in ("tests", "chapters", "docs", "bench", "runs", "tokens"):
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]

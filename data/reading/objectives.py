@@ -1,7 +1,8 @@
 """Objectives: which tokens of a text a model reads, and which ones it predicts.
 
 `split_text` divides the token ids of one text into inputs and targets. It is a pure function of the ids and a key, so a
-batch does not depend on the number of hosts. `restore` is its inverse. `data/features.py` makes batches of the result.
+batch does not depend on the number of hosts. `restore` is its inverse. `features.py` makes batches of the
+result.
 
     causal           nothing is input; every token is a target
     prefix           the text is cut at a random position: the first part is input, the rest are targets

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from config import Config, DataConfig
-from data import objectives
-from data.objectives import Example, Lengths
+from data.reading import objectives
+from data.reading.objectives import Example, Lengths
 from utils import UserError
 
 Rows = Sequence[Sequence[Example]]  # the examples of each row of a batch

@@ -1,4 +1,4 @@
-"""Read the profile that a run recorded, and compare it with the plan: the command `python -m train.profile`.
+"""Read the profile that a run recorded, and compare it with the plan: the command `python -m plan.profile`.
 
 A trace has an event for each instruction that a device executed. At any moment a device's time belongs to one event: a
 computing instruction if one runs, else a collective (then its communication is exposed), else the loop around them. If
@@ -36,7 +36,7 @@ from plan.simulate import replayed, simulator
 from plan.time import measured as real_step
 from utils import UserError, exit_status
 
-HELP = """e.g. python -m train.profile runs/laptop
+HELP = """e.g. python -m plan.profile runs/laptop
 
 Print where the time of recorded steps went: seconds by cause (planned, simulated and measured) and by source line.
 
