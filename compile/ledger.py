@@ -43,7 +43,7 @@ class Collective:
     source: str  # "model.py:123 in function"; "?" if the compiler added the collective
     scope: str  # named scopes around it, ending with the primitive
     hidden: bool = False  # overlapped: matmuls run between its start and its end
-    beside_flops: int = 0  # FLOPs of these matmuls, in one execution
+    overlapped_flops: int = 0  # FLOPs of these matmuls, in one execution
 
 
 HBM = "HBM"
@@ -435,7 +435,7 @@ def collectives_with_overlap(program: Program, name: str, sizes: tuple, slices: 
         beside = add_work(works[places[0] : places[-1] + 1])
         if found := collective(program, where, inner, sizes, slices):
             hidden = bool(beside.flops or beside.unknown)
-            yield replace(found, asynchronous=two_parts or hidden, hidden=hidden, beside_flops=beside.flops)
+            yield replace(found, asynchronous=two_parts or hidden, hidden=hidden, overlapped_flops=beside.flops)
 
 
 def collective(program: Program, name: str, one: Instruction, sizes: tuple, slices=("", 1)) -> Collective | None:

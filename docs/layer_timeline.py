@@ -253,7 +253,7 @@ def layer_timeline() -> str:
 def table() -> str:
     rows = [f"{'case':14} {'step':>9} {'waiting':>9}  made by"]
     for name, case in read()["cases"].items():
-        waiting = sum(us for cause, us in case["causes_us"].items() if cause not in ("products", "other ops", "copies"))
+        waiting = sum(us for cause, us in case["causes_us"].items() if cause not in ("matmuls", "other ops", "copies"))
         made = "libtpu {libtpu}, JAX {jax}, {date}".format(**case["made"])
         rows.append(f"{name:14} {case['step_us'] / 1e6:7.3f} s {waiting / 1e6:7.3f} s  {made}")
     return "\n".join(rows)

@@ -45,7 +45,7 @@ Record them with python main.py .. --run.profile 20:23. Times are for one step, 
 Only TPU slices have a plan and a simulation. A plan with the constants of --calibrate takes as long as these steps."""
 IDLE, BUBBLE = "idle", "bubble"
 # What the kernels of libraries do, by a part of their names; "?": a collective over unknown mesh axes
-KERNELS = (("nvjet|gemm|cutlass|cublas|xmma|cudnn", simulator.PRODUCTS), ("nccl", "?"))
+KERNELS = (("nvjet|gemm|cutlass|cublas|xmma|cudnn", simulator.MATMULS), ("nccl", "?"))
 CAUSES = replay.CAUSES | {IDLE: "idle: no instruction of the step runs", BUBBLE: "pipeline bubble"}
 
 
@@ -138,7 +138,7 @@ class Causes:
             computation, one = self.where[one.operands[0]]
         work = ledger.matmul_work(self.program.computations[computation], one)
         if work.flops or work.unknown or any(map(self.flops, one.contents)):
-            return simulator.PRODUCTS
+            return simulator.MATMULS
         for place, inner in ledger.collectives_in(self.program, computation, one):
             if found := ledger.collective(self.program, place, inner, self.sizes):
                 return "*".join(found.axes)
@@ -147,7 +147,7 @@ class Causes:
     def priority(self, name: str) -> int:
         if name in self.where and self.where[name][1].opcode in ledger.CALLERS:
             return 0
-        return 2 if self.cause(name) in (simulator.PRODUCTS, simulator.OTHERS, simulator.COPIES) else 1
+        return 2 if self.cause(name) in (simulator.MATMULS, simulator.OTHERS, simulator.COPIES) else 1
 
     def source(self, name: str) -> str:
         if name not in self.where:
@@ -168,7 +168,7 @@ def measured(seconds: collections.Counter, causes: Causes, per_step: float, tota
     for name, time in seconds.items():
         cause = causes.cause(name)
         by_cause[cause] += time / per_step
-        kind = {simulator.PRODUCTS: "matmuls_s", simulator.OTHERS: "other_s", simulator.COPIES: "other_s"}
+        kind = {simulator.MATMULS: "matmuls_s", simulator.OTHERS: "other_s", simulator.COPIES: "other_s"}
         by_line[causes.source(name)][kind.get(cause, "exposed_s")] += time / per_step
     return dict(by_cause) | {IDLE: max(0.0, total_s - by_cause.total())}, by_line
 

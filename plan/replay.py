@@ -43,7 +43,7 @@ Without --mesh, the axes a, b, .. are inferred from the device groups of the col
 A loop needs a trip count that the compiler knows. A conditional always runs its longest branch."""
 
 
-CAUSES = {simulator.PRODUCTS: "matmuls", simulator.OTHERS: "other operations", simulator.COPIES: "waiting for copies"}
+CAUSES = {simulator.MATMULS: "matmuls", simulator.OTHERS: "other operations", simulator.COPIES: "waiting for copies"}
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def seconds_by_line(found: simulator.Replay, counted: ledger.Ledger) -> list[dic
     for name, timeline in found.played.items():
         for event in timeline.events:
             if event.lane == "core":
-                causes = dict.fromkeys(CAUSES, "other_s") | {simulator.PRODUCTS: "matmuls_s"}
+                causes = dict.fromkeys(CAUSES, "other_s") | {simulator.MATMULS: "matmuls_s"}
                 cause = causes.get(event.what, "exposed_s")
                 lines[event.source or "?"][cause] += found.times.get(name, 0) * (event.end - event.start)
     for one in counted.collectives:

@@ -52,12 +52,12 @@
     return all;
   }
 
-  const waits = (causes) => Object.entries(causes).filter(([cause]) => !["products", "other ops", "copies"].includes(cause));
+  const waits = (causes) => Object.entries(causes).filter(([cause]) => !["matmuls", "other ops", "copies"].includes(cause));
   const sum = (pairs) => pairs.reduce((all, [, us]) => all + us, 0);
 
   // Return the microseconds of one pass of a layer, or of a step: waiting in total, for each axis, and computing.
   function parts(causes) {
-    return { waiting: sum(waits(causes)), products: causes.products ?? 0, other: (causes["other ops"] ?? 0) + (causes.copies ?? 0),
+    return { waiting: sum(waits(causes)), matmuls: causes.matmuls ?? 0, other: (causes["other ops"] ?? 0) + (causes.copies ?? 0),
              waits: waits(causes).sort((a, b) => b[1] - a[1]) };
   }
 

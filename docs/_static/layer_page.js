@@ -65,7 +65,7 @@
       shown[way] = { bars: A.bars(layer), chosen: null };
       const busy = Object.entries(A.busy(shown[way].bars)).map(([axis, one]) => `<b>${axis.replaceAll("*", " and ")}</b> is busy for ${A.ms(one.busy)}, ${one.busy - one.waited < 0.5 ? "none of it overlapped" : `${A.ms(one.busy - one.waited)} of it overlapped`}`);
       return `<section data-way="${way}"><h4>Layer ${WAYS[way]}, ${layer.times} times per step, ${A.ms(layer.us)} each</h4>
-        <p class="sum">The core ${found.waiting < 0.5 ? "never waits" : `waits ${A.ms(found.waiting)}, ${percent(found.waiting / layer.us)}`}; matmuls take ${A.ms(found.products)}, other operations ${A.ms(found.other)}. ${busy.join("; ") || "Its links are idle"}.</p>
+        <p class="sum">The core ${found.waiting < 0.5 ? "never waits" : `waits ${A.ms(found.waiting)}, ${percent(found.waiting / layer.us)}`}; matmuls take ${A.ms(found.matmuls)}, other operations ${A.ms(found.other)}. ${busy.join("; ") || "Its links are idle"}.</p>
         <div class="timeline"><div class="lanes" aria-hidden="true"></div>
         <div class="time" tabindex="0" role="group" aria-roledescription="timeline" aria-label="layer ${WAYS[way]}: use the arrow keys to move between bars"></div></div></section>`;
     }).join("");
@@ -75,7 +75,7 @@
     part("note").innerHTML = `Compiled by libtpu ${made.made.libtpu} for JAX ${made.made.jax} on ${made.made.date}. To print the same step with every source line: <code>${text(made.command)}</code>. Events of the core shorter than half a microsecond are not drawn.
       <a href="_static/layer_timeline.json" download>Download the events as JSON</a>.`;
     const axes = [...new Set(Object.values(shown).flatMap(({ bars }) => bars.map((bar) => bar.lane)))].filter((lane) => lane !== "core");
-    part("key").innerHTML = [["products", "matmuls"], ["other-ops", "other ops"], ["copies", "copies"], ["waiting", "waiting"]].map(([kind, says]) => `<span><i class="${kind}"></i>${says}</span>`).join("")
+    part("key").innerHTML = [["matmuls", "matmuls"], ["other-ops", "other ops"], ["copies", "copies"], ["waiting", "waiting"]].map(([kind, says]) => `<span><i class="${kind}"></i>${says}</span>`).join("")
       + axes.map((lane) => `<span><i style="background: var(--${lane.includes("*") ? "both" : lane})"></i>in flight over ${lane.replaceAll("*", " and ")}</span>`).join("");
     compare();
     say(null);

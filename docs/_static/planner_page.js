@@ -102,9 +102,9 @@
     if (one.error) return `<p class="verdict refused"><code>${escape(mesh)}</code></p><p>${escape(one.error)}</p>`;
     const memory = Object.entries(one.memory_bytes).sort((a, b) => b[1] - a[1]).map(([part, size], i) => [part, size, GRAYS[i], bytes(size)]);
     const wires = Object.entries(one.wire_by_axes).sort((a, b) => b[1] - a[1]).map(([axes, size]) => [axes, size, colourOf(axes), bytes(size)]);
-    const names = { compute: "matmuls", products: "matmuls", bubble: "pipeline bubble", optimizer: "optimizer: HBM traffic",
+    const names = { compute: "matmuls", matmuls: "matmuls", bubble: "pipeline bubble", optimizer: "optimizer: HBM traffic",
                     "other ops": "other ops: HBM traffic" };
-    const paint = { compute: "#6b7280", products: "#6b7280", bubble: "#eceff2", optimizer: "#b9c0ca", "other ops": "#b9c0ca" };
+    const paint = { compute: "#6b7280", matmuls: "#6b7280", bubble: "#eceff2", optimizer: "#b9c0ca", "other ops": "#b9c0ca" };
     const timed = (seconds, step_s) => {
       const spent = Object.entries(seconds).filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1])
         .map(([what, s]) => [names[what] ?? `exposed communication over ${what}`, s, paint[what] ?? colourOf(what), `${time(s)}, ${percent(s / step_s)}`]);

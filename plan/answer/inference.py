@@ -444,7 +444,7 @@ class Plan:
         if not self.speed_known:
             return {}
         return {
-            "products": self.flops_bound(lambda row: row.part != "cache"),
+            "matmuls": self.flops_bound(lambda row: row.part != "cache"),
             "step": self.flops_bound(lambda row: True),
         }
 

@@ -308,7 +308,7 @@ def inference_lines(plan: inference.Plan) -> list[str]:
         bound = {what: f"at {n:,} sequences or more" if n else "never" for what, n in plan.bounds.items()}
         first = min((n for n in plan.bounds.values() if n), default=math.inf)
         full = f"; memory is already full at {most:,}" if most and most < first else ""
-        found.append(f"FLOPs      take longer than reading the weights: {bound['products']}; longer than reading "
+        found.append(f"FLOPs      take longer than reading the weights: {bound['matmuls']}; longer than reading "
                      f"weights and cache: {bound['step']}{full}")  # fmt: skip
     return found
 

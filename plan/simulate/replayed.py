@@ -87,7 +87,7 @@ def to_json(found: simulator.Replay) -> dict:
         for name in found.longest()]}  # fmt: skip
 
 
-COLOURS = {simulator.PRODUCTS: "#4c72b0", simulator.OTHERS: "#aab7cf", simulator.COPIES: "#d5dbe6"}
+COLOURS = {simulator.MATMULS: "#4c72b0", simulator.OTHERS: "#aab7cf", simulator.COPIES: "#d5dbe6"}
 WAITING = "#c44e52"
 
 
@@ -113,7 +113,7 @@ def plot(found: simulator.Replay, title: str, path: str) -> None:
                        loc="left", size=9)  # fmt: skip
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("us since the start")
-    patches = [("matmuls", COLOURS["products"]), ("other ops", COLOURS["other ops"]), ("stalled", WAITING),
+    patches = [("matmuls", COLOURS["matmuls"]), ("other ops", COLOURS["other ops"]), ("stalled", WAITING),
                ("collective in flight", "#55a868")]  # fmt: skip
     handles = [panels[0].barh([0], [0], color=colour, label=label) for label, colour in patches]
     figure.legend(handles=handles, ncols=len(patches), frameon=False, fontsize=8, loc="outside lower left")

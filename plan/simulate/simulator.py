@@ -32,7 +32,7 @@ from compile.ledger import Share
 from plan.chips import links
 from plan.simulate.moved import Memory
 
-PRODUCTS, OTHERS, COPIES = "products", "other ops", "copies"
+MATMULS, OTHERS, COPIES = "matmuls", "other ops", "copies"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Event(NamedTuple):
     start: float
     end: float
     lane: str  # core, or the mesh axes of a collective
-    what: str  # products, other ops, copies, waiting, or a collective's kind
+    what: str  # matmuls, other ops, copies, waiting, or a collective's kind
     scope: str
     source: str = ""  # the source line, "model.py:123 in function"; "?" for instructions that the compiler added
     wire_bytes: int = 0  # bytes that this device sends in the collective (also for the wait at its end)
@@ -74,7 +74,7 @@ class Replay:
     """The simulated step of one device, in seconds."""
 
     seconds: float
-    causes: dict[str, float]  # products (matmuls), other ops, copies, and waits by the collective's axes: "fsdp*tensor"
+    causes: dict[str, float]  # matmuls, other ops, copies, and waits by the collective's axes: "fsdp*tensor"
     played: dict[str, Timeline]  # computation -> one execution
     times: dict[str, float]  # how often a step runs each computation
 
@@ -166,8 +166,8 @@ class Simulator:
         computing = work.flops / machine.peak_flops_per_s
         cycles = one.attribute('"estimated_cycles":', r'"(\d+)"')
         if self.at_peak and not own.unknown:
-            return PRODUCTS, computing
-        return PRODUCTS, int(cycles) / machine.cycles_per_s if cycles else max(computing, moving)
+            return MATMULS, computing
+        return MATMULS, int(cycles) / machine.cycles_per_s if cycles else max(computing, moving)
 
     def is_fused_collective(self, one: Instruction) -> bool:
         """Return True if a fusion contains a collective: then its time is the time on the links."""

@@ -5,14 +5,14 @@ communication is free. The simulated time of compiled steps is 1.2 to 2 times as
 difference. Their numbers were fitted to simulated steps of four presets on TPU v4, v5e, v5p and v6e, and
 `python -m bench.plan` compares both:
 
-- A matmul takes PRODUCT times the time of its FLOPs at the peak, plus MOVED times the time to read its operands and
+- A matmul takes SLOWDOWN times the time of its FLOPs at the peak, plus MOVED times the time to read its operands and
   write its result. So narrow matmuls are far from the peak. Attention and expert kernels take the longer of the two.
 - Other operations read and write the residual stream, saved activations, the experts' inputs and weights several times.
   v4 keeps some of this in its on-chip memory (CMEM); on other chips it takes OTHERS times as long.
 - In a ring over TENSOR, each send overlaps only with the matmul that runs at the same time.
 - Communication that does not overlap is exposed; `hiding.py` lists it by chip. Two cases are partly exposed: a weight
   all-gather that takes longer than the matmuls that use the weight, and a gradient reduction on a SparseCore (a core of
-  the TPU that can run collectives), which exposes the fraction HELD_UP of its time.
+  the TPU that can run collectives), which exposes the fraction EXPOSED_FRACTION of its time.
 """
 
 from plan.chips import hardware, hiding
@@ -23,12 +23,13 @@ from plan.time import offload
 from sharding import SLICED, TENSOR
 
 # Fitted to the seconds by cause of simulated steps (`python -m bench.plan --json` has both): MOVED, STREAM, SAVED and
-# ROWS by least squares on v4, PRODUCT and OTHERS by eye for each chip. Chips that were not simulated use v5p's numbers.
-PRODUCT, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
+# ROWS by least squares on v4, SLOWDOWN and OTHERS by eye for each chip. Chips that were not simulated use v5p's
+# numbers.
+SLOWDOWN, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
 OTHERS = {"v4": 1.0, "v5e": 1.5, "v5p": 2.2, "v6e": 2.7}
 STREAM, SAVED, ROWS, STATE = 1.5, 2.7, 1.4, 5  # how often these bytes are read or written
 ADDED = 12  # bytes read or written per entry when a float32 gradient is added to the sum: sum twice, gradient once
-HELD_UP = 0.25  # exposed fraction of the time of gradient reductions that overlap with matmuls
+EXPOSED_FRACTION = 0.25  # exposed fraction of the time of gradient reductions that overlap with matmuls
 
 
 def seconds(step: Step) -> dict[str, float] | None:
@@ -48,7 +49,7 @@ def seconds(step: Step) -> dict[str, float] | None:
         speed, name = step.speed(row), "*".join(row.axes)
         waits = row.exposed_bytes / speed
         if row.part == "gradients" and {*row.axes} <= {*SLICED}:
-            waits = max(waits, HELD_UP * row.wire_bytes / speed) if scatters else waits
+            waits = max(waits, EXPOSED_FRACTION * row.wire_bytes / speed) if scatters else waits
         elif row.part == "weights":
             hidden = (row.wire_bytes - row.exposed_bytes) / speed
             waits += max(hidden - use_weights * found["matmuls"], 0)

@@ -73,8 +73,8 @@ def test_a_send_lasts_until_its_recv_is_done():
     """Catches a transfer that seems to end with its send, and one that never ends."""
     _, beside, _ = count("ALL_REDUCE", beside=DOT)
     _, later, _ = count("ALL_REDUCE", later=DOT)
-    assert (beside.hidden, beside.asynchronous, beside.beside_flops) == (True, True, 2 * 16 * 16 * 32)
-    assert (later.hidden, later.asynchronous, later.beside_flops) == (False, True, 0)
+    assert (beside.hidden, beside.asynchronous, beside.overlapped_flops) == (True, True, 2 * 16 * 16 * 32)
+    assert (later.hidden, later.asynchronous, later.overlapped_flops) == (False, True, 0)
 
 
 def test_another_send_is_refused():

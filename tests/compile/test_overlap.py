@@ -92,11 +92,11 @@ def test_a_collective_is_overlapped_if_matmuls_run_meanwhile(kind, between):
     """Catches a collective that counts as overlapped because it has a start and an end, or through a matmul before or
     after it; matmuls missed in a loop, a fusion or a kernel; and a collective listed twice."""
     start, end, sent_bytes = FORMS[kind]
-    hidden, beside_flops = BETWEEN[between]
+    hidden, overlapped_flops = BETWEEN[between]
     found = read(start, between, end)
     (one,) = found.collectives
     assert (one.kind, one.wire_bytes, one.asynchronous) == (kind, sent_bytes, True)
-    assert (one.hidden, one.beside_flops) == (hidden, beside_flops)
+    assert (one.hidden, one.overlapped_flops) == (hidden, overlapped_flops)
     assert found.total == ledger.Total(1, sent_bytes, 0 if hidden else sent_bytes)
     assert found.total.hidden_bytes == (sent_bytes if hidden else 0)
 
@@ -108,14 +108,14 @@ def test_one_matmul_may_overlap_several_collectives():
     product = "%y = f32[5,3]{1,0} fusion(%x, %w), kind=kOutput, calls=%product"
     again = product.replace("%y", "%y2")
     found = read(gather, rename(permute), product, gathered, again, rename(permuted))
-    assert [(x.kind, x.beside_flops) for x in found.collectives] == [
+    assert [(x.kind, x.overlapped_flops) for x in found.collectives] == [
         ("all-gather", PRODUCT), ("collective-permute", 2 * PRODUCT)]  # fmt: skip
 
 
 def test_a_synchronous_collective_is_exposed():
     """Catches a synchronous collective that counts as overlapped with matmuls before or after it."""
     found = read("%s = f32[22,2]{1,0} all-gather(%z), channel_id=1, replica_groups={{0,1}}, dimensions={0}")
-    assert [(x.asynchronous, x.hidden, x.beside_flops) for x in found.collectives] == [(False, False, 0)]
+    assert [(x.asynchronous, x.hidden, x.overlapped_flops) for x in found.collectives] == [(False, False, 0)]
 
 
 # Excerpt of libtpu's output for a matmul fused with the gather of the next layer's weights.
@@ -143,7 +143,7 @@ ENTRY %main (a: bf16[48,16], b: bf16[32,48], c: bf16[1,24,16]) -> (bf16[32,16], 
 def test_a_collective_fused_with_a_matmul_is_overlapped():
     """Catches a gather that counts as exposed because it has no start, though a matmul runs in the same fusion."""
     (one,) = ledger.read(FUSED, SIZES).collectives
-    assert (one.hidden, one.beside_flops, one.count) == (True, 2 * 32 * 48 * 16, 1)
+    assert (one.hidden, one.overlapped_flops, one.count) == (True, 2 * 32 * 48 * 16, 1)
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------

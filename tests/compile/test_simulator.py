@@ -65,20 +65,20 @@ def play(*lines: str, machine=LINE, **more) -> simulator.Replay:
 
 # Lines -> seconds by cause. A permute of 400 bytes takes 100 s if it shares no link.
 CASES = {
-    "a matmul at the peak without an estimate": ((PRODUCT("y"),), {"products": FLOPS}),
-    "a matmul by the compiler's cycles": ((PRODUCT("y") + ", " + TICKS,), {"products": 250}),
+    "a matmul at the peak without an estimate": ((PRODUCT("y"),), {"matmuls": FLOPS}),
+    "a matmul by the compiler's cycles": ((PRODUCT("y") + ", " + TICKS,), {"matmuls": 250}),
     "memory reads and writes": ((TANH,), {"other ops": 80}),
     "a permute without overlap": ((SEND(0, "0,1"), DONE(0)), {"fsdp": 100}),
-    "a permute overlapped with a matmul": ((SEND(0, "0,1"), PRODUCT("y"), DONE(0)), {"products": FLOPS}),
+    "a permute overlapped with a matmul": ((SEND(0, "0,1"), PRODUCT("y"), DONE(0)), {"matmuls": FLOPS}),
     "a permute overlapped in part": ((SEND(0, "0,1"), TANH, DONE(0)), {"other ops": 80, "fsdp": 20}),
     "two permutes on one link": ((SEND(0, "0,1"), SEND(1, "0,2"), DONE(0), DONE(1)), {"fsdp": 200}),
     "two permutes on different links": ((SEND(0, "0,1"), SEND(1, "1,2"), DONE(0), DONE(1)), {"fsdp": 100}),
     "two directions of one link": ((SEND(0, "0,1"), SEND(1, "1,0"), DONE(0), DONE(1)), {"fsdp": 100}),
     "the second alone after the first has arrived": (
         (SEND(0, "0,1"), TANH, SEND(1, "0,1"), DONE(0), DONE(1)), {"other ops": 80, "fsdp": 120}),
-    "a loop by its trip count": ((LOOP,), {"products": 3 * FLOPS}),
-    "the longest branch": ((BRANCH,), {"products": FLOPS}),
-    "a permute overlapped with a loop": ((SEND(0, "0,1"), LOOP, DONE(0)), {"products": 3 * FLOPS}),
+    "a loop by its trip count": ((LOOP,), {"matmuls": 3 * FLOPS}),
+    "the longest branch": ((BRANCH,), {"matmuls": FLOPS}),
+    "a permute overlapped with a loop": ((SEND(0, "0,1"), LOOP, DONE(0)), {"matmuls": 3 * FLOPS}),
     "a synchronous gather": (
         ("%g = f32[400]{0} all-gather(%z), replica_groups={{0,1,2,3}}, dimensions={0}",), {"fsdp": 300}),
     "a copy without compute": (
@@ -98,7 +98,7 @@ def test_seconds_match_those_derived_by_hand(name):
 
 def test_at_peak_ignores_the_estimate():
     """Catches `at_peak` being ignored if the compiler has an estimate."""
-    assert play(PRODUCT("y") + ", " + TICKS, at_peak=True).causes == {"products": FLOPS}
+    assert play(PRODUCT("y") + ", " + TICKS, at_peak=True).causes == {"matmuls": FLOPS}
 
 
 def test_a_branch_is_scaled_by_its_share():
@@ -118,7 +118,7 @@ def test_a_timeline_shows_core_and_communication():
     found = play(SEND(0, "0,1"), PRODUCT("y"), DONE(0))
     events = found.played["main"].events
     assert [(e.lane, e.what, e.start, e.end) for e in events] == [
-        ("fsdp", "collective-permute", 0, 100), ("core", "products", 0, FLOPS)]  # fmt: skip
+        ("fsdp", "collective-permute", 0, 100), ("core", "matmuls", 0, FLOPS)]  # fmt: skip
     assert found.longest(1) == ["main"]
 
 
@@ -135,6 +135,6 @@ def test_an_event_has_its_bytes():
     found = play(SEND(0, "0,1"), PRODUCT("y"), TANH, DONE(0))
     events = {event.what: event for event in found.played["main"].events}
     assert events["collective-permute"].wire_bytes == 400
-    assert events["products"].wire_bytes == 0
+    assert events["matmuls"].wire_bytes == 0
     late = {event.what: event for event in play(SEND(0, "0,1"), DONE(0)).played["main"].events}
     assert late["waiting for fsdp"].wire_bytes == 400

@@ -65,7 +65,7 @@ def test_a_collective_on_a_sparsecore_is_counted():
     """Catches a ledger that finds 0 of 2: these collectives are in a computation of another thread, named by a
     `call-start`. They are overlapped if matmuls run between their start and end, like any other."""
     found = read()
-    assert [(x.kind, x.axes, x.wire_bytes, x.count, x.asynchronous, x.hidden, x.beside_flops)
+    assert [(x.kind, x.axes, x.wire_bytes, x.count, x.asynchronous, x.hidden, x.overlapped_flops)
             for x in found.collectives] == [
         ("reduce-scatter", ("data",), 2 * 8 * 6 // 2, 1, True, False, 0),
         ("all-gather", ("fsdp",), 2 * 8 * 6 // 2, 1, True, True, PRODUCT)]  # fmt: skip

@@ -490,7 +490,7 @@ def test_book_gather_in_a_node():
 def layer_seconds(tokens, D, F, mesh, topology):
     """Forward pass of the book's layer, two D x F matmuls in bf16: seconds of matmuls, fsdp gathers, tensor sums."""
     sizes, found = MeshConfig.parse(mesh), links(mesh, topology)
-    products = 4 * tokens * D * F / sizes.devices / read(topology).chip.peak_flops_per_s
+    matmuls = 4 * tokens * D * F / sizes.devices / read(topology).chip.peak_flops_per_s
     weight, activations = 2 * D * F / sizes.tensor, 2 * tokens / sizes.fsdp * D
     fsdp = tensor = 0
     if "fsdp" in found:
@@ -498,7 +498,7 @@ def layer_seconds(tokens, D, F, mesh, topology):
     if "tensor" in found:
         tensor = collective_seconds("all-gather", activations, sizes.tensor, found["tensor"])
         tensor += collective_seconds("reduce-scatter", activations, sizes.tensor, found["tensor"])
-    return products, fsdp, tensor
+    return matmuls, fsdp, tensor
 
 
 @pytest.mark.parametrize("mesh, topology, torus_axes", [
@@ -512,8 +512,8 @@ def test_book_fsdp_needs_2550_tokens_a_chip(mesh, topology, torus_axes):
     sizes = MeshConfig.parse(mesh)
     least = 2550 / torus_axes * (sizes.fsdp - 1) / sizes.fsdp
     for tokens, bound in ((0.99 * least, True), (1.01 * least, False)):
-        products, fsdp, _ = layer_seconds(tokens * sizes.devices, 8192, 28_672, mesh, topology)
-        assert (fsdp > products) == bound
+        matmuls, fsdp, _ = layer_seconds(tokens * sizes.devices, 8192, 28_672, mesh, topology)
+        assert (fsdp > matmuls) == bound
 
 
 def test_book_tensor_parallelism_ends_at_f_over_2550():
@@ -524,8 +524,8 @@ def test_book_tensor_parallelism_ends_at_f_over_2550():
         ("fsdp=64,tensor=8", "v5p:8x8x8", False),
         ("fsdp=256,tensor=16", "v5p:16x16x16", True),
     ):
-        products, _, tensor = layer_seconds(2**22, 8192, 30_000, mesh, topology)
-        assert (tensor > products) == bound
+        matmuls, _, tensor = layer_seconds(2**22, 8192, 30_000, mesh, topology)
+        assert (tensor > matmuls) == bound
 
 
 def test_book_best_split_of_a_cube():
@@ -562,15 +562,15 @@ def test_book_llama3_70b_needs_tensor_parallelism():
     D, F = LLAMA3_70B.d_model, LLAMA3_70B.d_ff
     tokens = BATCH_TOKENS / 8960
     assert tokens == approx(468, rel=0.001)
-    products, fsdp, _ = layer_seconds(BATCH_TOKENS, D, F, "fsdp=8960", POD)
-    assert fsdp / products == approx(850 / 468, rel=0.01)
-    products, fsdp, _ = layer_seconds(BATCH_TOKENS, D, F, "fsdp=6144", "v5p:16x16x24")
-    assert fsdp > products
+    matmuls, fsdp, _ = layer_seconds(BATCH_TOKENS, D, F, "fsdp=8960", POD)
+    assert fsdp / matmuls == approx(850 / 468, rel=0.01)
+    matmuls, fsdp, _ = layer_seconds(BATCH_TOKENS, D, F, "fsdp=6144", "v5p:16x16x24")
+    assert fsdp > matmuls
     mixed = "fsdp=1536,tensor=4"
     assert not links(mixed, "v5p:16x16x24")["tensor"].ring
-    products, fsdp, tensor = layer_seconds(BATCH_TOKENS, D, F, mixed, "v5p:16x16x24")
+    matmuls, fsdp, tensor = layer_seconds(BATCH_TOKENS, D, F, mixed, "v5p:16x16x24")
     # In the book fsdp uses all links of the axis that it shares with tensor. The compiler uses one ring, 1/3 as fast.
-    assert max(fsdp / 3, tensor) < products < fsdp
+    assert max(fsdp / 3, tensor) < matmuls < fsdp
 
 
 def test_book_llama2_13b_on_4096_chips():
@@ -581,13 +581,13 @@ def test_book_llama2_13b_on_4096_chips():
     assert (2 + 4 + 4) * total == approx(130e9, rel=0.01)
     D, F, topology = LLAMA2_13B.d_model, LLAMA2_13B.d_ff, "v5p:16x16x16"
     for tokens, bound in ((3e6, True), (3.49e6, False)):
-        products, fsdp, _ = layer_seconds(tokens, D, F, "fsdp=4096", topology)
-        assert (fsdp > products) == bound
-    products, fsdp, tensor = layer_seconds(3e6, D, F, "fsdp=1024,tensor=4", topology)
-    assert fsdp / 3 < products < fsdp  # one ring, as above
+        matmuls, fsdp, _ = layer_seconds(tokens, D, F, "fsdp=4096", topology)
+        assert (fsdp > matmuls) == bound
+    matmuls, fsdp, tensor = layer_seconds(3e6, D, F, "fsdp=1024,tensor=4", topology)
+    assert fsdp / 3 < matmuls < fsdp  # one ring, as above
     assert 6 * 3e6 * total / (4096 * V5P.peak_flops_per_s * 0.4) == approx(300e-3, rel=0.05)
     # In the book tensor has its own ring. On a quarter of a side it has no ring, and half the speed.
-    assert tensor / 2 < products < tensor
+    assert tensor / 2 < matmuls < tensor
 
 
 def test_book_pods_connected_by_the_data_center_network():

@@ -142,7 +142,7 @@ def test_llama_3_70b_as_the_book_serves_it():
     narrow, wide = llama3_70b("int8", "int8"), llama3_70b("bfloat16", "bfloat16")
     assert (narrow.token_bytes, wide.token_bytes) == (160 * 1024, 2 * 160 * 1024)
     assert 8 * narrow.weights_bytes() == pytest.approx(70e9, rel=0.02)
-    assert (narrow.bounds["products"], wide.bounds["products"]) == (pytest.approx(120, 0.02), pytest.approx(240, 0.02))
+    assert (narrow.bounds["matmuls"], wide.bounds["matmuls"]) == (pytest.approx(120, 0.02), pytest.approx(240, 0.02))
     assert wide.largest_batch == 0 and 0 < narrow.largest_batch < 43
     whole = llama3_70b("int8", "int8", limit_bytes=round(16e9 / 0.9))
     assert whole.largest_batch in (42, 43)
@@ -246,7 +246,7 @@ def test_the_batch_size_from_which_flops_limit_decode(answer, bound):
     one = inference.plan(preset("llama3_8b", mesh="data=8"), "v5e:2x4", request(1, answer))
     first = one.bounds["step"]
     assert (first is not None) == bound
-    assert one.bounds["products"] % 8 == 0 and (not first or first >= one.bounds["products"])
+    assert one.bounds["matmuls"] % 8 == 0 and (not first or first >= one.bounds["matmuls"])
     for batch, binds in ((first, True), (first - 8, False)) if first else ():
         rows = one.rows(batch, "decode")
         reading = sum(row.weight_bytes + row.cache_bytes for row in rows) / 8.1e11

@@ -76,10 +76,10 @@ def test_the_plot_and_the_json_contain_the_two_longest_computations(tmp_path):
     """Catches an empty plot, and numbers that JSON cannot represent."""
     import json
 
-    event = simulator.Event(0.0, 1e-3, "core", "products", "dot")
+    event = simulator.Event(0.0, 1e-3, "core", "matmuls", "dot")
     wire = simulator.Event(0.0, 5e-4, "fsdp", "all-gather", "gather")
-    one = lambda seconds: simulator.Timeline(seconds, simulator.collections.Counter(products=seconds), [event, wire])
-    found = simulator.Replay(7.0, {"products": 7.0}, {"a": one(1.0), "b": one(2.0), "c": one(3.0)}, dict(a=1, b=1, c=2))
+    one = lambda seconds: simulator.Timeline(seconds, simulator.collections.Counter(matmuls=seconds), [event, wire])
+    found = simulator.Replay(7.0, {"matmuls": 7.0}, {"a": one(1.0), "b": one(2.0), "c": one(3.0)}, dict(a=1, b=1, c=2))
     assert found.longest() == ["c", "b"]
     assert [x["computation"] for x in json.loads(json.dumps(replayed.to_json(found)))["timelines"]] == ["c", "b"]
     replayed.plot(found, "two", str(tmp_path / "two.png"))

@@ -75,10 +75,10 @@ def on_eight(local, *shapes, **options):
     return ledger.read(step.lower(*arrays).compile(compiler_options=options).as_text(), mesh)
 
 
-@pytest.mark.parametrize(("options", "products"), [
+@pytest.mark.parametrize(("options", "matmuls"), [
     ({}, 0), (ASYNC, 2), (ASYNC | FUSED | {STEPS: False}, 1), (ASYNC | FUSED | {STEPS: True}, 2),
 ], ids=["synchronous", "start and end", "one fusion", "several fusions"])  # fmt: skip
-def test_a_gather_is_overlapped_if_matmuls_run_during_it(options, products):
+def test_a_gather_is_overlapped_if_matmuls_run_during_it(options, matmuls):
     """Catches an asynchronous form whose start or end is not found, and a gather that counts as overlapped only because
     it has both. The first gather is exposed; those of the next layer's weights overlap with this layer's matmuls."""
 
@@ -95,8 +95,8 @@ def test_a_gather_is_overlapped_if_matmuls_run_during_it(options, products):
     gathers = {one.count: one for one in found.collectives}
     assert set(gathers) == {1, LAYERS_AHEAD}
     assert not gathers[1].hidden
-    assert gathers[LAYERS_AHEAD].hidden == bool(products)
-    assert gathers[LAYERS_AHEAD].beside_flops == products * 2 * ROWS * WIDTH * WIDTH
+    assert gathers[LAYERS_AHEAD].hidden == bool(matmuls)
+    assert gathers[LAYERS_AHEAD].overlapped_flops == matmuls * 2 * ROWS * WIDTH * WIDTH
 
 
 def test_a_kernel_states_its_flops_or_is_unknown():

@@ -31,7 +31,7 @@ def test_bars_match_the_file(way):
             cause = bar["what"].removeprefix("waiting for ")
             drawn[cause] = drawn.get(cause, 0) + bar["end"] - bar["start"]
         for cause, us in layer["own_us"].items():
-            short = 0 if cause not in ("products", "other ops", "copies") else layer["left_out_us"]
+            short = 0 if cause not in ("matmuls", "other ops", "copies") else layer["left_out_us"]
             assert drawn.get(cause, 0) == pytest.approx(us, abs=0.01 * len(core) + short), (name, cause)
         assert sum(layer["own_us"].values()) == pytest.approx(layer["us"], abs=0.1), name
         assert all(bar["kind"] == "waiting" for bar in core if bar["what"].startswith("waiting for ")), name
@@ -120,7 +120,7 @@ def test_a_step_is_the_sum_of_its_causes():
     expression = "asked.map((name) => it.parts(LAYER_DATA.cases[name].causes_us))"
     for (name, case), parts in zip(cases().items(), in_browser("layer.js", layer_timeline.write(MADE), expression,
                                                                [*cases()]), strict=True):  # fmt: skip
-        assert parts["waiting"] + parts["products"] + parts["other"] == pytest.approx(case["step_us"], rel=1e-6), name
+        assert parts["waiting"] + parts["matmuls"] + parts["other"] == pytest.approx(case["step_us"], rel=1e-6), name
         axes = {axis for cause, _ in parts["waits"] for axis in cause.split("*")}
         assert axes <= {one.split("=")[0] for one in case["switches"]["mesh"].split(",")}, name
 

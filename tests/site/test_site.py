@@ -148,7 +148,7 @@ def test_the_layer_timeline_works_with_the_keyboard(seen):
         case = cases[name]
         assert seen[state]["step"] == seconds(case["step_us"])
         assert seen[state]["bars"] == sum(len(layer["events"]) for layer in case["layers"].values())
-        waits = {name: us for name, us in case["causes_us"].items() if name not in ("products", "other ops", "copies")}
+        waits = {name: us for name, us in case["causes_us"].items() if name not in ("matmuls", "other ops", "copies")}
         assert seen[state]["waiting"] == seconds(sum(waits.values()))
         back = case["layers"]["back"]
         red = sum(us for cause, us in back["own_us"].items() if cause in waits) / back["us"]

@@ -59,7 +59,7 @@ def attribute(*events, steps=1, devices=1, step_s=0.0) -> tuple[dict, dict]:
 def test_every_instruction_has_its_cause_and_line():
     """Catches a matmul inside a fusion that counts as another operation, and the end of a collective without a line."""
     causes, lines = attribute(("start", 0, 1), ("tanh.2", 1, 4), ("fusion", 4, 9), ("done", 9, 16), ("sum", 16, 27))
-    assert causes == {"products": 5, "other ops": 3, "model": 1 + 7, "data": 11}
+    assert causes == {"matmuls": 5, "other ops": 3, "model": 1 + 7, "data": 11}
     assert lines == {"model.py:3": {"other_s": 3}, "model.py:5": {"matmuls_s": 5}, "model.py:9": {"exposed_s": 8},
                      "model.py:7": {"exposed_s": 11}}  # fmt: skip
 
@@ -67,17 +67,17 @@ def test_every_instruction_has_its_cause_and_line():
 def test_a_loop_has_only_the_time_that_its_body_does_not_have():
     """Catches time that counts for a loop and again for the instructions in it."""
     assert attribute(("loop", 0, 10), ("tanh.2", 1, 4), ("tanh.2", 5, 7))[0] == {"other ops": 10}
-    assert attribute(("loop", 0, 10), ("fusion", 1, 4))[0] == {"other ops": 7, "products": 3}
+    assert attribute(("loop", 0, 10), ("fusion", 1, 4))[0] == {"other ops": 7, "matmuls": 3}
 
 
 def test_communication_is_exposed_only_while_nothing_computes():
     """Catches a collective on a second stream whose whole time counts as exposed, or hides a matmul."""
     assert attribute(("sum", 0, 10), ("fusion", 2, 7), ("tanh.2", 9, 12))[0] == {
         "data": 4,
-        "products": 5,
+        "matmuls": 5,
         "other ops": 3,
     }
-    assert attribute(("fusion", 0, 10), ("sum", 2, 7))[0] == {"products": 10}
+    assert attribute(("fusion", 0, 10), ("sum", 2, 7))[0] == {"matmuls": 10}
 
 
 def test_kernels_in_a_cuda_graph_have_causes(monkeypatch):
@@ -94,7 +94,7 @@ def test_kernels_in_a_cuda_graph_have_causes(monkeypatch):
     monkeypatch.setattr(profile.jax.profiler.ProfileData, "from_file", lambda path: trace)
     found = [(e.name, 1e-6 * e.start_ns, 1e-6 * e.end_ns) for e in profile.read_events("x", Program(TEXT))]
     causes, lines = attribute(*found)
-    assert causes == {"products": 1, "?": 2, "other ops": 3 + 4 + 5}
+    assert causes == {"matmuls": 1, "?": 2, "other ops": 3 + 4 + 5}
     assert lines["model.py:3"] == {"other_s": 4} and lines["kernel nvjet_sm90_tst_128x160"] == {"matmuls_s": 1}
 
 
@@ -112,7 +112,7 @@ def test_a_tpus_instructions_are_on_one_line_of_its_trace(monkeypatch):
 def test_seconds_are_for_one_step_of_one_device():
     """Catches devices whose events hide each other, sums over steps, and idle time of only one device."""
     events = [("fusion", 0, 4, 0), ("fusion", 1, 3, 1), ("fusion", 10, 14, 0), ("sum", 10, 16, 1)]
-    assert attribute(*events, steps=2, devices=2, step_s=9e-3)[0] == {"products": 2.5, "data": 1.5, "idle": 5}
+    assert attribute(*events, steps=2, devices=2, step_s=9e-3)[0] == {"matmuls": 2.5, "data": 1.5, "idle": 5}
 
 
 @pytest.mark.parametrize("text", ["20", "23:20", "0:3", "20:", "20:99"])
@@ -137,7 +137,7 @@ def test_a_run_records_its_steps(home, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     seconds = found["measured"]
     assert found["steps"] == [3, 5] and found["planned"] is None and found["simulated"] is None
-    assert {"products", "other ops", "fsdp", "tensor", "idle"} <= set(seconds) and min(seconds.values()) >= 0
+    assert {"matmuls", "other ops", "fsdp", "tensor", "idle"} <= set(seconds) and min(seconds.values()) >= 0
     assert sum(seconds.values()) == pytest.approx(found["step_s"])
     ours = [line["source"] for line in found["lines"] if line["measured_s"]]
     assert any(line.startswith("model.py:") for line in ours)
