@@ -317,8 +317,8 @@ def inside_shard_map(function):
             if not (unbound := re.search(r"unbound axis name: (\w+)", str(error))):
                 raise
             raise UserError(
-                f"{function.__name__} needs the mesh axis {unbound[1]!r}, which exists only inside `shard_map`: it "
-                "works on one device's shards; use `on_mesh.on_mesh` to run the function on whole arrays"
+                f"{function.__name__} needs the mesh axis {unbound[1]!r}, which exists only inside `jax.shard_map`: it "
+                "works on one device's shards, and `jax.shard_map` runs it on whole arrays"
             ) from None
 
     return wrapped

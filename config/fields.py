@@ -146,7 +146,7 @@ def parse_remat(text: str) -> dict[str, bool] | None:
 
 
 class RopeScaling(NamedTuple):
-    """How the frequencies of rotary embeddings are scaled; see `rotary.py`."""
+    """How the frequencies of rotary embeddings are scaled; see `model.frequency_factors`."""
 
     kind: str  # llama3 or yarn
     factor: float

@@ -18,7 +18,6 @@ import model
 import sharding
 from compile import ordered
 from config import Config, MeshConfig, ModelConfig
-from on_mesh import unstack
 from plan.answer import show
 from sharding import AXES, TOKENS, Declaration
 
@@ -79,6 +78,16 @@ def draw(declarations, seed: int = 0):
     """Draw weights with NumPy. Gains and biases vary too, so that a test notices if one is not applied."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda d: np.float32(d.mean + (d.std or 0.1) * rng.normal(size=d.shape)), declarations)
+
+
+def unstack(declarations):
+    """Return the declarations of a single layer, without the leading dims P, L, J of stacked layers."""
+
+    def one(d: Declaration):
+        n = len(d.dims) - len(d.dims.lstrip("PLJ"))
+        return dataclasses.replace(d, dims=d.dims[n:], shape=d.shape[n:], spec=P(*d.spec[n:]))
+
+    return jax.tree.map(one, declarations)
 
 
 @functools.cache

@@ -15,7 +15,6 @@ import pipeline
 import sharding
 from config import preset
 from config.fields import ACTIVATIONS, REMAT
-from on_mesh import unstack
 from overlap import weights as overlap_weights
 from pipeline import fit
 from tests import helpers
@@ -254,7 +253,7 @@ def test_dropout_zeroes_a_share_and_keeps_the_mean():
 def test_dropout_differs_by_layer_and_branch(monkeypatch):
     """Catches one key for all layers, or for both branches of a layer, which would always drop the same coordinates."""
     c = config("mla").model
-    declarations = unstack(model.declare(c).prefix)
+    declarations = helpers.unstack(model.declare(c).prefix)
     monkeypatch.setattr(model, "latent_attention", lambda w, c, x, *_: sharding.vary(jnp.ones_like(x), x_axes))
     ten = lambda w, c, x, *_: (sharding.vary(jnp.full_like(x, 10.0), x_axes), {})
     monkeypatch.setattr(model, "feed_forward_branch", ten)

@@ -15,7 +15,6 @@ import pipeline
 import sharding
 from compile import ledger
 from config import PRESETS, preset
-from on_mesh import unstack
 from parameters import init
 from plan.count import costs
 from tests import helpers
@@ -75,7 +74,7 @@ def test_rotate_rotates_pairs_by_position_times_frequency():
 def test_feed_forward_equals_numpy(activation):
     """Catches swapped gate and up matrices, the wrong nonlinearity, and a missing matrix."""
     c = config(activation=activation)
-    declarations = unstack(model.declare(c).prefix.feed_forward)
+    declarations = helpers.unstack(model.declare(c).prefix.feed_forward)
     w = helpers.draw(declarations)
     got = helpers.run(lambda w, x: model.feed_forward(w, c, x), declarations, w, activations())
     assert (w.w_gate_DF is None) == (activation == "gelu")
@@ -145,7 +144,7 @@ def test_without_rotary_only_the_order_counts(kind):
 def test_every_third_layer_has_no_rotary():
     """Catches layer numbers from 0 in the choice of layers without RoPE; the whole model is compared below."""
     c = config(n_experts=0, balance_loss=0.0)
-    declarations = unstack(model.declare(c).prefix)
+    declarations = helpers.unstack(model.declare(c).prefix)
     positions_BT, segments_BT = three_rows()
 
     def local(w, x, positions, segments, number):

@@ -1,8 +1,7 @@
-"""Tests of `on_mesh`, of examples in docstrings, and of single functions used outside the trainer."""
+"""Tests of examples in docstrings, and of single functions used outside the trainer."""
 
 import doctest
 import importlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +15,16 @@ import optimizer
 import pipeline
 import sharding
 from config import OptimConfig, preset
-from on_mesh import on_mesh, unstack
 from overlap.weights import at_use
-from sharding import CONTEXT, FSDP, STAGE, TENSOR, all_gather, make_mesh, psum, reduce_scatter, vary
+from sharding import CONTEXT, FSDP, STAGE, TENSOR, make_mesh, psum, vary
 from tests import helpers
 from tests.test_house import NOT_OURS, ROOT
 from utils import UserError
 from weights import families
 
 C = preset("tiny").model
-FEED_FORWARD = unstack(model.declare(C).prefix.feed_forward)
+FEED_FORWARD = helpers.unstack(model.declare(C).prefix.feed_forward)
 B, T, D = 4, 16, C.d_model
-
-
-@pytest.fixture(scope="module")
-def w():
-    return helpers.draw(FEED_FORWARD)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +32,7 @@ def x_BTD():
     return np.random.default_rng(1).normal(size=(B, T, D)).astype(np.float32)
 
 
-OURS = ("on_mesh", "optimizer", "weights.families", "data.prepare")
+OURS = ("optimizer", "weights.families", "data.prepare")
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -56,100 +49,7 @@ def test_every_file_with_an_example_is_run():
     found = {
         str(path.relative_to(ROOT).with_suffix("")).replace("/", ".") for path in ours if ">>> " in path.read_text()
     }
-    assert found - {"tests.test_on_mesh"} == set(OURS)
-
-
-def test_one_function_on_a_mesh_takes_ten_lines():
-    """Catches an example that no longer runs, or has more than ten lines."""
-    [example] = doctest.DocTestFinder(recurse=False).find(on_mesh, "on_mesh", globs={})
-    assert 0 < sum(part.source.count("\n") for part in example.examples) <= 10
-
-
-def branch(w, x_btD):
-    x_bsD = all_gather(x_btD, TENSOR, dim=1)
-    return reduce_scatter(model.feed_forward(at_use(w, C), C, x_bsD), TENSOR, dim=1)
-
-
-@pytest.mark.parametrize("mesh", ["data=1", "fsdp=2,tensor=4", "context=2,tensor=2", "expert=2,context=4"])
-def test_on_mesh_equals_one_device(mesh, w, x_BTD):
-    """Catches shards that return in another order, and sums that are missing or doubled."""
-    got = on_mesh(branch, make_mesh(mesh), FEED_FORWARD, "btD", out="btD")(w, x_BTD)
-    want = np.stack([[helpers.np_feed_forward(x_D, w.w_gate_DF, w.w_up_DF, w.w_down_FD) for x_D in x_TD]
-                     for x_TD in np.float64(x_BTD)])  # fmt: skip
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)  # float32, other order of sums
-
-
-@pytest.mark.parametrize("kind", ["gather", "ring", "all_to_all"])
-def test_positions_are_sharded_like_the_models(kind):
-    """Catches chunks in another order than ring attention expects, which is right only on one device."""
-    c = preset("tiny", **{"work.context_attention": kind}).at_work
-    declared = unstack(model.declare(c).prefix.attention)
-    w, (positions_T, segments_T) = helpers.draw(declared), helpers.documents(6, 7, padding=3)
-    x_BTD = np.random.default_rng(2).normal(size=(2, T, D)).astype(np.float32)
-
-    def attend(w, x_btD, positions_bs, segments_bs):
-        return model.latent_attention(at_use(w, c), c, x_btD, positions_bs, segments_bs, 1.0)
-
-    run = on_mesh(attend, make_mesh("context=2,tensor=2"), declared, "btD", "bs", "bs", out="btD")
-    got = run(w, x_BTD, *(np.stack([x, x]) for x in (positions_T, segments_T)))
-    want = [helpers.np_latent_attention(w, c, x_TD, positions_T, segments_T) for x_TD in np.float64(x_BTD)]
-    real = segments_T > 0
-    np.testing.assert_allclose(got[:, real], np.stack(want)[:, real], rtol=1e-4, atol=1e-5)
-
-
-def test_a_scalar_and_a_tree_of_results(w, x_BTD):
-    """Catches a result that is checked or reordered by the letters of another result."""
-
-    def both(w, x_btD, scale):
-        y_btD = branch(w, x_btD) * scale
-        return {"y": y_btD, "sum": psum(jnp.sum(y_btD), sharding.TOKENS)}
-
-    mesh = make_mesh("fsdp=2,context=2,tensor=2")
-    got = on_mesh(both, mesh, FEED_FORWARD, "btD", "", out={"y": "btD", "sum": ""})(w, x_BTD, np.float32(2))
-    once = on_mesh(branch, mesh, FEED_FORWARD, "btD", out="btD")(w, x_BTD)
-    np.testing.assert_allclose(got["y"], 2 * np.asarray(once), rtol=1e-6)
-    np.testing.assert_allclose(got["sum"], 2 * np.sum(np.float64(once)), rtol=1e-4)
-
-
-def partial_sum(w, x_btD):
-    return model.feed_forward(at_use(w, C), C, all_gather(x_btD, TENSOR, dim=1))
-
-
-@pytest.mark.parametrize("function, letters, out, message", [
-    (partial_sum, "btD", "bsD", "out='bsD': the result varies along tensor, which no letter declares"),
-    (partial_sum, "btD", "btD", "shard of (4, 16, 24) is (2, 4, 24), but the result is (2, 16, 24)"),
-    (lambda w, x_btD: branch(w, x_btD)[:, 0], "btD", "btD", "but the result is (2, 24)"),
-    (branch, "btD", "BTD", "varies along data, fsdp, expert, context, tensor"),
-    (branch, "bt", "btD", "letters 'bt': the array has 3 dims, shape (4, 16, 24)"),
-    (branch, "bqD", "btD", "letters 'bqD': unknown sharded dim 'q'; use one of b, s, t, e, l, f, g, h, m, v"),
-])  # fmt: skip
-def test_a_result_that_differs_from_its_letters_is_refused(function, letters, out, message, w, x_BTD):
-    """Catches a partial sum over TENSOR that is accepted as a whole array or as shards."""
-    with pytest.raises(UserError, match=re.escape(message)):
-        on_mesh(function, make_mesh("fsdp=2,tensor=4"), FEED_FORWARD, letters, out=out)(w, x_BTD)
-
-
-def test_a_partial_sum_is_refused_on_one_device_too(w, x_BTD):
-    """Catches a check that works only on a larger mesh: users write their functions on one device."""
-    with pytest.raises(UserError, match="varies along tensor"):
-        on_mesh(partial_sum, make_mesh("data=1"), FEED_FORWARD, "btD", out="bsD")(w, x_BTD)
-
-
-@pytest.mark.parametrize("mesh, shape, message", [
-    ("fsdp=4", (6, 16, D), "cannot split B=6 of letters 'btD' into 4 parts (6 % 4 = 2); use B=4 or 8"),
-    ("context=2", (4, 6, D), "cannot split T=6 of letters 'btD' into 4 parts (6 % 4 = 2); use T=4 or 8"),
-])  # fmt: skip
-def test_a_size_that_does_not_split_is_refused(mesh, shape, message, w):
-    """Catches shard_map's own error, which names neither the letter nor a size that fits."""
-    with pytest.raises(UserError, match=re.escape(message)):
-        on_mesh(branch, make_mesh(mesh), FEED_FORWARD, "btD", out="btD")(w, np.zeros(shape, np.float32))
-
-
-def test_sizes_of_one_letter_agree(w, x_BTD):
-    """Catches two arrays with different batch sizes, whose shards would not belong together."""
-    run = on_mesh(lambda x, y: x + y, make_mesh("fsdp=2"), "btD", "btD", out="btD")
-    with pytest.raises(UserError, match="letters 'btD': B=2 here, but B=4 in another array"):
-        run(x_BTD, x_BTD[:2])
+    assert found - {"tests.test_outside"} == set(OURS)
 
 
 @pytest.mark.parametrize("call, name, axis", [
@@ -163,7 +63,9 @@ def test_sizes_of_one_letter_agree(w, x_BTD):
 def test_outside_of_shard_map_the_error_says_so(call, name, axis, x_BTD):
     """Catches JAX's "unbound axis name", which says neither what is missing nor what to do."""
     layer = model.Layer(norm_feed_forward_D=np.ones(D, np.float32), feed_forward=helpers.draw(FEED_FORWARD))
-    with pytest.raises(UserError, match=rf"^{name} needs the mesh axis '{axis}', which exists only inside `shard_map`"):
+    with pytest.raises(
+        UserError, match=rf"^{name} needs the mesh axis '{axis}', which exists only inside `jax.shard_map`"
+    ):
         jax.jit(call)(layer, x_BTD)
 
 
