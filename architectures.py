@@ -1,52 +1,67 @@
-"""Choose the architecture of a model: a decoder (`model.py`), or an encoder and a decoder (`encoder_decoder.py`)."""
+"""What differs between architectures: a causal decoder and a prefix LM, which are both `model.py`, and an
+encoder-decoder, `encoder_decoder.py`. Code that runs, plans or converts any of them asks `architecture(c)`."""
 
-import jax
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
 
 import encoder_decoder
 import model
-import sharding
-from config import Config, ModelConfig
+from config import ModelConfig
 
 
-def architecture(c: ModelConfig):
-    """Return the module that has the model's `declare`, `embed_batch` and `stage`."""
-    return encoder_decoder if c.encoder_layers else model
+class Stack(NamedTuple):
+    """Layers of one kind, whose parameters are stacked."""
+
+    name: str  # the beginning of their parameters' names, such as `blocks.moe`
+    kind: str  # dense, moe, encoder or decoder
+    numbers: np.ndarray  # the layers' numbers, counted from 0, in the shape in which their parameters are stacked
+
+
+def decoder_stacks(c: ModelConfig) -> list[Stack]:
+    numbers_LJ = np.arange(c.dense_prefix, c.n_layers).reshape(c.n_blocks, c.layers_per_block)
+    dense_LJ = numbers_LJ[:, : c.layers_per_block - bool(c.n_experts)]
+    moe = [Stack("blocks.moe", "moe", numbers_LJ[:, -1])] * bool(c.n_experts)
+    return [Stack("prefix", "dense", np.arange(c.dense_prefix)), Stack("blocks.dense", "dense", dense_LJ), *moe]
+
+
+def encoder_decoder_stacks(c: ModelConfig) -> list[Stack]:
+    layers = {"encoder": c.encoder_layers, "decoder": c.n_layers}
+    return [Stack(f"{kind}.layers", kind, np.arange(count)) for kind, count in layers.items()]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the rest of the code needs to know about an architecture. The defaults are those of a causal decoder."""
+
+    name: str  # in messages
+    module: ModuleType = model  # has `declare`, `embed_batch` and `stage`
+    stacks: Callable[[ModelConfig], list[Stack]] = decoder_stacks
+    batch: tuple[str, ...] = ()  # arrays that it reads from a batch, besides those of a causal decoder
+    passes: int = 1  # how often a microbatch passes through the pipeline stages, each time through other layers
+    schedules: tuple[str, ...] = ()  # that it can run; none named: all
+    splits_context: bool = True  # CONTEXT may shard its positions
+    lists_remat: bool = True  # work.remat may be a list of activations
+    whole_prompt: bool = False  # the tokens of a prompt attend to all of it, so it is read in one chunk
+    continues_prompt: bool = True  # a text continues its prompt; otherwise an encoder reads the prompt
+    input_len: int = 0  # inputs per sequence of the published models
+
+
+DECODER = Architecture("a causal decoder")
+PREFIX_LM = Architecture("a prefix LM", batch=("prefix_BT",), whole_prompt=True)
+ENCODER_DECODER = Architecture(
+    "an encoder-decoder", encoder_decoder, encoder_decoder_stacks, encoder_decoder.ENCODER_BATCH, passes=2,
+    schedules=("gpipe", "1f1b"), splits_context=False, lists_remat=False, whole_prompt=True, continues_prompt=False,
+    input_len=512)  # fmt: skip
+
+
+def architecture(c: ModelConfig) -> Architecture:
+    return ENCODER_DECODER if c.encoder_layers else PREFIX_LM if c.prefix_lm else DECODER
 
 
 def declare(c: ModelConfig) -> model.Transformer:
     """Declare every parameter, as `model.declare` and `encoder_decoder.declare`."""
-    return architecture(c).declare(c)
-
-
-def as_stored(d: sharding.Declaration, cfg: Config) -> sharding.Declaration:
-    """Declare a parameter as it is stored between steps: with `optim.shard_over_data`, sharded over its replicas too.
-
-    Its moments and its update are sharded in the same way (ZeRO stage 1, arXiv:1910.02054). Norms and biases, which
-    start at a constant (std 0), stay replicated: they are too small to be worth two collectives each.
-    """
-    wanted = cfg.optim.shard_over_data and cfg.mesh.data > 1 and d.std
-    return sharding.shard_over_replicas(d, cfg.mesh.sizes) if wanted else d
-
-
-def declare_stored(cfg: Config) -> model.Transformer:
-    """Declare every parameter `as_stored`."""
-    return jax.tree.map(lambda d: as_stored(d, cfg), declare(cfg.model))
-
-
-def gather_replicas(params, cfg: Config):
-    """All-gather the parameters that `declare_stored` shards over their replicas, once per step; no other changes.
-
-    Sends over the replicas' axes: (n - 1)/n of each. Backward: a reduce-scatter of its gradient, the same bytes. The
-    all-reduce that it replaces sends both.
-    """
-
-    def gather(d, stored, x):
-        dims = [dim for dim, (here, there) in enumerate(zip(d.spec, stored.spec, strict=True)) if here != there]
-        return sharding.all_gather(x, sharding.replicas(d), dim=dims[0]) if dims else x
-
-    return jax.tree.map(gather, declare(cfg.model), declare_stored(cfg), params)
-
-
-def passes(c: ModelConfig) -> int:
-    """Return how often a microbatch passes through the pipeline stages: twice if there is an encoder."""
-    return 2 if c.encoder_layers else 1
+    return architecture(c).module.declare(c)

@@ -20,7 +20,7 @@ import local_steps
 import parameters
 import pipeline
 import sharding
-from architectures import declare, declare_stored
+from architectures import declare
 from compile import options, ordered
 from config import Config, OptimConfig, replace
 from config.fields import parse_schedule
@@ -235,7 +235,7 @@ def init(cfg: Config, mesh: Mesh, params=None) -> TrainState:
         add_replicas = functools.partial(local_steps.with_replicas, count=cfg.mesh.data)
         add_replicas = ordered.jit(add_replicas, mesh, out_shardings=state_shardings(cfg, mesh))
         return add_replicas(init(local_steps.replica_config(cfg), mesh, params))
-    params = parameters.init(declare_stored(cfg), mesh, cfg.run.seed) if params is None else params
+    params = parameters.init(parameters.declare_stored(cfg), mesh, cfg.run.seed) if params is None else params
     # Three separate arrays, because the training step donates each.
     return TrainState(
         params,
@@ -264,7 +264,7 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the sharding of every array in the state: moments like their parameters, the rest replicated."""
     if cfg.optim.outer_every:
         return local_steps.with_replica_shardings(state_shardings(local_steps.replica_config(cfg), mesh))
-    declared, everywhere = declare_stored(cfg), NamedSharding(mesh, P())
+    declared, everywhere = parameters.declare_stored(cfg), NamedSharding(mesh, P())
     is_params = lambda tree: isinstance(tree, type(declared))
 
     def like(d, moments):  # those of one parameter; a dim of size 1 is a mean over the parameter's
@@ -281,7 +281,7 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
 
 
 def gathered_params(cfg: Config, mesh: Mesh, state: TrainState):
-    """Return the parameters sharded as declared, which evaluation and sampling need; see `architectures.as_stored`."""
+    """Return the parameters sharded as declared, which evaluation and sampling need; see `parameters.as_stored`."""
     return gather_params_fn(cfg, mesh)(state.params) if cfg.optim.shard_over_data else state.params
 
 
@@ -310,7 +310,7 @@ def compute_updates_fn(cfg: Config, mesh: Mesh):
     chain, rate = make_optimizer(cfg), learning_rate(cfg.optim, cfg.run.steps)
     loss_and_grads = loss_and_grads_fn(cfg, mesh)
     # Each replica sums the squares of its part of a gradient, so the norm has the same bits with `shard_over_data`.
-    by_replica = declare_stored(replace(cfg, **{"optim.shard_over_data": True}))
+    by_replica = parameters.declare_stored(replace(cfg, **{"optim.shard_over_data": True}))
     parts = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), by_replica)
 
     def compute_updates(state: TrainState, batch):

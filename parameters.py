@@ -1,4 +1,4 @@
-"""Initialize parameters with the same values on every mesh; each device generates only its own shards."""
+"""Parameters between steps: how they are stored, and their initial values, which are the same on every mesh."""
 
 import math
 import zlib
@@ -9,8 +9,41 @@ import numpy as np
 from jax.extend.random import threefry2x32_p
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+import sharding
+from architectures import declare
 from compile import ordered
+from config import Config
+from model import Transformer
 from sharding import Declaration, as_tuple, axis_index, axis_size, check_divides, map_named, specs, vary
+
+
+def as_stored(d: Declaration, cfg: Config) -> Declaration:
+    """Declare a parameter as it is stored between steps: with `optim.shard_over_data`, sharded over its replicas too.
+
+    Its moments and its update are sharded in the same way (ZeRO stage 1, arXiv:1910.02054). Norms and biases, which
+    start at a constant (std 0), stay replicated: they are too small to be worth two collectives each.
+    """
+    wanted = cfg.optim.shard_over_data and cfg.mesh.data > 1 and d.std
+    return sharding.shard_over_replicas(d, cfg.mesh.sizes) if wanted else d
+
+
+def declare_stored(cfg: Config) -> Transformer:
+    """Declare every parameter `as_stored`."""
+    return jax.tree.map(lambda d: as_stored(d, cfg), declare(cfg.model))
+
+
+def gather_replicas(params, cfg: Config):
+    """All-gather the parameters that `declare_stored` shards over their replicas, once per step; no other changes.
+
+    Sends over the replicas' axes: (n - 1)/n of each. Backward: a reduce-scatter of its gradient, the same bytes. The
+    all-reduce that it replaces sends both.
+    """
+
+    def gather(d, stored, x):
+        dims = [dim for dim, (here, there) in enumerate(zip(d.spec, stored.spec, strict=True)) if here != there]
+        return sharding.all_gather(x, sharding.replicas(d), dim=dims[0]) if dims else x
+
+    return jax.tree.map(gather, declare(cfg.model), declare_stored(cfg), params)
 
 
 def init(declarations, mesh: Mesh, seed: int):

@@ -383,13 +383,13 @@ class Config:
     run: Annotated[RunConfig, BARE, Affects.RUN] = field(default_factory=RunConfig)
 
     def __post_init__(self):
-        layers, positions, context = self.model.encoder_layers, self.data.input_len, self.mesh.context
+        layers, positions = self.model.encoder_layers, self.data.input_len
         if bool(layers) != bool(positions):
             raise UserError(f"data.input_len={positions}, but model.encoder_layers={layers}: a model with an encoder "
                             "needs data.input_len of 1 or more, and a model without one needs 0")  # fmt: skip
-        if layers and context > 1:
-            raise UserError(f"mesh context={context}: a model with an encoder (model.encoder_layers={layers}) cannot "
-                            "split positions over context; use another axis, such as fsdp or tensor")  # fmt: skip
+        if layers and self.mesh.context > 1:
+            raise UserError(f"mesh context={self.mesh.context}: a model with an encoder cannot split positions over "
+                            "context; use another axis, such as fsdp or tensor")  # fmt: skip
 
     @property
     def at_work(self) -> ModelAtWork:

@@ -75,15 +75,15 @@ SETTINGS = {"remat": ("none", "dots", "branches", "full"), "tensor_exchange": ("
 
 def layers(models: list[ModelAtWork], settings: dict = SETTINGS) -> Iterator[tuple[str, bytes]]:
     """Yield the file names and the contents of traced layers, see `traced_layer.cached_on_disk`."""
+    from architectures import architecture
     from plan.count import traced_layer
 
     wanted = {}
     for c, values in itertools.product(models, itertools.product(*settings.values())):
         c = replace(c, work=replace(c.work, **dict(zip(settings, values, strict=True))))
-        if c.encoder_layers and c.work.context_attention != "gather":  # an encoder has no context axis
-            continue
-        kinds = traced_layer.STACKS if c.encoder_layers else ("dense", "moe") if c.n_experts else ("dense",)
-        wanted |= {(traced_layer.prime_sized_model(c, kind), kind): None for kind in kinds}
+        if architecture(c).splits_context or c.work.context_attention == "gather":
+            kinds = {stack.kind: None for stack in architecture(c).stacks(c)}
+            wanted |= {(traced_layer.prime_sized_model(c, kind), kind): None for kind in kinds}
     for c, kind in wanted:
         traced_layer.cached_on_disk(c, kind)
         file = traced_layer.cache_file(c, kind)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import generate
+from architectures import architecture
 from data import tokenizers
 from evaluate.answers import Answers, request_key
 from evaluate.scoring import Pair, Score, Scorer
@@ -23,7 +24,7 @@ class Answerer:
     """
 
     def __init__(self, run: Run, rows: int = 32, bos: str = "", cache: str = ""):
-        if run.cfg.model.encoder_layers:
+        if not architecture(run.cfg.model).continues_prompt:
             raise UserError("the harness scores texts that continue their context, and this model has an encoder; "
                             "evaluate it with --task or --perplexity")  # fmt: skip
         self.run, self.encoding, self.rows, self.max_tokens = run, run.encoding, rows, run.cfg.data.seq_len

@@ -13,12 +13,12 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import model
 import sharding
+from architectures import architecture
 from compile import ordered
 from config import Config, replace
 from generate.texts import round_up_to_power_of_two
 from overlap.weights import ready_for_autodiff
 from pipeline import fit
-from pipeline.step import batch_names, on_mesh, run_stages
 from pipeline.step import on_mesh, run_stages
 from pipeline.ticks import keep_last_stage, loss_input
 from sharding import BATCH, CONTEXT, STAGE, TENSOR, all_gather, axis_index, psum, to_sequence_order
@@ -104,7 +104,7 @@ class Scorer:
 
     def __init__(self, cfg: Config, params, mesh: Mesh, rows: int = 32):
         self.params, self.mesh, self.max_tokens = params, mesh, cfg.data.seq_len
-        self.input_len, self.names = cfg.data.input_len, batch_names(cfg.model, ())
+        self.input_len, self.names = cfg.data.input_len, architecture(cfg.model).batch
         self.rows = -(-rows // cfg.mesh.batch_shards) * cfg.mesh.batch_shards
         # Positions are sharded over context * tensor devices, with two chunks per context device.
         self.multiple = np.lcm(cfg.mesh.position_shards, 2 * cfg.mesh.context if cfg.mesh.context > 1 else 1)

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import encoder_decoder
 import model
 import sharding
-from architectures import declare
+from architectures import architecture, declare
 from compile import ordered
 from config import ModelAtWork, ModelConfig
 from generate.quantised import Quantized, dequantize, gather_over_context, gather_weights, quantize_like, specs
@@ -111,7 +111,7 @@ def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "co
 
     is_moe = bool(c.n_experts)
     layers = lambda n: [layer() for _ in range(n)]
-    if c.encoder_layers:
+    if architecture(c).module is encoder_decoder:
         inputs = jax.ShapeDtypeStruct((stages, b, mesh.shape[TENSOR], 1), "int32", sharding=place)
         return {"decoder": [DecoderCache(*layers(2)) for _ in range(c.n_layers // stages)], "inputs": inputs}
     block = lambda: model.Block(dense=layers(c.layers_per_block - is_moe), moe=layer() if is_moe else None)
@@ -230,10 +230,7 @@ def merge_softmaxes(o_bshU, log_sum_bsh1):
 def decoding_config(c: ModelConfig) -> ModelAtWork:
     """Return the model's settings for generation: dropless experts, and all weights gathered before use. This includes
     embedding tables, because an int8 table has to be gathered as int8."""
-    no_rope = {"no_rope_every": 1} if c.encoder_layers else {}
-    return ModelAtWork(
-        **vars(c) | {"capacity_factor": 0.0, "work": dataclasses.replace(c.work, gather="step")} | no_rope
-    )
+    return ModelAtWork(**vars(c) | {"capacity_factor": 0.0, "work": dataclasses.replace(c.work, gather="step")})
 
 
 def forward_shards(w: model.Transformer, cache, tokens_bs, positions_bs, wanted_bm, *, c: ModelAtWork):
@@ -385,7 +382,7 @@ def decoder_shards(w: encoder_decoder.EncoderDecoder, cache, tokens_bs, position
     prefill  True: tokens_bs is one prompt, whose last token, wanted_bm, is the decoder's first
     Positions count from the first input.
     """
-    cache = jax.tree.map(lambda x: x[0], cache)
+    cache, c = jax.tree.map(lambda x: x[0], cache), dataclasses.replace(c, no_rope_every=1)
     if prefill:
         cache = vary(read_inputs(w, cache, tokens_bs, wanted_bm[:, 0], c), AXES)
         tokens_bs, positions_bs = (jnp.take_along_axis(x, wanted_bm, axis=1) for x in (tokens_bs, positions_bs))
@@ -449,7 +446,7 @@ def unstack_shards(w: model.Transformer, c: ModelConfig):
 def unstacked_specs(c: ModelConfig, params, mesh: Mesh):
     """Return the PartitionSpecs of parameters, stacked or not, with or without `quantize`. Separate layers are not
     sharded over CONTEXT."""
-    if c.encoder_layers or not is_unstacked(params):
+    if not isinstance(params.blocks, list):
         return specs(c, params)
     first = params.blocks[0]
     block = model.Block(dense=first.dense[0] if first.dense else None, moe=first.moe)
@@ -496,7 +493,8 @@ def cached_forward(c: ModelConfig, mesh: Mesh, *, rows: bool = False) -> Callabl
     """
     sharding.check_divides(declare(c), mesh)
     work = decoding_config(c)
-    forward_of = functools.partial(decoder_shards, prefill=rows) if c.encoder_layers else forward_shards
+    has_encoder = architecture(c).module is encoder_decoder
+    forward_of = functools.partial(decoder_shards, prefill=rows) if has_encoder else forward_shards
 
     def shards(w, cache, tokens_bs, positions_bs, wanted_bm, *at_1):
         run = lambda cache: forward_of(unstack_shards(w, c), cache, tokens_bs, positions_bs, wanted_bm, c=work)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from architectures import architecture
 from config import Config
 from generate.cache import NOWHERE, cached_forward, copy_rows, empty_cache, unstack
 from generate.sampling import BatchSettings, DrawnTokens, Settings, choose, drawable_ids, score_tokens
@@ -95,8 +96,7 @@ class Engine:
         self.c, self.mesh, self.vocabulary, self.end = c, mesh, vocabulary, end
         self.groups = math.prod(mesh.shape[axis] for axis in BATCH)
         self.context, slots = context or cfg.data.seq_len, slots + -slots % self.groups
-        # A bidirectional model reads a prompt in one chunk.
-        self.piece = self.context if c.encoder_layers or c.prefix_lm else min(piece, self.context)
+        self.piece = self.context if architecture(c).whole_prompt else min(piece, self.context)
         self.chunks_per_step = max(1, prefill_tokens // (piece * self.groups))
         self.slots: list[Job | None] = [None] * slots
         self.waiting: deque[Job] = deque()
@@ -133,7 +133,7 @@ class Engine:
 
     def submit(self, job: Job) -> Job:
         """Queue a request for a slot. Raises: UserError if its prompt leaves no room for a new token."""
-        if job.prompt_tokens is not None and self.c.encoder_layers:
+        if job.prompt_tokens is not None and not architecture(self.c).continues_prompt:
             raise UserError("an encoder-decoder does not score its prompt, because it does not predict its inputs")
         if len(job.prompt) >= self.context:
             raise UserError(f"a prompt of {len(job.prompt)} tokens leaves no room in {self.context} positions")

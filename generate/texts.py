@@ -11,6 +11,7 @@ import tiktoken
 from jax.sharding import Mesh
 
 import sharding
+from architectures import architecture
 from config import Config, DataConfig, MeshConfig
 from config.fields import parse_objectives
 from data import tokenizers
@@ -206,7 +207,7 @@ class Sampler:
 
         Raises: UserError if the draft has another tokenizer.
         """
-        if self.cfg.model.encoder_layers or self.cfg.model.prefix_lm:
+        if architecture(self.cfg.model).whole_prompt:
             raise UserError("a draft needs a causal decoder, but this model has an encoder or a bidirectional prefix; "
                             "leave the draft out")  # fmt: skip
         if tokenizers.fingerprint(self.encoding) != tokenizers.fingerprint(draft.encoding):
@@ -227,12 +228,11 @@ class Sampler:
     def whole_text(self, prompt: str, text: str) -> str:
         """Return a prompt with its continuation; of an encoder-decoder, the prompt with its masked spans filled in, or
         only the text if the prompt has none."""
-        if not self.cfg.model.encoder_layers:
+        if architecture(self.cfg.model).continues_prompt:
             return prompt + text
         spans = dict(re.findall(r"(<extra_id_\d+>)(.*?)(?=<extra_id_\d+>|$)", text, re.DOTALL))
-        return (
-            re.sub(r"<extra_id_\d+>", lambda found: spans.get(found[0], ""), prompt) if "<extra_id_" in prompt else text
-        )
+        filled = re.sub(r"<extra_id_\d+>", lambda found: spans.get(found[0], ""), prompt)
+        return filled if "<extra_id_" in prompt else text
 
 
 def sample(cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh, prompt: str, tokens: int, **settings) -> str:

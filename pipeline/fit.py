@@ -6,7 +6,7 @@ import math
 from types import SimpleNamespace
 
 import sharding
-from architectures import declare
+from architectures import architecture, declare
 from config import AUTO, PRESETS, Config, MeshConfig, ModelConfig, WorkConfig, preset
 from config.fields import REMAT, parse_remat
 from utils import UserError, require_multiple
@@ -35,9 +35,9 @@ def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work)
 
     if work.context_attention == "all_to_all":
         check_heads(c, mesh)
-    if c.encoder_layers and parse_remat(work.remat):
-        raise UserError(f"work.remat={work.remat!r}: a model with an encoder (model.encoder_layers={c.encoder_layers}) "
-                        f"has no such list; use one of {', '.join(REMAT)}")  # fmt: skip
+    if parse_remat(work.remat) and not architecture(c).lists_remat:
+        raise UserError(f"work.remat={work.remat!r}: {architecture(c).name} has no such list; use one of "
+                        f"{', '.join(REMAT)}")  # fmt: skip
 
 
 def check_heads(c: ModelConfig, mesh: MeshConfig) -> None:

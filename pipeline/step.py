@@ -16,12 +16,11 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import model
 import sharding
-from architectures import architecture, declare, declare_stored, gather_replicas, passes
-from config import AXES, Config, ModelConfig
-from config.fields import parse_remat
-from encoder_decoder import ENCODER_BATCH
+from architectures import architecture, declare
 from compile import ordered
+from config import AUTO, AXES, Config, ModelConfig
 from overlap.weights import ready_for_autodiff
+from parameters import declare_stored, gather_replicas
 from pipeline import fit, schedules
 from pipeline.ticks import (
     IDLE,
@@ -53,11 +52,6 @@ INPUTS = ("tokens_BT", "positions_BT", "segments_BT")
 BATCH_NAMES = ("tokens_BT", "targets_BT", "positions_BT", "segments_BT", "weights_BT")
 
 
-def batch_names(c: ModelConfig, names: tuple[str, ...] = BATCH_NAMES) -> tuple[str, ...]:
-    """Return the names of the arrays that a model reads from a batch: `names`, and those of an encoder or a prefix."""
-    return names + (ENCODER_BATCH if c.encoder_layers else ("prefix_BT",) if c.prefix_lm else ())
-
-
 # Forward passes through the stages ------------------------------------------------------------------------------------
 
 
@@ -70,11 +64,11 @@ def run_stages(w: model.Transformer, c: ModelConfig, batch, key, microbatches: i
     split = lambda x: x.reshape(microbatches, -1, *x.shape[1:])
 
     def enter():
-        return jax.tree.map(split, vary(architecture(c).embed_batch(w, c, batch, key), AXES))
+        return jax.tree.map(split, vary(architecture(c).module.embed_batch(w, c, batch, key), AXES))
 
     batch_mbs, first = jax.tree.map(split, batch), axis_index(STAGE) == 0
     x_mbtD = enter() if axis_size(STAGE) == 1 else jax.lax.cond(first, enter, lambda: zeros_like_result(enter))
-    for chunk in range(passes(c)):
+    for chunk in range(architecture(c).passes):
         if chunk:
             x_mbtD = shift(x_mbtD, STAGE)  # from the last stage to the first
         x_mbtD, statistics = run_chunk(w, c, x_mbtD, batch_mbs, key, chunk)
@@ -92,7 +86,7 @@ def run_chunk(w: model.Transformer, c: ModelConfig, x_mbtD, batch_mbs, key, chun
     row_m = np.array([[cell[0].microbatch if cell else IDLE for cell in row] for row in table])
 
     def work(m, x_btD):
-        return vary(architecture(c).stage(w, c, x_btD, read_at(batch_mbs, m), key, chunk), AXES)
+        return vary(architecture(c).module.stage(w, c, x_btD, read_at(batch_mbs, m), key, chunk), AXES)
 
     def tick(carry, row):
         received_btD, statistics = carry
@@ -115,7 +109,7 @@ def run_chunk(w: model.Transformer, c: ModelConfig, x_mbtD, batch_mbs, key, chun
 def forward_sums(w: model.Transformer, cfg: Config, batch, key):
     """Compute the sums over this device's tokens that `model.loss` reduces to the loss."""
     split = fit.split_batch(cfg)
-    if schedule(cfg).in_one_piece and not cfg.model.encoder_layers:
+    if schedule(cfg).in_one_piece and architecture(cfg.model).passes == 1:
         return model.forward(w, cfg.at_work, batch, key)
     x, statistics = run_stages(w, cfg.at_work, batch, key, split.microbatches * split.accumulation)
     cross_entropy, auxiliary = spread_loss(w, cfg.at_work, x, batch["targets_BT"], batch["weights_BT"])
@@ -141,7 +135,11 @@ def schedule(cfg: Config) -> schedules.Schedule:
 
 
 def build_schedule(cfg: Config) -> schedules.Schedule:
-    """Build the schedule of a step, as `schedule` does, for any work.remat."""
+    """Build the schedule of a step, as `schedule` does, for any work.remat.
+
+    In an encoder-decoder, chunk 0 of a stage is its encoder layers, and chunk 1 its decoder layers. So its 1F1B is the
+    interleaved schedule with 2 chunks.
+    """
     split, work, S, n = fit.split_batch(cfg), cfg.work.resolved, cfg.mesh.stage, cfg.model.n_blocks
     v = work.chunks
     if cfg.model.encoder_layers:
@@ -178,15 +176,13 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES, sto
     This is the one `shard_map` around the model: manual over all axes, `check_vma` on.
 
     reads  names of the arrays that the function needs from the batch, a dict as `dataset.batch` returns it, besides
-           those that `batch_names` adds; others are ignored. Another array is added: index_BT, int32, the index of each
+           those of its architecture; others are ignored. Another array is added: index_BT, int32, the index of each
            token in the global batch, for dropout keys, and encoder_index_BS
-    stored  the parameters are sharded as training stores them: `architectures.declare_stored`
+    stored  the parameters are sharded as training stores them: `parameters.declare_stored`
     Raises: UserError that lists the arrays missing from the batch.
     """
-    reads = batch_names(cfg.model, reads)
-    index_of = {"index_BT": "tokens_BT"}
-    if cfg.model.encoder_layers:
-        index_of |= {"encoder_index_BS": "encoder_tokens_BS"}
+    reads += architecture(cfg.model).batch
+    index_of = {name.replace("tokens", "index"): name for name in reads if "tokens" in name}
     batch_specs = dict.fromkeys((*reads, *index_of), BATCH_SPEC)
     declared = declare_stored(cfg) if stored else declare(cfg.model)
     in_specs = (sharding.specs(declared), batch_specs, P())

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from flax import struct
 
 import model
-from architectures import architecture, gather_replicas
+from architectures import architecture
 from config import AXES, Config, ModelConfig
 from overlap.weights import held_by_step
+from parameters import gather_replicas
 from pipeline import schedules
 from sharding import STAGE, TENSOR, TOKENS, axis_index, axis_size, own_slice, psum, reduce_scatter, shift, vary
 
@@ -174,7 +175,7 @@ def unsaved_inputs(job: Job, m, chunk):
 def enter(job: Job, table_VD, m):
     """Embed the tokens of microbatch m. Returns the input of the first stage, [b, t, D]."""
     w, batch = job.w.replace(embedding_VD=table_VD), read_at(job.microbatches, m)
-    return vary(architecture(job.c).embed_batch(w, job.c, batch, job.key), AXES)
+    return vary(architecture(job.c).module.embed_batch(w, job.c, batch, job.key), AXES)
 
 
 def with_balance(job: Job, router):
@@ -200,7 +201,7 @@ def forward(job: Job, m, chunk, x_btD):
     weights, context = unsaved_inputs(job, m, chunk)
 
     def run(weights, x_btD, context):
-        y_btD, router = architecture(job.c).stage(job.w.replace(**weights), job.c, x_btD, *context, chunk)
+        y_btD, router = architecture(job.c).module.stage(job.w.replace(**weights), job.c, x_btD, *context, chunk)
         return vary((y_btD, with_balance(job, router)), AXES)
 
     if job.d_loss is None:

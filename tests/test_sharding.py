@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import parameters
 import sharding
-from architectures import declare, declare_stored
+from architectures import declare
 from config import (
     PRESETS,
     Config,
@@ -333,7 +333,7 @@ def test_a_matrix_is_also_sharded_over_its_replicas():
 
     def stored(mesh):
         cfg = preset("tiny", **{"mesh": mesh, "optim.shard_over_data": True})
-        declared, new = (sharding.flatten_named(tree) for tree in (declare(cfg.model), declare_stored(cfg)))
+        declared, new = (sharding.flatten_named(tree) for tree in (declare(cfg.model), parameters.declare_stored(cfg)))
         return {name: (d.spec, new[name].spec) for name, d in declared.items()}
 
     found = stored("data=2,fsdp=2,tensor=2")

@@ -20,6 +20,7 @@ import tyro
 from jax.sharding import Mesh, NamedSharding
 
 import sharding
+from architectures import architecture
 from config import Config, ModelConfig, replace
 from config.fields import is_remote
 from progress import print_to_stderr
@@ -123,8 +124,7 @@ def stored_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:
 
 def _run_config(c: ModelConfig, out: str) -> dict:
     path, place = Path(str(out)), {} if is_remote(str(out)) else {"run.dir": str(Path(out).parent)}
-    settings = {"model": c, "run.name": path.resolve().name} | place
-    settings |= {"data.input_len": 512} if c.encoder_layers else {}  # as T5 was pretrained
+    settings = {"model": c, "run.name": path.resolve().name, "data.input_len": architecture(c).input_len} | place
     return {"config": replace(Config(), **settings).to_dict(), "data": None}
 
 

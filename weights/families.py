@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import sharding
-from architectures import declare
+from architectures import architecture, declare
 from config import Affects, ModelConfig, affecting
 from utils import UserError
 
@@ -398,10 +398,10 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
     letters of a table row are not those of its parameters.
     """
     kind = kind or family_of(c)
-    family, declared = FAMILIES[kind], sharding.flatten_named(declare(c))
+    family, declared, stacks = FAMILIES[kind], sharding.flatten_named(declare(c)), architecture(c).stacks(c)
     rows = [(r, "", "", np.zeros((), int)) for r in family.outside]
     rows += [(r, f"{stack}.", family.layer_name.replace("{stack}", stack.split(".")[0]), n)
-             for r in family.layer for stack, n in layer_numbers(c).items() if stack.startswith(r.stack)]  # fmt: skip
+             for r in family.layer for stack, _, n in stacks if stack.startswith(r.stack)]  # fmt: skip
     tensors = []
     for r, ours, theirs, numbers in rows:
         r = r._replace(layout=r.layout.format(rope_dims=c.rope_dims))
@@ -452,15 +452,6 @@ def _check_complete(tensors: list[Piece], declared: dict[str, sharding.Declarati
             raise UserError(
                 f"the {kind!r} mapping gives {n} tensors the name {name!r}; add {{layer}} or {{expert}} to the name"
             )
-
-
-def layer_numbers(c: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the layer numbers, counted from 0, in the shape in which the parameters of these layers are stacked."""
-    if c.encoder_layers:
-        return {"encoder.layers": np.arange(c.encoder_layers), "decoder.layers": np.arange(c.n_layers)}
-    numbers_LJ = np.arange(c.dense_prefix, c.n_layers).reshape(c.n_blocks, c.layers_per_block)
-    dense = c.layers_per_block - bool(c.n_experts)
-    return {"prefix": np.arange(c.dense_prefix), "blocks.dense": numbers_LJ[:, :dense], "blocks.moe": numbers_LJ[:, -1]}
 
 
 def _sizes(parts: Iterable[Part], declared: dict[str, sharding.Declaration]) -> dict[str, int]:

@@ -5,7 +5,6 @@ import itertools
 
 from jax.sharding import Mesh
 
-from architectures import declare_stored
 from config import Affects, Config, ModelConfig, affecting, differences
 from utils import UserError, log
 from weights import convert
@@ -25,7 +24,7 @@ def apply_init_from(start: Config, flags: list[str]) -> Config:
     if not source:
         return start
     shape = with_shape_of(convert.read_config(source), start.model)
-    input_len = (start.data.input_len or start.data.seq_len) if shape.encoder_layers else 0
+    input_len = (start.data.input_len or start.data.seq_len) if architecture(shape).input_len else 0
     return dataclasses.replace(start, model=shape, data=dataclasses.replace(start.data, input_len=input_len))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import sharding
-from architectures import declare
+from architectures import architecture, declare
 from config import Config, ModelConfig, replace
 from utils import UserError, suggest
 from weights import families
@@ -169,8 +169,8 @@ def read(path: str) -> Published:
         kind, model, left_out = describe(hf)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.resolve().parent.name).strip(".-") or kind
         positions = hf.get("max_position_embeddings") or POSITIONS
-        settings = {"model": model, "run.name": name, "data.seq_len": min(positions, POSITIONS)}
-        settings |= {"data.input_len": 512} if model.encoder_layers else {}  # as T5 was pretrained
+        settings = {"model": model, "run.name": name, "data.seq_len": min(positions, POSITIONS),
+                    "data.input_len": architecture(model).input_len}  # fmt: skip
         cfg = replace(Config(), **settings)
     except UserError as error:
         raise UserError(str(error).replace("config.json", str(file), 1)) from None

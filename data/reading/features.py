@@ -47,21 +47,10 @@ def decoder(rows: Rows, eot: int, seq_len: int, prefix_lm: bool = False) -> dict
 
 
 def encoder_decoder(rows: Rows, eot: int, input_len: int, seq_len: int) -> dict[str, np.ndarray]:
-    """Make a batch of inputs for an encoder, and targets for a decoder."""
-
-    def outputs(example: Example) -> dict[str, np.ndarray]:
-        ids = np.concatenate([[eot], example.targets, [eot]])
-        return {"tokens": ids[:-1], "targets": ids[1:], "weights": np.ones(len(ids) - 1)}
-
-    inputs = [[{"tokens": encoder_ids(one.inputs, eot)} for one in row] for row in rows]
-    padding = {"tokens": eot, "targets": eot, "weights": 0.0}
+    """Make a batch of inputs for an encoder, which end with end of text as in T5, and targets for a decoder."""
+    inputs = [[{"tokens": np.append(one.inputs, eot)} for one in row] for row in rows]
     read = _pack(inputs, {"tokens": eot}, input_len, "encoder_{}_BS", "data.input_len")
-    return read | _pack([[*map(outputs, row)] for row in rows], padding, seq_len, "{}_BT", "data.seq_len")
-
-
-def encoder_ids(inputs: np.ndarray, eot: int) -> np.ndarray:
-    """Return what an encoder reads for the inputs of an example. As in T5, they end with end of text."""
-    return np.append(inputs, eot)
+    return read | decoder([[Example([], one.targets) for one in row] for row in rows], eot, seq_len)
 
 
 def _pack(rows: list[list[dict]], padding: dict, length: int, name: str, setting: str) -> dict[str, np.ndarray]:

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from architectures import architecture
 from config import AUTO, Config, MeshConfig
 from config.fields import REMAT
 from pipeline import fit, schedules
-from pipeline.step import TWO_STACKS
 from plan.time.plan import Plan
 from sharding import CONTEXT, SLICED, STAGE, TENSOR
 from utils import UserError
@@ -29,7 +29,7 @@ def options(cfg: Config) -> dict[str, tuple]:
         "gather": ("layer", "step"),
         "tensor_exchange": ("gather", "ring"),
         "context_attention": ("gather", "ring"),  # not all_to_all, which has not been timed on any chip
-        "schedule": TWO_STACKS if cfg.model.encoder_layers else tuple(schedules.SCHEDULES),
+        "schedule": architecture(cfg.model).schedules or tuple(schedules.SCHEDULES),
     }
     idle = without_effect(cfg.mesh)
     return {name: values for name, values in found.items()

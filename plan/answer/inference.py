@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
+from architectures import architecture
 from config import AUTO, AXES, Config, ModelConfig
 from config.fields import DTypeOrAuto
 from generate.cache import decoding_config
@@ -506,7 +507,7 @@ class Plan:
 
 
 def check_decoder(cfg: Config) -> None:
-    if cfg.model.encoder_layers:
+    if not architecture(cfg.model).continues_prompt:
         raise UserError("--inference plans decoders, and this model has an encoder; drop --inference")
 
 

@@ -10,10 +10,10 @@ import math
 
 import local_steps
 import sharding
+from architectures import architecture
 from compile import ledger
 from config import AUTO, AXES, Config, MeshConfig, replace
 from pipeline import fit, schedules
-from pipeline.step import TWO_STACKS
 from plan.answer import auto
 from plan.chips import hardware
 from plan.chips.units import amount
@@ -89,7 +89,7 @@ def candidate_meshes(cfg: Config, topology: hardware.Topology) -> list[MeshConfi
     axis that spans several slices is a multiple of their number."""
     c, across = cfg.model, cfg.mesh.across
     return [dataclasses.replace(mesh, across=across) for mesh in meshes(topology.devices)
-            if (mesh.expert == 1 or c.n_experts) and (mesh.context == 1 or not c.encoder_layers)
+            if (mesh.expert == 1 or c.n_experts) and (mesh.context == 1 or architecture(c).splits_context)
             and mesh.sizes[across] % topology.slices == 0]  # fmt: skip
 
 
@@ -117,9 +117,8 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, tr
     fit, large, refused = [], [], {}
     autos = cfg.work.auto_settings
     least = {name: value for name, value in cfg.work.baselines("least").items() if name in autos}
-    candidates = candidate_meshes(cfg, topology)
-    names = TWO_STACKS if cfg.model.encoder_layers else tuple(schedules.SCHEDULES)
-    for mesh in track(candidates, f"meshes of {topology}"):
+    names = architecture(cfg.model).schedules or tuple(schedules.SCHEDULES)
+    for mesh in track(candidate_meshes(cfg, topology), f"meshes of {topology}"):
         for schedule in names if mesh.stage > 1 and "schedule" in autos else [cfg.work.schedule]:
             work = dataclasses.replace(cfg.work, **least, schedule=schedule).resolved
             try:

@@ -68,7 +68,7 @@ def legend(plan: Plan) -> str:
     entries = (
         f"{letter}={sizes[letter]:,} {means}" for letter, means in MEANS.items() if re.search(rf"\b{letter}\b", text)
     )
-    in_encoder = f" In encoder layers, t={sizes['S']:,}." if one.cfg.model.encoder_layers else ""
+    in_encoder = f" In encoder layers, t={sizes['S']:,}." if sizes["S"] else ""
     return (
         "A formula gives the FLOPs of a matmul, or the bytes of a collective, in one forward pass of one layer. Lines "
         f"outside layers have none. Letters are sizes on one device: {', '.join(entries)}.{in_encoder} The count "

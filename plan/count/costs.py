@@ -12,15 +12,17 @@ positions, h heads, f and m hidden widths.
 
 import functools
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import model
 import sharding
-from architectures import as_stored
+from architectures import architecture
 from config import Config, ModelAtWork
 from kernels import attention as attending, grouped
 from overlap.context import chunk_starts
 from overlap.weights import tokens_go_to_table, vocabulary_slices
+from parameters import as_stored
 from pipeline import fit, schedules
 from plan.chips import hiding
 from plan.count import networks, traced_layer
@@ -51,18 +53,14 @@ def model_flops_per_token(cfg: Config) -> int:
     the encoder and the keys and values of cross-attention, and targets through the rest.
     Source: PaLM, arXiv:2204.02311, appendix B, but with half the query-key pairs, because attention is causal.
     """
-    c = cfg.at_work
+    c, S, T = cfg.at_work, cfg.data.input_len, cfg.data.seq_len
     _, active = parameters(cfg.model)
     lookup = 0 if c.tie_embeddings else c.vocab_size * c.d_model
     width = c.d_head + c.d_rope + c.d_value if c.attention == "mla" else 2 * c.d_head
-    if c.encoder_layers:
-        S, T, of_inputs = cfg.data.input_len, cfg.data.seq_len, ("encoder.", "decoder.layers.cross.w_key",
-                                                                 "decoder.layers.cross.w_value")  # fmt: skip
-        inputs = sum(d.size for name, d in declared(cfg.model).items() if name.startswith(of_inputs))
-        pairs = 2 * c.encoder_layers * S * S + c.n_layers * (T * (T + 1) + 2 * S * T)
-        of_sequence = 6 * (inputs * S + (active - lookup - inputs) * T) + 3 * c.n_heads * width * pairs
-        return of_sequence // (S + T)
-    return 6 * (active - lookup) + 3 * c.n_layers * c.n_heads * width * (cfg.data.seq_len + 1)
+    of_inputs = "encoder.", "decoder.layers.cross.w_key", "decoder.layers.cross.w_value"
+    inputs = sum(d.size for name, d in declared(cfg.model).items() if name.startswith(of_inputs))
+    pairs = 2 * c.encoder_layers * S * S + c.n_layers * (T * (T + 1) + 2 * S * T)
+    return (6 * (inputs * S + (active - lookup - inputs) * T) + 3 * c.n_heads * width * pairs) // (S + T)
 
 
 # What a device does ---------------------------------------------------------------------------------------------------
@@ -88,12 +86,17 @@ class Sizes:
         s = cfg.data.seq_len // mesh[CONTEXT]
         width = 2 if c.compute_dtype == "bfloat16" else 4
         return cls(fit.split_batch(cfg).device_batch, cfg.data.seq_len, s, s // mesh[TENSOR], width,
-                   c.n_blocks // mesh[STAGE], mesh, platform, c.encoder_layers and cfg.data.input_len)  # fmt: skip
+                   c.n_blocks // mesh[STAGE], mesh, platform, cfg.data.input_len)  # fmt: skip
 
     @property
     def of_encoder(self) -> "Sizes":
         """The sizes of the encoder's shard, which are used where those of the decoder are expected."""
         return replace(self, T=self.S, s=self.S, t=self.S // self.mesh[TENSOR])
+
+    @property
+    def streams(self) -> list["Sizes"]:
+        """The sizes of each residual stream."""
+        return [self, self.of_encoder] if self.S else [self]
 
     def group(self, *axes: str) -> int:
         """Number of devices along these axes."""
@@ -304,11 +307,10 @@ def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
 
     The balance loss over the batch costs an additional forward pass, unless all forward passes precede the first
     backward pass. If weight gradients are delayed, both halves of a backward pass recompute the forward pass, and both
-    compute the gradients of inputs. In an encoder-decoder with several microbatches or stages, the backward pass begins
-    with another forward pass; see `encoder_decoder.stage`.
+    compute the gradients of inputs.
     """
     M, halves = sched.microbatches, 1 + sched.splits_backward
-    once_more = has_balance_pass(cfg, sched) or (cfg.at_work.encoder_layers and not sched.in_one_piece)
+    once_more = has_balance_pass(cfg, sched) or repeats_passes(cfg, sched)
     return Passes(M * (2 if once_more else 1), M * halves, M * halves, M)
 
 
@@ -319,12 +321,17 @@ def has_balance_pass(cfg: Config, sched: schedules.Schedule) -> bool:
     return bool(sched.microbatches * sched.stages > 1 and not sched.turns and whole_batch)
 
 
+def repeats_passes(cfg: Config, sched: schedules.Schedule) -> bool:
+    """Return True if a backward pass begins with another forward pass; see `encoder_decoder.stage`."""
+    return architecture(cfg.model).passes > 1 and not sched.in_one_piece
+
+
 def layer_counts(c: ModelAtWork, z: Sizes) -> dict[str, int]:
-    """Count the layers of each kind on the first stage."""
-    if c.encoder_layers:
-        return {"encoder": c.encoder_layers // z.mesh[STAGE], "decoder": c.n_layers // z.mesh[STAGE]}
-    dense = c.dense_prefix + z.blocks * (c.layers_per_block - bool(c.n_experts))
-    return {"dense": dense, "moe": z.blocks if c.n_experts else 0}
+    """Count the layers of each kind on the first stage, which has the whole prefix."""
+    counts = Counter()
+    for stack in architecture(c).stacks(c):
+        counts[stack.kind] += stack.numbers.size // (1 if stack.name == "prefix" else z.mesh[STAGE])
+    return counts
 
 
 def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:
@@ -332,7 +339,7 @@ def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:
     layers of an encoder or of a decoder share."""
     counts = layer_counts(c, z)
     found = [(many, layer_costs(c, z, kind) if many else []) for kind, many in counts.items()]
-    return found + [(1, layer_costs(c, z, kind, shared=True)) for kind in counts if c.encoder_layers]
+    return found + [(1, layer_costs(c, z, kind, shared=True)) for kind, many in counts.items() if many]
 
 
 @dataclass(frozen=True)
@@ -505,7 +512,7 @@ def slots(cfg: Config, sched: schedules.Schedule) -> tuple[float, float, float]:
     # Fraction of a forward pass that is recomputed; with "dots", attention scores and experts
     again = {"none": 0.0, "dots": 0.2, "branches": 1.0, "full": 1.0}.get(c.work.remat)
     again = recomputed_share(c, Sizes.from_config(cfg)) if again is None else again
-    again += bool(c.encoder_layers and not sched.in_one_piece)
+    again += repeats_passes(cfg, sched)
     return (1.0, again + 1, again + 2) if sched.splits_backward else (1.0, again + 2, 0.0)
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import model
 import optimizer
-from architectures import as_stored
 from config import Config, ModelAtWork
 from config.fields import parse_remat
 from encoder_decoder import BUCKETS
 from kernels import grouped
+from parameters import as_stored
 from pipeline import schedules
 from plan.chips import hiding
 from plan.count.costs import (
@@ -154,7 +154,7 @@ def score_bytes(c: ModelAtWork, z: Sizes, kind: str) -> float:
 def bias_bytes(c: ModelAtWork, z: Sizes) -> float:
     """Return the bytes of the position biases of both stacks, of their gradients and of the one-hot rows (see
     `encoder_decoder.position_bias`)."""
-    return 4 * (z.S**2 + z.T**2) * (BUCKETS + 2 * c.n_heads // z.mesh[TENSOR]) if c.encoder_layers else 0
+    return 4 * (z.S**2 + z.T**2) * (BUCKETS + 2 * c.n_heads // z.mesh[TENSOR]) if z.S else 0
 
 
 # Arrays as large as the scores: in the layer that is being computed, and among what a layer saves with remat=none
@@ -181,9 +181,8 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     work = max(saved_bytes(c, z, kind, at_work) + SCORES_AT_WORK * score_bytes(c, z, kind) for _, kind in there)
     of_layer = max(sum(x.gathered_size * x.width // x.layers for x in w if x.name.startswith(part))
                    for part in ("prefix.", "blocks.dense.", "blocks.moe.", *LAYERS[2:]))  # fmt: skip
-    positions = z.t + z.S // z.mesh[TENSOR] if c.encoder_layers else z.t
-    buffers, stream = sched.slots, z.b * positions * c.d_model * z.width
-    if c.encoder_layers and not one_piece:  # a pass saves its input; its backward pass saves what its layers save
+    buffers, stream = sched.slots, sum(one.b * one.t for one in z.streams) * c.d_model * z.width
+    if repeats_passes(cfg, sched):  # a pass saves its input; its backward pass saves what its layers save
         saved = max(each) + buffers.kept * stream
     else:
         saved = (buffers.kept + (not one_piece)) * saved / sched.chunks

@@ -29,7 +29,7 @@ from architectures import declare
 from config import ModelAtWork
 from overlap.context import over_context
 from overlap.remat import remat
-from pipeline.step import batch_names
+from pipeline.step import BATCH_NAMES
 from plan.chips import hardware
 from plan.trace.program import abstract_mesh, read
 from plan.trace.rows import ROOT, Row
@@ -176,7 +176,7 @@ def stack_rows(c: ModelAtWork, kind: str) -> list[Row]:
     B, devices = PRIMES["b"] * PRIMES["expert"], PRIMES["tensor"] * PRIMES["context"]
     lengths = {"BS": PRIMES["t" if kind == "encoder" else "S"] * devices, "BT": PRIMES["t"] * devices}
     pair = tuple(jax.ShapeDtypeStruct((B, T, c.d_model), jnp.dtype(c.compute_dtype)) for T in lengths.values())
-    names = (*batch_names(c), "encoder_index_BS", "index_BT")
+    names = (*BATCH_NAMES, *encoder_decoder.ENCODER_BATCH, "encoder_index_BS", "index_BT")
     batch = {name: jax.ShapeDtypeStruct((B, lengths[name[-2:]]), jnp.int32) for name in names}
 
     def local(w, pair, batch):

@@ -23,11 +23,12 @@ from jax.sharding import Mesh, NamedSharding
 import optimizer
 import pipeline
 import sharding
+from architectures import architecture
 from compile import ledger, options
 from config import Config, MeshConfig
 from devices import compile_cache
 from pipeline import fit
-from pipeline.step import batch_names
+from pipeline.step import BATCH_NAMES
 from plan.chips import hardware
 from plan.chips.hardware import Topology
 from utils import UserError
@@ -191,7 +192,7 @@ def shapes(cfg: Config, mesh: Mesh):
 def batch_shapes(cfg: Config) -> dict[str, jax.ShapeDtypeStruct]:
     lengths, dtype = {"BT": cfg.data.seq_len, "BS": cfg.data.input_len}, {"weights_BT": np.float32}
     return {name: jax.ShapeDtypeStruct((cfg.data.batch_size, lengths[name[-2:]]), dtype.get(name, np.int32))
-            for name in batch_names(cfg.model)}  # fmt: skip
+            for name in (*BATCH_NAMES, *architecture(cfg.model).batch)}  # fmt: skip
 
 
 def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:

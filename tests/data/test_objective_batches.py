@@ -248,7 +248,7 @@ REFUSED = [  # objective, settings -> what is said of them
         {"model.vocab_size": 901},
         r"30 tokens need 1 sentinels besides the 901 ids .* --model\.vocab_size 904 \(",
     ),
-    ("causal", ENCODER, r"causal has no inputs for the encoder \(model\.encoder_layers=2\); use span, prefix or task"),
+    ("causal", ENCODER, "causal has no inputs for the encoder; use span, prefix or task"),
     ("span=0.5,causal=0.5", ENCODER, "causal has no inputs for the encoder"),
     ("span", {"data.seq_len": 3}, "no text fits into data.seq_len=3 and data.input_len=0; use larger values"),
     ("task", {}, "have no target weights, so they have no prompts; write a task with python -m data.tasks"),
