@@ -103,6 +103,7 @@ def bucket(distance, bidirectional: bool):
     return after + jnp.where(distance < exact, distance, far)
 
 
+@jax.named_scope("position_bias")
 def position_bias(bias_Wh, queries_s, keys_S, bidirectional: bool):
     """Return what is added to the score of a query and a key, from their positions. Shapes: [s], [S] -> [h, s, S].
 
@@ -140,11 +141,13 @@ def within_rows(bias_WH, segments_bs, bidirectional: bool):
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
+@jax.named_scope("cross_attention/keys_values")
 def cross_keys_values(w: DecoderLayer, memory_bSD):
     """Project the encoder's output to keys and values. Shapes: [b, S, D] -> [b, S, g, K] each."""
     return tuple(jnp.einsum("bSD,DgK->bSgK", memory_bSD, w_DGK) for w_DGK in (w.cross.w_key_DGK, w.cross.w_value_DGK))
 
 
+@jax.named_scope("cross_attention")
 def cross_branch(w: DecoderLayer, c: ModelConfig, y_btD, keys_values, attend):
     """Return what cross-attention adds to the decoder's residual stream. Shapes: [b, t, D] -> [b, t, D].
 
@@ -153,9 +156,11 @@ def cross_branch(w: DecoderLayer, c: ModelConfig, y_btD, keys_values, attend):
     """
     h_btD = norm(y_btD, w.norm_cross_D, c.norm_eps)
 
+    @jax.named_scope("queries")
     def queries(h_bpD):
         return jnp.einsum("bpD,DhK->bphK", h_bpD, w.cross.w_query_DHK)
 
+    @jax.named_scope("attention_output")
     def out(o_bphK):
         return jnp.einsum("bphK,hKD->bpD", o_bphK, w.cross.w_out_HKD)
 
@@ -189,6 +194,7 @@ def encode(w: EncoderDecoder, c: ModelConfig, x_btD, batch, key, form=at_use):
     return scan_layers(one, w.encoder.layers, x_btD, lambda i: first + i)[0]
 
 
+@jax.named_scope("encoder_output")
 def memory(w: EncoderDecoder, c: ModelConfig, x_btD):
     """Norm the encoder's output, and gather its positions, once for all decoder layers. [b, t, D] -> [b, S, D]."""
     return all_gather(norm(x_btD, w.encoder.norm_D, c.norm_eps), TENSOR, dim=1)

@@ -191,13 +191,7 @@ class LatentAttention:
     w_out_HUD: Any = param("HUD", fan_in="HU", residual=True, H=TENSOR, D=SLICED)
 
 
-def query_latent(w: LatentAttention, c: ModelConfig, x_bsD):
-    """Return the query latent, or x itself if the model has none. Shapes: [b, s, D] -> [b, s, Q]."""
-    if w.w_down_query_DQ is None:
-        return x_bsD
-    return norm(x_bsD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
-
-
+@jax.named_scope("queries")
 def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs, rotary_on):
     """Project the latent to each head's query: the content part and the rotary part, which is rotated.
     Shapes: [b, s, Q] -> [b, s, h, K], [b, s, h, R]."""
@@ -208,13 +202,17 @@ def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs,
     return scaled(q_bshK, content), rotate(q_bshR, angles_bsr, rotary)
 
 
+@jax.named_scope("latents")
 def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
-    """Return the normed key/value latent and the rotated rotary key. A KV cache stores only these two.
-    Shapes: [b, s, D] -> [b, s, C], [b, s, R]."""
+    """Return the query latent (x itself if the model has none), the normed key/value latent and the rotated
+    rotary key. A KV cache stores only the last two. Shapes: [b, s, D] -> [b, s, Q], [b, s, C], [b, s, R]."""
+    latent_bsQ = x_bsD
+    if w.w_down_query_DQ is not None:
+        latent_bsQ = norm(x_bsD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
     latent_bsC = norm(x_bsD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
     k_bs1R = (x_bsD @ w.w_key_rotary_DR)[:, :, None, :]
     k_bs1R = rotate(k_bs1R, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on, c.rope_scaling))
-    return latent_bsC, k_bs1R[:, :, 0, :]
+    return latent_bsQ, latent_bsC, k_bs1R[:, :, 0, :]
 
 
 def sends_latents(c: ModelConfig) -> bool:
@@ -231,9 +229,7 @@ def latent_attention(
     attend  as in `layer`
     Sends over TENSOR: Q + C + R numbers per position if `sends_latents`, else D; and D for the result.
     """
-
-    def project_down(x_bpD, positions_bp):
-        return query_latent(w, c, x_bpD), *latents(w, c, x_bpD, positions_bp, rotary_on)
+    project_down = lambda x_bpD, positions_bp: latents(w, c, x_bpD, positions_bp, rotary_on)
 
     def project_queries(query_bpQ, latent_bpC, key_bpR, positions_bp):
         q_bphX = jnp.concatenate(latent_queries(w, c, query_bpQ, positions_bp, rotary_on), -1)
@@ -246,6 +242,7 @@ def latent_attention(
         project = lambda x_bpD, pos_bp: project_queries(*project_down(x_bpD, pos_bp), pos_bp)
         q_bshX, *latent_and_key = gather_apply(c, project, x_btD, local_arrays=(positions_bs,))
 
+    @jax.named_scope("keys_values")
     def keys_values(latent_bSC, k_bSR):
         k_bShK = jnp.einsum("bSC,ChK->bShK", latent_bSC, w.w_key_CHK)
         k_bShR = jnp.broadcast_to(k_bSR[:, :, None, :], (*k_bShK.shape[:3], c.d_rope))
@@ -256,10 +253,11 @@ def latent_attention(
         return jnp.concatenate([q_bshC, q_bshX[..., c.d_head :]], -1)
 
     value_of = lambda o_bshC: jnp.einsum("bshC,ChU->bshU", o_bshC, w.w_value_CHU)  # o: mean of latents
+    out = lambda o_bphU: jnp.einsum("bphU,hUD->bpD", o_bphU, w.w_out_HUD)
 
     # Content and rotary parts are concatenated (X = K + R): one matmul computes the sum of both scores.
     o_bshU = attend(c, q_bshX, latent_and_key, keys_values, segments_bs, (absorb, value_of))
-    return apply_scatter(c, lambda o_bphU: jnp.einsum("bphU,hUD->bpD", o_bphU, w.w_out_HUD), o_bshU)
+    return apply_scatter(c, jax.named_scope("attention_output")(out), o_bshU)
 
 
 @struct.dataclass
@@ -274,6 +272,7 @@ class GroupedAttention:
     w_out_HKD: Any = param("HKD", fan_in="HK", residual=True, H=TENSOR, D=SLICED)
 
 
+@jax.named_scope("queries_keys_values")
 def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
     """Compute rotated queries and keys, and values. [b, s, D] -> [b, s, h, K], [b, s, g, K], [b, s, g, K]."""
     q_bshK = jnp.einsum("bsD,DhK->bshK", x_bsD, w.w_query_DHK)
@@ -299,6 +298,7 @@ def grouped_attention(
     q_bshK, *keys_and_values, x_bsD = gather_apply(c, project, x_btD, local_arrays=(positions_bs,))
     o_bshK = attend(c, q_bshK, keys_and_values, lambda *same: same, segments_bs)
 
+    @jax.named_scope("attention_output")
     def out(o_bphK, x_bpD):
         partial_bpD = jnp.einsum("bphK,hKD->bpD", o_bphK, w.w_out_HKD)
         return partial_bpD if parallel is None else partial_bpD + feed_forward(parallel, c, x_bpD)
@@ -330,17 +330,21 @@ class FeedForward:
 
 def hidden(w: FeedForward, c: ModelConfig, x_bsD):
     """Compute the hidden activations of a feed-forward layer. Shapes: [.., D] -> [.., f]."""
-    up_bsf = add_bias(x_bsD @ w.w_up_DF, w.bias_up_F)
-    gate_bsf = None if w.w_gate_DF is None else x_bsD @ w.w_gate_DF
+    with jax.named_scope("up"):
+        up_bsf = add_bias(x_bsD @ w.w_up_DF, w.bias_up_F)
+    with jax.named_scope("gate"):
+        gate_bsf = None if w.w_gate_DF is None else x_bsD @ w.w_gate_DF
     return activate(c, up_bsf, gate_bsf)
 
 
+@jax.named_scope("down")
 def down(w: FeedForward, up_bsf):
     """Project to the model width: [.., f] -> [.., D], a partial sum over TENSOR. Each device adds the bias
     divided by the size of TENSOR, so that the sum contains it once."""
     return add_bias(up_bsf @ w.w_down_FD, w.bias_down_D, 1 / axis_size(TENSOR))
 
 
+@jax.named_scope("feed_forward")
 def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
     """Apply a dense feed-forward layer. Shapes: [.., D] -> [.., D], a partial sum over TENSOR."""
     return down(w, hidden(w, c, x_bsD))
@@ -372,6 +376,7 @@ def in_best_groups(c: ModelConfig, scores_btE):
     return jnp.where(is_best_btg[..., None], scores_btgX, -jnp.inf).reshape(scores_btE.shape)
 
 
+@jax.named_scope("router")
 def route(w: MoE, c: ModelConfig, x_btD):
     """Choose the top_k experts of each token and compute their gates.
 
@@ -413,6 +418,7 @@ def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
     return c.n_experts * jnp.sum(share_E * probability_E / tokens, axis=-1)
 
 
+@jax.named_scope("experts")
 def experts_feed_forward(w: MoE, c: ModelConfig, matmul, rows, gates):
     """Apply its expert to each row, one token per row, and multiply by its gate. Returns a partial sum over
     TENSOR. matmul(rows, weights) multiplies each row by the weights of its expert."""
@@ -534,7 +540,7 @@ def moe(w: MoE, c: ModelConfig, x_btD, real_bt):
     def with_shared(partial_bpD, x_bpD):
         return partial_bpD if w.shared is None else partial_bpD + feed_forward(w.shared, c, x_bpD)
 
-    update_btD = apply_scatter(c, with_shared, partial_bsD, x_bsD)
+    update_btD = apply_scatter(c, jax.named_scope("shared_experts")(with_shared), partial_bsD, x_bsD)
     return update_btD, router_statistics(c, probabilities_btE, experts_btk, kept_btk, real_bt)
 
 
@@ -623,6 +629,7 @@ def has_rotary(c: ModelConfig, number):
     return jnp.float32((number + 1) % c.no_rope_every != 0) if c.no_rope_every else 1.0
 
 
+@jax.named_scope("attention")
 def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, attend):
     """Return what attention (and a parallel feed-forward layer, if any) adds to the residual stream.
     Shapes: [b, t, D] -> [b, t, D]."""
@@ -633,6 +640,7 @@ def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, at
     return grouped_attention(*args, parallel=w.feed_forward if c.parallel_residual else None)
 
 
+@jax.named_scope("feed_forward")
 def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
     """Return what the feed-forward layer or MoE adds to the residual stream, and router statistics.
     Shapes: [b, t, D] -> [b, t, D]."""
@@ -729,6 +737,7 @@ def logits(w: Transformer, c: ModelConfig, x_bsD, form=at_use):
     return add_bias((x_bsD @ unembedding(w, c, form)).astype(float32), w.bias_V)
 
 
+@jax.named_scope("logits")
 def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u):
     """Return, over u vocabulary ids, log(sum(exp(logits))), the target's logit and the sum of the logits. The
     target's logit is 0 if the target is not among these ids.

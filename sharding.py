@@ -398,7 +398,8 @@ def by_platform(*args, tpu, gpu, default):
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device and device.platform == KERNELS_AS_CALLS:  # before jax.local_devices: a plan must not touch a device
-        return jax.jit(default)(*args)
+        with jax.named_scope(KERNELS_AS_CALLS):
+            return jax.jit(default)(*args)
     if not re.match(r"([89]|1\d)\.", getattr(jax.local_devices()[0], "compute_capability", "8.0")):
         gpu = default
     if device is None:

@@ -140,6 +140,7 @@ def write_entries(cache_bgSX, new_bsgX, positions_bs):
     return jax.tree.map(write, cache_bgSX, quantize_like(new_bsgX, cache_bgSX))
 
 
+@jax.named_scope("attend_to_cache")
 def attend_to_slots(q_bshX, k_bgSX, v_bgSU, positions_bs, bias_bhsS=None):
     """Attend to this device's slots, up to each token's position. Slot i holds position i. Queries are already scaled.
 
@@ -172,6 +173,7 @@ class CachedAttention:
         self.cache, self.positions_bs, self.bias_bhsS = cache, positions_bs, bias_bhsS
         self.reach_bs = positions_bs if reach_bs is None else reach_bs
 
+    @jax.named_scope("attend")
     def __call__(self, c: ModelAtWork, q_1nhK, parts, keys_values, segments_1n, absorbed=None):
         """Write the new tokens into the cache, and attend to it. Arguments and result as for `over_context`.
 

@@ -16,6 +16,7 @@ from overlap.rings import concatenate_in_order, ring_all_gather, ring_reduce_sca
 from sharding import TENSOR, all_gather, reduce_scatter
 
 
+@jax.named_scope("tensor_exchange")
 def gather_apply(c: ModelAtWork, function, *arrays_bt, local_arrays=()):
     """All-gather the arrays over TENSOR and apply the function to all positions, in order.
 
@@ -31,6 +32,7 @@ def gather_apply(c: ModelAtWork, function, *arrays_bt, local_arrays=()):
     return jax.tree.map(lambda *chunks: concatenate_in_order([*chunks], TENSOR, 1), *results)
 
 
+@jax.named_scope("tensor_exchange")
 def apply_scatter(c: ModelAtWork, function, *arrays_bs):
     """Apply the function, whose result is a partial sum, and reduce-scatter the result over TENSOR along positions.
 
@@ -43,6 +45,7 @@ def apply_scatter(c: ModelAtWork, function, *arrays_bs):
     return ring_reduce_scatter([function(*chunk) for chunk in chunks], TENSOR)
 
 
+@jax.named_scope("tensor_exchange")
 def gather_apply_scatter(c: ModelAtWork, into, out_of, x_btD):
     """All-gather x over TENSOR, compute the partial sum out_of(into(x)), and reduce-scatter it along positions.
 

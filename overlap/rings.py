@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from sharding import axis_index, axis_size, layers_in_branch, shift, vary
 
 
+@jax.named_scope("ring_all_gather")
 def ring_all_gather(x, axis) -> list:
     """All-gather x in a ring: on device i, entry k of the result is the x of device (i + k) mod n.
 

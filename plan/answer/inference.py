@@ -210,7 +210,7 @@ def layer_costs(at: Pass):
     of_moe = c.n_blocks if c.n_experts else 0
     for is_moe, layers in ((False, c.n_layers - of_moe), (True, of_moe)):
         for row in traced_layer.cached_layer_rows(c, "moe" if is_moe else "dense") if layers else ():
-            part, count = traced_layer.part_of(row), layers * row.count.at(sizes)
+            part, count = traced_layer.part_of(row.scopes), layers * row.count.at(sizes)
             if is_moe and part in ("router", "feed-forward"):
                 part = "experts"
             if row.axes:

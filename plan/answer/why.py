@@ -101,7 +101,7 @@ def compare(plan: Plan) -> dict[str, list[Group]]:
         group.planned += x.wire_bytes
     for row in step.rows:
         groups, of = (sent, "wire_bytes") if row.axes else (flops, "flops")
-        name = f"{row.kind} over {'*'.join(row.axes)}" if row.axes else part_of(row)
+        name = f"{row.kind} over {'*'.join(row.axes)}" if row.axes else part_of(scopes_of(row))
         groups.setdefault(name, Group(name, "", 0)).add(row, of, of_line.get((row.source, bool(row.axes)), ""))
     order = lambda groups: sorted(groups.values(), key=lambda group: -max(group.planned, group.traced))
     return {"FLOPs": order(flops), "bytes": order(sent)}

@@ -204,20 +204,22 @@ def expert_matmul_cost(row: traced_layer.LayerRow, sizes: dict, z: Sizes):
 
 def matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -> Matmul:
     """Return the cost of a matmul or kernel of a layer on one device."""
-    count, back = row.count.at(sizes), None
-    if traced_layer.KERNELS.get(row.kind) == "attention":
-        ahead, back = ([count * x for x in one] for one in attention_cost(row, sizes, c, z))
-    elif traced_layer.KERNELS.get(row.kind) == "experts":
+    count, back, kernel = row.count.at(sizes), None, ""
+    if row.kind == "kernel" and row.name == "attend":
+        kernel, (ahead, back) = "attention", ([count * x for x in one] for one in attention_cost(row, sizes, c, z))
+    elif row.kind == "kernel":
+        kernel = "experts"
         ahead = [count * x for x in expert_matmul_cost(row, sizes, z)]
     else:
         ahead = [count * row.flops.at(sizes), row.hbm_bytes(sizes)]
     # A ring over CONTEXT recomputes each step, whatever the layer saves. So does attention with a mask, but XLA merges
     # the second time that it computes the scores with the first, if not on a TPU.
-    once_more = max(row.recomputed - 1, 0) * (z.platform == "tpu" or "masked_attention" not in row.callers)
+    with_mask = row.kind == "matmul" and row.name == "attend"
+    once_more = max(row.recomputed - 1, 0) * (z.platform == "tpu" or not with_mask)
     if back is None and (once_more or row.backward not in (1, 2) or row.once_per_stack):
         back = [row.backward * x for x in ahead]
     back = back and tuple(y + once_more * x for x, y in zip(ahead, back, strict=True))
-    return Matmul(traced_layer.part_of(row), *ahead, bool(row.recomputed), back, row.function)
+    return Matmul(traced_layer.part_of(row.scopes), *ahead, bool(row.recomputed), back, row.branch, row.name, kernel)
 
 
 def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
@@ -230,9 +232,9 @@ def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
     else:
         part = "activations"
     of = "layer"
-    if part == "activations" and arrives and "feed_forward_branch" in row.callers:
+    if part == "activations" and arrives and row.branch == "feed_forward":
         of = "feed-forward"
-    elif part == "activations" and not arrives and {"attention_branch", "cross_branch"} & {*row.callers}:
+    elif part == "activations" and not arrives and row.branch in ("attention", "cross_attention"):
         of = "attention's sums"
     return Exchange(
         part, row.kind, row.axes, row.payload.at(sizes), bool(row.recomputed), row.backward, row.count.at(sizes), of
@@ -349,6 +351,7 @@ class Work:
     part: str
     flops: float
     hbm_bytes: float
+    kernel: str = ""  # as in `Matmul`
 
 
 def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Work]:
@@ -364,7 +367,7 @@ def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[
         ahead = run.forward + run.again * row.again
         both = zip((row.flops, row.hbm_bytes), row.back or (None, None), strict=True)
         back = lambda x, given: x * (run.inputs + run.weights) if given is None else given * run.inputs
-        return Work(row.part, *(many * (ahead * x + back(x, given)) for x, given in both))
+        return Work(row.part, *(many * (ahead * x + back(x, given)) for x, given in both), row.kernel)
 
     rows = [(row, many, run) for many, found in layers(c, z) for row in found] + [
         (row, 1, once) for row in logits_rows(c, z)

@@ -4,7 +4,8 @@
 the prime factors of a FLOP count, or of a collective's bytes, tell which sizes were multiplied, and this formula is
 valid for all sizes and meshes. For example, `2 b t tensor D f` is a matmul over the positions of the TENSOR group.
 
-A kernel (attention or the experts' matmuls) is one row with the letters of its operands. Its FLOPs and bytes are those
+The named scopes of the model tell what an operation is for, see MATMULS. A kernel (attention or the experts' matmuls)
+is one row with the letters of its operands. Its FLOPs and bytes are those
 that it declares, see `kernels/`.
 """
 
@@ -14,6 +15,7 @@ import hashlib
 import math
 import os
 import pickle
+import re
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,10 +91,6 @@ def term(value: float) -> Term:
 # The trace ------------------------------------------------------------------------------------------------------------
 
 STACKS = "encoder", "decoder"  # kinds of layers of an encoder-decoder; those of a decoder are dense and moe
-KERNELS = {  # kernel function in a trace, forward or backward: the part of the layer
-    "mixed_in_blocks": "attention", "pulled_in_blocks": "attention",
-    "grouped_matmul_in_tiles": "experts", "pulled_in_tiles": "experts",
-}  # fmt: skip
 
 
 def prime_sized_model(c: ModelAtWork, kind: str) -> ModelAtWork:
@@ -147,7 +145,7 @@ MESH = hardware.named_mesh({axis: PRIMES.get(axis, 1) for axis in AXES})
 def read_rows(function, in_specs, *shapes) -> list[Row]:
     """Return the rows of a function that works on local shards, traced on a mesh with sizes from PRIMES."""
     on_mesh = jax.shard_map(function, in_specs=in_specs, out_specs=P(AXES))
-    return read(on_mesh, *shapes, mesh=abstract_mesh(MESH, KERNELS_AS_CALLS), kernels=frozenset(KERNELS)).rows
+    return read(on_mesh, *shapes, mesh=abstract_mesh(MESH, KERNELS_AS_CALLS)).rows
 
 
 def rows(c: ModelAtWork, kind: str) -> list[Row]:
@@ -214,19 +212,28 @@ def cached_rows(c: ModelAtWork, kind: str) -> list[Row]:
     return read_rows(local, in_specs, w, entries, x_1nD, numbers_1n, positions_bs)
 
 
-# Maps a function of the model to a part of a plan. If several of a row's callers are listed, the first entry counts.
-# The last entries are functions in loops and kernels, whose traces do not contain the layer that calls them.
+# The named scopes of the model, by which the planner knows what an operation is for. Every matmul and kernel of a layer
+# is in a scope of MATMULS. A scope of PART_OF gives the part of a plan; if an operation is in several, the first entry
+# counts. TENSOR_EXCHANGE is around the code that a ring over TENSOR repeats for each chunk.
+MATMULS = ("latents", "queries", "keys_values", "queries_keys_values", "attend", "attend_to_cache", "attention_output",
+           "position_bias", "up", "gate", "down", "router", "experts")  # fmt: skip
 PART_OF = {
-    "attend_to_slots": "cache", "with_shared": "shared experts", "route": "router", "experts_feed_forward": "experts",
-    "logit_sums": "logits", "feed_forward": "feed-forward", "attention_branch": "attention",
-    "feed_forward_branch": "feed-forward", "meet": "attention", "_attention": "attention", "_grouped_matmul": "experts",
-    **dict.fromkeys(("position_bias", "masked_attention", "cross_branch", "cross_keys_values"), "attention"),
+    "attend_to_cache": "cache", "shared_experts": "shared experts", "router": "router", "experts": "experts",
+    "logits": "logits", "feed_forward": "feed-forward", "attention": "attention", "cross_attention": "attention",
+    "position_bias": "attention",
 }  # fmt: skip
+ENCODER_OUTPUT, TENSOR_EXCHANGE, RING_ALL_GATHER = "encoder_output", "tensor_exchange", "ring_all_gather"
+SCOPES = {*MATMULS, *PART_OF, ENCODER_OUTPUT, TENSOR_EXCHANGE, RING_ALL_GATHER}
 
 
-def part_of(row) -> str:
-    """Return the part of a plan that contains a matmul or kernel (a Row or a LayerRow), or "other"."""
-    return next((part for function, part in PART_OF.items() if function in row.callers), "other")
+def scopes_of(row: Row) -> tuple[str, ...]:
+    """Return the named scopes of the model that contain an operation, outermost first."""
+    return tuple(dict.fromkeys(scope for scope in re.findall(r"\w+", row.scope) if scope in SCOPES))
+
+
+def part_of(scopes: tuple[str, ...]) -> str:
+    """Return the part of a plan that contains the operations in these scopes, or "other"."""
+    return next((part for scope, part in PART_OF.items() if scope in scopes), "other")
 
 
 # Rows in letters ------------------------------------------------------------------------------------------------------
@@ -239,9 +246,9 @@ BACKWARD_OF = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}  
 class LayerRow:
     """One operation of a layer's forward pass, with the cost of its recomputation and of its gradient."""
 
-    kind: str  # matmul, a name of KERNELS, or a collective
+    kind: str  # matmul, kernel, or a collective
     source: str  # "model.py:123 in hidden"
-    callers: tuple[str, ...]
+    scopes: tuple[str, ...]  # see `scopes_of`
     axes: tuple[str, ...]
     count: Term
     flops: Term  # per execution; see `dims` for kernels
@@ -252,13 +259,19 @@ class LayerRow:
     backward: float  # matmul or kernel: backward FLOPs / forward FLOPs; collective: 1 if the backward pass has its dual
 
     @property
-    def function(self) -> str:
-        return self.source.rpartition(" ")[2]
+    def name(self) -> str:
+        """The innermost scope of MATMULS; of a collective, the layer's branch."""
+        return next((scope for scope in self.scopes[::-1] if scope in MATMULS), self.branch)
+
+    @property
+    def branch(self) -> str:
+        """The outermost scope: attention, cross_attention or feed_forward, or what a stack computes once."""
+        return self.scopes[0] if self.scopes else ""
 
     @property
     def once_per_stack(self) -> bool:
         """True if all layers of an encoder or of a decoder share the operation: position biases, encoder's output."""
-        return bool({"position_bias", "memory"} & {*self.callers})
+        return self.branch in ("position_bias", ENCODER_OUTPUT)
 
     def hbm_bytes(self, sizes: dict):
         """Return the bytes that a forward pass reads and writes. In a ring, all chunks read the weights only once."""
@@ -270,7 +283,7 @@ class LayerRow:
         """A matmul's FLOPs per forward pass, a collective's bytes, or a kernel's operand shapes, as text."""
         if self.dims:
             operands = (f"[{', '.join(map(str, dims))}]" for dims in self.dims[:3] if len(dims) > 1)
-            return f"{KERNELS[self.kind]} of {' '.join(operands)}"
+            return f"{part_of(self.scopes)} of {' '.join(operands)}"
         return str(self.count * (self.payload if self.axes else self.flops))
 
 
@@ -287,7 +300,7 @@ def count_term(row: Row) -> Term:
         return Term(row.count / steps, ("(context - 1)",))
     if row.kind == "collective-permute" and row.axes == (TENSOR,):
         return Term(row.count / (n - 1), ("(tensor - 1)",))
-    if row.count % n == 0 and {"gather_apply", "apply_scatter", "gather_apply_scatter"} & {*row.callers}:
+    if row.count % n == 0 and TENSOR_EXCHANGE in scopes_of(row):
         return Term(row.count / n, (TENSOR,))
     return Term(row.count)
 
@@ -299,12 +312,19 @@ def payload(row: Row) -> float:
 
 
 def symbolic_row(row: Row, again: float, back: float) -> LayerRow:
-    """Convert a forward row to formulas. again, back: see `LayerRow.recomputed` and `LayerRow.backward`"""
+    """Convert a forward row to formulas. again, back: see `LayerRow.recomputed` and `LayerRow.backward`
+
+    Raises: ValueError if a matmul or kernel is in no scope of MATMULS.
+    """
+    scopes = scopes_of(row)
+    if not row.axes and not {*scopes} & {*MATMULS}:
+        raise ValueError(f"{row.source}: this {row.kind} is in the named scopes {row.scope!r}, and none of them is in "
+                         "MATMULS of plan/count/traced_layer.py")  # fmt: skip
     bytes_of = lambda shape, width: term(math.prod(shape) * width)
     return LayerRow(
-        row.kind, row.source, row.callers, row.axes, count_term(row), term(row.flops),
+        row.kind, row.source, scopes, row.axes, count_term(row), term(row.flops),
         tuple(bytes_of(*array) for array in row.arrays), term(payload(row)) if row.axes else Term(0),
-        tuple(tuple(map(term, shape)) for shape, _ in row.arrays) if row.kind in KERNELS else (), again, back,
+        tuple(tuple(map(term, shape)) for shape, _ in row.arrays) if row.kind == "kernel" else (), again, back,
     )  # fmt: skip
 
 
@@ -396,18 +416,18 @@ def read_once(found: list[LayerRow]) -> list[LayerRow]:
 
 def place(row: Row) -> tuple:
     """Return the key by which an operation's recomputation and gradient are found: they have the same key."""
-    return row.source, row.axes, row.loop, "ring_all_gather" in row.callers
+    return row.source, row.axes, row.loop, scopes_of(row)
 
 
 def operands(row: Row) -> tuple:
     """Return the arrays that distinguish the operations of one source line."""
-    return row.arrays[:3] if row.kind in KERNELS else row.arrays
+    return row.arrays[:3] if row.kind == "kernel" else row.arrays
 
 
 def is_gradient(x: Row, row: Row) -> bool:
     """Return True if x, from the same source line, is a backward operation of the forward operation `row`."""
-    if row.kind in KERNELS:
-        return KERNELS.get(x.kind) == KERNELS[row.kind] and operands(x) == operands(row)
+    if row.kind == "kernel":
+        return x.kind == "kernel" and operands(x) == operands(row)
     if row.axes:
         return (x.kind, x.wire_bytes) == (BACKWARD_OF.get(row.kind, row.kind), row.wire_bytes)
     return x.kind == "matmul" and x.flops == row.flops

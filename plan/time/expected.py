@@ -118,17 +118,14 @@ def exposed_ring_seconds(step: Step, speed: float, peak: float) -> float:
     return waits
 
 
-# The functions whose matmuls each ring of a layer overlaps with: all-gather and reduce-scatter of attention, of
-# cross-attention in a decoder with an encoder, then of the feed-forward layer
-OVERLAPPED_FUNCTIONS = (
-    ("latent_queries", "queries_keys_values"), ("latent_attention.<lambda>", "grouped_attention.out"),
-    ("cross_branch.queries",), ("cross_branch.out",), ("hidden",), ("down",),
-)  # fmt: skip
+# The matmuls that the rings of a branch overlap with: an all-gather with those after it, a reduce-scatter with those
+# before it
+OF_ATTENTION = ("queries", "queries_keys_values"), ("attention_output",)
+OVERLAPPED = {"attention": OF_ATTENTION, "cross_attention": OF_ATTENTION, "feed_forward": (("up", "gate"), ("down",))}
 
 
-def overlapped_flops(rows: list) -> list[float]:
-    """Return the FLOPs of the matmuls that each ring overlaps with, in the order of OVERLAPPED_FUNCTIONS."""
-    of = lambda names: [x.flops for x in rows if isinstance(x, costs.Matmul) and x.function in names]
-    found = [of(names) for names in OVERLAPPED_FUNCTIONS]
-    has_cross = bool(found[2])
-    return [sum(flops) for flops in (found if has_cross else found[:2] + found[4:])]
+def overlapped_flops(ring: Collective, rows: list) -> float:
+    """Return the FLOPs of the matmuls of a layer, given by its rows, that a ring overlaps with."""
+    after, before = OVERLAPPED[ring.branch]
+    names = after if ring.arrives else before
+    return sum(x.flops for x in rows if isinstance(x, costs.Matmul) and x.branch == ring.branch and x.name in names)

@@ -171,16 +171,13 @@ def trace(function, shapes: tuple, mesh: AbstractMesh):
             return jax.make_jaxpr(function)(*plain).jaxpr
 
 
-def read(
-    function, *shapes, mesh: Mesh | AbstractMesh, shares: dict[str, Share] | None = None, kernels=frozenset()
-) -> Program:
+def read(function, *shapes, mesh: Mesh | AbstractMesh, shares: dict[str, Share] | None = None) -> Program:
     """Trace function(*shapes) and count what one device of the mesh computes and sends, without using a device.
 
     shapes   trees of `jax.ShapeDtypeStruct`, or arrays, with the unsharded shapes of the arguments
     mesh     its axes may have any names. A `shard_map` without `mesh=` runs on it
     shares   named scope -> fraction of executions in which a conditional in that scope does work, as in `ledger.read`.
              Any other conditional counts its more expensive branch, and `Row.branch` says so
-    kernels  names of functions under `jit` that become one row, with the shapes of their operands
     Raises: UserError for a mesh axis that does not exist, and for a size that is not divisible by its mesh axes. Other
     errors of the function propagate unchanged.
     """
@@ -193,7 +190,7 @@ def read(
             raise UserError(why) from error
         raise
     platform = abstract.abstract_device.platform if abstract.abstract_device else "cpu"
-    walk = Walk(sizes, platform, shares or {}, kernels)
+    walk = Walk(sizes, platform, shares or {})
     counts = collections.Counter()
     for row in walk.rows(jaxpr, Place()):
         counts[replace(row, count=0)] += row.count

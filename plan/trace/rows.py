@@ -23,7 +23,7 @@ import jax.extend.core as jex
 from compile.hlo import WRAPPERS
 from compile.ledger import IN_TURN, Share, scopes_in
 from plan.chips import hardware
-from sharding import as_tuple
+from sharding import KERNELS_AS_CALLS, as_tuple
 from utils import UserError
 
 KIND_OF = {
@@ -60,7 +60,6 @@ class Row:
     branch: str = ""  # how a conditional around it was counted: "larger of 2 sides" or "0.57 of runs (forward_slot)"
     unknown: bool = False  # a kernel that declares no FLOPs
     automatic: tuple[str, ...] = ()  # mesh axes over which the compiler, not the program, shards it
-    callers: tuple[str, ...] = ()  # enclosing functions, innermost first, without those of third-party packages
     arrays: tuple[tuple[tuple[int, ...], int], ...] = ()  # shape and item size of its operands, then of its results
 
     def total(self, of: str) -> float:
@@ -113,6 +112,8 @@ def computation(equation) -> Row | None:
         if cost_estimate is None:
             return Row("kernel", "", hbm_bytes=moved, unknown=True)
         return Row("kernel", "", flops=cost_estimate.flops, hbm_bytes=cost_estimate.bytes_accessed)
+    if name == "jit" and KERNELS_AS_CALLS in str(equation.source_info.name_stack):
+        return Row("kernel", "")
     return Row("kernel", "", hbm_bytes=moved, unknown=True) if name in OPAQUE else None
 
 
@@ -159,12 +160,6 @@ def source_line(traceback) -> str:
     return "?"
 
 
-def callers(traceback) -> tuple[str, ...]:
-    """Return the functions that enclose an equation, innermost first, without those of third-party packages."""
-    frames = traceback.frames if traceback else ()
-    return tuple(x.function_name.rpartition(".")[2] for x in frames if not x.file_name.startswith(EXTERNAL))
-
-
 @dataclass(frozen=True)
 class Place:
     """The location of an equation in a program, and how often it runs there."""
@@ -191,7 +186,6 @@ class Walk:
     sizes: dict[str, int]  # sizes of the mesh axes
     platform: str
     shares: dict[str, Share]  # named scope -> fraction of runs in which its conditional works; see `ledger.read`
-    kernels: frozenset[str] = frozenset()  # names of functions under `jit` that count as one row
     reductions: int = 0  # reductions outside `shard_map` so far, which a compiler may turn into collectives
     shard_maps: int = 0  # `shard_map`s so far
 
@@ -204,15 +198,8 @@ class Walk:
         if row := computation(equation) or collective(equation, self.sizes):
             at = at.within(equation)
             left = tuple(axis for axis, n in self.sizes.items() if n > 1 and axis not in at.manual)
-            trace = equation.source_info.traceback
-            place = dict(
-                source=source_line(trace), callers=callers(trace), scope=at.scope, loop=at.loop, branch=at.branch
-            )
-            return [replace(row, count=at.times, automatic=left, arrays=arrays_of(equation), **place)]
-        if name == "jit" and params["name"] in self.kernels:
-            at, trace = at.within(equation), equation.source_info.traceback
-            place = dict(callers=callers(trace), scope=at.scope, loop=at.loop, branch=at.branch, count=at.times)
-            return [Row(params["name"], source_line(trace), arrays=arrays_of(equation), **place)]
+            place = dict(source=source_line(equation.source_info.traceback), scope=at.scope, loop=at.loop)
+            return [replace(row, count=at.times, automatic=left, arrays=arrays_of(equation), branch=at.branch, **place)]
         if name == "cond":
             return self.conditional_rows(equation, at.within(equation))
         if name == "scan":
