@@ -131,7 +131,7 @@ def lines(cfg, which: str) -> list[dict]:
         line["of"] += of
         line["bytes"] = [line["bytes"][0] + ahead, line["bytes"][1] + back]
 
-    sent = lambda kind, axes, size: costs.Exchange("", kind, axes, size).wire_bytes(z.group(*axes))
+    sent = lambda kind, axes, size: hardware.wire_bytes(kind, size, z.group(*axes))
     rows = costs.layers(c, z)[bool(c.n_experts)][1]
     declared = [w for w in costs.weights(cfg) if w.name.startswith("blocks.")]
     short = lambda w: w.name.split(".")[-1]
@@ -142,9 +142,9 @@ def lines(cfg, which: str) -> list[dict]:
             name = "weights of experts" if experts else "weights"
             back = one * (1 + w.d.trainable)  # gathered again, and the gradient
             add(name, "all-gather", w.gathered_over, one, back, "all-gather, reduce-scatter", [short(w)])
-    exchanges = [row for row in rows if isinstance(row, costs.Exchange)]
+    exchanges = [row for row in rows if isinstance(row, costs.Collective)]
     for name, row in zip(LINES[which], exchanges, strict=True):
-        one = M * row.times * row.wire_bytes(z.group(*row.axes))
+        one = M * row.count * sent(row.kind, row.axes, row.size)
         add(name, row.kind, row.axes, one, one * row.back, turned.get(row.kind, row.kind))
     if c.n_experts:
         add("statistics", "all-reduce", TOKENS, sent("all-reduce", TOKENS, 4 * (2 * c.n_experts + 3)), 0)

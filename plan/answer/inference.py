@@ -29,6 +29,7 @@ from plan.answer.auto import SPARE
 from plan.chips import hardware, hiding
 from plan.count import costs, traced_layer
 from plan.count.costs import Weights
+from plan.count.networks import Collective
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, drop_axis
 from utils import UserError
 
@@ -61,15 +62,6 @@ def check_batches(sizes: tuple[int, ...]) -> None:
         raise UserError(f"--batch {min(sizes)}: must be at least 1 sequence")
 
 
-class Sent(NamedTuple):
-    """A collective with the arguments of `hardware.wire_bytes`, and how often a pass runs it."""
-
-    kind: str
-    axes: tuple[str, ...]
-    joined_bytes: float
-    count: float
-
-
 @dataclass
 class Row:
     """The cost of one part of the model in a pass on one device, over the layers of all stages."""
@@ -78,10 +70,10 @@ class Row:
     flops: float = 0.0
     weight_bytes: float = 0.0  # read; for gathered weights also the bytes that the all-gather writes
     cache_bytes: float = 0.0  # read and written
-    exchanges: list[Sent] = field(default_factory=list)
+    exchanges: list[Collective] = field(default_factory=list)
 
     def times(self, n: int) -> "Row":
-        exchanges = [one._replace(count=n * one.count) for one in self.exchanges]
+        exchanges = [replace(one, count=n * one.count) for one in self.exchanges]
         return Row(self.part, n * self.flops, n * self.weight_bytes, n * self.cache_bytes, exchanges)
 
 
@@ -181,7 +173,7 @@ def weight_costs(at: Pass):
         stages = at.n[STAGE] if "L" in w.d.dims else 1
         entries, layers = w.gathered_size * stages, w.layers * stages
         each = width(w, at.request.weights_dtype)
-        gather = Sent("all-gather", w.gathered_over, w.gathered_size / w.layers * each, layers)
+        gather = Collective("all-gather", w.gathered_over, w.gathered_size / w.layers * each, layers)
         gathered = w.num_shards > 1
         flops = 2 * at.b * entries if w.name == "unembedding_DV" else 0
         yield part_of(w), flops, each * entries * (share_read(w, at) + gathered), [gather] * gathered
@@ -214,8 +206,7 @@ def layer_costs(at: Pass):
             if is_moe and part in ("router", "feed-forward"):
                 part = "experts"
             if row.axes:
-                n = math.prod(at.n[axis] for axis in row.axes) if row.kind == "all-to-all" else 1
-                yield part, 0, [Sent(row.kind, row.axes, n * row.payload.at(sizes), count)]
+                yield part, 0, [Collective(row.kind, row.axes, row.payload.at(sizes), count)]
             elif row.dims:
                 (A, _), (e, D, m), *_ = ([dim.at(sizes) for dim in dims] for dims in row.dims)
                 rows = costs.grouped_rows(A, e, "cpu") if at.padded else A / at.n[EXPERT]
@@ -240,11 +231,11 @@ def cache_moved(at: Pass) -> float:
 def exchanges(at: Pass):
     """Yield (part of the model, collective) for the collectives of activations outside the layers."""
     c = at.cfg.model
-    yield "embedding", Sent("reduce-scatter", (TENSOR,), at.stream(at.feed_forward_tokens), 1)
-    yield "logits", Sent("all-gather", (TENSOR,), at.stream(at.feed_forward_tokens), 1)
-    yield "logits", Sent("all-reduce", (STAGE, CONTEXT), 4 * at.b * c.vocab_size / at.n[TENSOR], 1)
-    yield "drawing", Sent("all-gather", (*BATCH, TENSOR), at.logits_bytes, 1)
-    yield "stages", Sent("collective-permute", (STAGE,), at.stream(at.local_tokens), at.n[STAGE])
+    yield "embedding", Collective("reduce-scatter", (TENSOR,), at.stream(at.feed_forward_tokens), 1)
+    yield "logits", Collective("all-gather", (TENSOR,), at.stream(at.feed_forward_tokens), 1)
+    yield "logits", Collective("all-reduce", (STAGE, CONTEXT), 4 * at.b * c.vocab_size / at.n[TENSOR], 1)
+    yield "drawing", Collective("all-gather", (*BATCH, TENSOR), at.logits_bytes, 1)
+    yield "stages", Collective("collective-permute", (STAGE,), at.stream(at.local_tokens), at.n[STAGE])
 
 
 def rows(at: Pass) -> list[Row]:
@@ -264,7 +255,7 @@ def rows(at: Pass) -> list[Row]:
         parts[part].exchanges.append(one)
     for row in parts.values():
         axes = lambda one: tuple(axis for axis in AXES if axis in one.axes and at.n[axis] > 1)
-        row.exchanges = [one._replace(axes=axes(one)) for one in row.exchanges if axes(one)]
+        row.exchanges = [replace(one, axes=axes(one)) for one in row.exchanges if axes(one)]
     return [row for row in parts.values() if row.flops or row.weight_bytes or row.cache_bytes or row.exchanges]
 
 
@@ -281,7 +272,7 @@ def seconds(row: Row, cfg: Config, topology: hardware.Topology) -> dict[str, flo
     for one in row.exchanges:
         link, n = hardware.link(cfg.mesh, topology, one.axes), math.prod(sizes[axis] for axis in one.axes)
         kind = hiding.compiled_kind(one.kind, one.axes, sizes, "tpu" if compiled_away else "")
-        times["links"] += one.count * hardware.collective_seconds(kind, one.joined_bytes, n, link)
+        times["links"] += one.count * hardware.collective_seconds(kind, one.size, n, link)
         times["hops"] += one.count * hardware.latency_seconds(kind, link)
     return times
 
@@ -289,7 +280,7 @@ def seconds(row: Row, cfg: Config, topology: hardware.Topology) -> dict[str, flo
 def sent_bytes(row: Row, cfg: Config) -> float:
     """Return the bytes that a device sends for a part of the model."""
     n = lambda axes: math.prod(cfg.mesh.sizes[axis] for axis in axes)
-    return sum(one.count * hardware.wire_bytes(one.kind, one.joined_bytes, n(one.axes)) for one in row.exchanges)
+    return sum(one.count * hardware.wire_bytes(one.kind, one.size, n(one.axes)) for one in row.exchanges)
 
 
 def sum_by_cause(parts: list[dict[str, float]]) -> dict[str, float]:

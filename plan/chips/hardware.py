@@ -570,27 +570,25 @@ def _switched_latency(lines: np.ndarray, topology: Topology) -> float:
 # Collectives ----------------------------------------------------------------------------------------------------------
 
 
-def wire_bytes(kind: str, joined_bytes: float, n: int) -> float:
-    """Return the bytes that one of n devices sends in a collective, as in `xla/ledger.py`.
+def wire_bytes(kind: str, size: float, n: int) -> float:
+    """Return the bytes that each of n devices sends in a collective, as in `compile/ledger.py`.
 
-    joined_bytes  all-gather: the size of the result. reduce-scatter, all-reduce: the size of one device's operand.
-                  all-to-all: the size of the operands of all n devices together.
-                  collective-permute: what one device sends
+    size  bytes of one device's operand; for an all-gather, of the result
     """
-    share = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1 / n}
-    return joined_bytes * (1 if kind == "collective-permute" else share[kind] * (n - 1) / n)
+    share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": min(n - 1, 1)}
+    return size * share.get(kind, (n - 1) / n)
 
 
-def collective_seconds(kind: str, joined_bytes: float, n: int, link: Link) -> float:
+def collective_seconds(kind: str, size: float, n: int, link: Link) -> float:
     """Return the transfer time, in seconds, of a collective of n devices that runs alone. Latency is not included.
 
-    joined_bytes  as in `wire_bytes`
+    size  as in `wire_bytes`
     Source: https://jax-ml.github.io/scaling-book/sharding, "What Have We Learned?", which approximates (n - 1)/n by 1.
     """
     speeds = {"all-to-all": link.all_to_all_bytes_per_s, "collective-permute": link.neighbour_bytes_per_s}
     speed = speeds.get(kind, link.bytes_per_s)
     assert speed, f"the speed of this link is not known: {link.note}"
-    return wire_bytes(kind, joined_bytes, n) / speed
+    return wire_bytes(kind, size, n) / speed
 
 
 def latency_seconds(kind: str, link: Link) -> float:

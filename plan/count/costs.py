@@ -2,7 +2,7 @@
 
 A layer's matmuls and collectives are read from its trace as formulas in letters (`traced_layer.py`), and evaluated here
 for a model on a mesh. The embedding, the logits, and the collectives of each declared parameter are written here. A
-row (`Matmul` or `Exchange`) is the cost of one operation in one forward pass of one microbatch, and says whether the
+row (`Matmul` or `Collective`) is the cost of one operation in one forward pass of one microbatch, and says whether the
 backward pass repeats it. `passes` counts how often it runs in a step. The rows describe the busiest device, which is in
 the first stage. `python -m plan --compile` compares them with the compiler's counts.
 
@@ -112,25 +112,9 @@ class Matmul:
     hbm_bytes: float  # operands and results
     again: bool = True  # recomputed for the backward pass
     back: tuple[float, float] | None = None  # FLOPs and bytes backward; None: one matmul for inputs, one for weights
-    function: str = ""  # function of the model that contains it
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A collective in one layer's forward pass."""
-
-    part: str
-    kind: str  # one of ledger.KINDS
-    axes: tuple[str, ...]
-    size: float  # bytes of the array; of the gathered array for an all-gather or reduce-scatter
-    again: bool = True  # repeated for the backward pass
-    back: float = 1  # collectives of gradients in the backward pass, for each in the forward pass
-    times: float = 1  # executions in one forward pass
-    of: str = "layer"  # what the collective is for, an argument of `hiding.exposed`
-
-    def wire_bytes(self, n: int) -> float:
-        """Return the bytes that each of n devices sends in one execution."""
-        return networks.wire_bytes(self.kind, self.size, n)
+    branch: str = ""  # of the layer, and the name of the matmul: see `traced_layer.LayerRow`
+    name: str = ""
+    kernel: str = ""  # attention or experts; empty: a plain matmul
 
 
 def grouped_rows(A: int, e: int, platform: str) -> int:
@@ -222,9 +206,10 @@ def matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Size
     return Matmul(traced_layer.part_of(row.scopes), *ahead, bool(row.recomputed), back, row.branch, row.name, kernel)
 
 
-def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
+def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Collective:
     """Return the cost of a collective of a layer."""
-    small, arrives = "D" not in row.payload.letters, row.kind == "all-gather" or "ring_all_gather" in row.callers
+    small = "D" not in row.payload.letters
+    arrives = row.kind == "all-gather" or traced_layer.RING_ALL_GATHER in row.scopes
     if row.axes == (CONTEXT,):
         part = "heads" if row.kind == "all-to-all" else "keys"
     elif EXPERT in row.axes or "k" in row.payload.letters:
@@ -236,9 +221,10 @@ def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Exchange:
         of = "feed-forward"
     elif part == "activations" and not arrives and row.branch in ("attention", "cross_attention"):
         of = "attention's sums"
-    return Exchange(
-        part, row.kind, row.axes, row.payload.at(sizes), bool(row.recomputed), row.backward, row.count.at(sizes), of
-    )
+    return Collective(
+        row.kind, row.axes, row.payload.at(sizes), row.count.at(sizes), part, of=of, again=bool(row.recomputed),
+        back=row.backward, branch=row.branch, arrives=arrives,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -246,7 +232,7 @@ def with_attention(c: ModelAtWork, way: str) -> ModelAtWork:
     return replace(c, work=replace(c.work, context_attention=way))
 
 
-def layer_costs(c: ModelAtWork, z: Sizes, kind: str, shared: bool = False) -> list[Matmul | Exchange]:
+def layer_costs(c: ModelAtWork, z: Sizes, kind: str, shared: bool = False) -> list[Matmul | Collective]:
     """List every matmul, kernel and collective of one layer, read from its trace; see `traced_layer`.
 
     shared  list those that all layers of an encoder or a decoder share instead
@@ -266,10 +252,10 @@ def sends_tokens_to_table(c: ModelAtWork, z: Sizes) -> bool:
 
 def embedding_rows(c: ModelAtWork, z: Sizes):
     """List the collectives of the embedding, which sums partial results over TENSOR."""
-    yield Exchange("activations", "reduce-scatter", (TENSOR,), z.b * z.s * c.d_model * z.width, again=False)
+    yield Collective("reduce-scatter", (TENSOR,), z.b * z.s * c.d_model * z.width, part="activations", back=1)
     if sends_tokens_to_table(c, z):
-        yield Exchange("routes", "all-gather", SLICED, 4 * z.b * z.s * z.group(*SLICED), again=False, back=False)
-        yield Exchange("activations", "all-to-all", SLICED, z.b * z.t * c.d_model * z.width, again=False)
+        yield Collective("all-gather", SLICED, 4 * z.b * z.s * z.group(*SLICED), part="routes")
+        yield Collective("all-to-all", SLICED, z.b * z.t * c.d_model * z.width, part="activations", back=1)
 
 
 def logits_tokens(z: Sizes) -> int:
@@ -286,9 +272,9 @@ def logits_rows(c: ModelAtWork, z: Sizes):
     yield replace(one, flops=(slices - 1) * one.flops, hbm_bytes=(slices - 1) * one.hbm_bytes)
     yield replace(one, again=False)  # the backward pass reuses the logits of the last vocabulary chunk
     X = tokens * c.d_model * z.width
-    yield Exchange("activations", "reduce-scatter", (STAGE,), X // n * z.mesh[STAGE], again=False)
-    yield Exchange("activations", "all-gather", (TENSOR,), X, again=False)
-    yield Exchange("logits", "all-reduce", (TENSOR,), 3 * 4 * tokens, again=False, back=False)  # largest, sum, target's
+    yield Collective("reduce-scatter", (STAGE,), X // n * z.mesh[STAGE], part="activations", back=1)
+    yield Collective("all-gather", (TENSOR,), X, part="activations", back=1)
+    yield Collective("all-reduce", (TENSOR,), 3 * 4 * tokens, part="logits")  # largest, sum, target's
 
 
 # How often ------------------------------------------------------------------------------------------------------------
@@ -356,12 +342,8 @@ class Work:
 
 def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Work]:
     """List every matmul of one device in a step."""
-    c, z, once, run = (
-        cfg.at_work,
-        Sizes.from_config(cfg, platform),
-        Passes(*(sched.microbatches,) * 4),
-        passes(cfg, sched),
-    )
+    c, z = cfg.at_work, Sizes.from_config(cfg, platform)
+    once, run = Passes(*(sched.microbatches,) * 4), passes(cfg, sched)
 
     def count(row: Matmul, many: int, run: Passes) -> Work:
         ahead = run.forward + run.again * row.again
@@ -369,9 +351,8 @@ def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[
         back = lambda x, given: x * (run.inputs + run.weights) if given is None else given * run.inputs
         return Work(row.part, *(many * (ahead * x + back(x, given)) for x, given in both), row.kernel)
 
-    rows = [(row, many, run) for many, found in layers(c, z) for row in found] + [
-        (row, 1, once) for row in logits_rows(c, z)
-    ]
+    rows = [(row, many, run) for many, found in layers(c, z) for row in found]
+    rows += [(row, 1, once) for row in logits_rows(c, z)]
     return [count(*one) for one in rows if isinstance(one[0], Matmul)]
 
 
@@ -381,26 +362,22 @@ def traffic(
     """List everything that one device sends in a step, except for a few numbers (counts, norms, metrics)."""
     c, z, run = cfg.at_work, Sizes.from_config(cfg, platform), passes(cfg, sched)
     once, sums = Passes(*(sched.microbatches,) * 4), networks.Sums(cfg, platform, chip, slices)
-    add = sums.add
 
-    def activations(rows, many: int, run: Passes, inside=True):
+    def activations(rows, many: int, run: Passes):
         for row in rows:
-            if isinstance(row, Exchange):
-                one = (row.axes, row.size)
-                more = lambda when, of=row.of: (when, of) if inside else ()
-                times = many * row.times
-                add(row.part, row.kind, *one, times * run.forward, *more("forward"))
-                add(row.part, row.kind, *one, times * run.again * row.again, *more("again"))
-                back = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(row.kind, row.kind)
-                add(row.part, back, *one, times * run.inputs * row.back, *more("back"))
+            if isinstance(row, Collective):
+                for one in row.in_step(many, run.forward, run.again, run.inputs):
+                    sums.add(one)
+
+    def add(part: str, kind: str, axes: tuple[str, ...], size: float, count: float):
+        sums.add(Collective(kind, axes, size, count, part))
 
     for many, rows in layers(c, z):
         activations(rows, many, run)
-    stacks = [z, z.of_encoder] if c.encoder_layers else [z]
-    for one in stacks:
-        activations(embedding_rows(c, one), 1, Passes(lookups(cfg, sched), 0, sched.microbatches, 0), inside=False)
-    activations(logits_rows(c, z), 1, once, inside=False)
-    sent = sum(one.b * one.t for one in stacks) * c.d_model * z.width
+    for one in z.streams:
+        activations(embedding_rows(c, one), 1, Passes(lookups(cfg, sched), 0, sched.microbatches, 0))
+    activations(logits_rows(c, z), 1, once)
+    sent = sum(one.b * one.t for one in z.streams) * c.d_model * z.width
     add("activations", "collective-permute", (STAGE,), sent, messages(cfg, sched))
     if c.n_experts:
         add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1)
@@ -410,7 +387,7 @@ def traffic(
     add("batch", "all-gather", (CONTEXT,), 6 * 4 * z.b * sched.microbatches * z.T, 1)
     for w in weights(cfg):
         for row in weight_collectives(w, cfg, sched, platform):
-            add(row.part, row.kind, row.axes, row.size, row.count, row.when, row.of)
+            sums.add(row)
         if cfg.optim.outer_every:
             add(networks.OUTER, "all-reduce", (DATA,), 4 * w.local_size, 1 / cfg.optim.outer_every)
     return [Traffic(*key, *value, is_in_slot(c, key[0], key[2])) for key, value in sums.found.items()]
@@ -434,76 +411,51 @@ def is_in_slot(c: ModelAtWork, part: str, axes: tuple[str, ...]) -> bool:
     return not rare and not any(axis.startswith(STAGE) for axis in axes)
 
 
-@dataclass(frozen=True)
-class WeightUse:
-    """All-gathers of a parameter, or of its chunks (layers, or slices of the vocabulary), before matmuls use it."""
-
-    ahead: int  # all-gathers per chunk in forward passes
-    again: int  # all-gathers per chunk that are repeated for backward passes
-    back: int  # reductions of gradients per chunk
-    dims: str
-    size: float  # entries of one gathered chunk
-    times: float  # number of chunks
-    of: str = ""  # what the all-gather is for, an argument of `hiding.exposed`
-
-
-def uses(w: Weights, cfg: Config, sched: schedules.Schedule):
-    """Yield each use of a parameter: in each layer, or once per step."""
+def weight_uses(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str):
+    """Yield the all-gathers of one parameter before matmuls use it, and the reductions of its gradients: in each layer
+    or slice of the vocabulary, or once per step."""
     c, z, M, run = cfg.at_work, Sizes.from_config(cfg), sched.microbatches, passes(cfg, sched)
-    if c.work.gather == "step":
-        yield WeightUse(1, 0, 1, w.d.dims, w.gathered_size / w.layers, w.layers)
+    once, layer_size = c.work.gather == "step", w.gathered_size / w.layers
+
+    def use(ahead: int, again: int, back: int, size: float, chunks: float = 1, of: str = "", dims: str = w.d.dims):
+        """Yield the collectives of chunks of `size` entries. of: what they are for, an argument of `hiding.exposed`"""
+        gather = Collective("all-gather", w.gathered_over, size * w.width, chunks, "weights", of=of)
+        yield replace(gather, count=chunks * ahead, when="forward")
+        yield replace(gather, count=chunks * again, when="again")
+        if w.d.trainable:
+            # Only gradients inside a layer may become all-reduces. Those of several microbatches are summed in float32.
+            kind = "reduce-scatter" if once else hiding.gradient_collective(dims, w.shard_width, platform)
+            summed = size * (4 if once and M * sched.stages > 1 else w.width)
+            yield replace(gather, kind=kind, size=summed, count=chunks * back, part="gradients", when="back")
+
+    if once:
+        yield from use(1, 0, 1, layer_size, w.layers)
         return
     if w.name.startswith(LAYERS):
         of = "experts" if "E" in w.d.dims else "weights"
-        yield WeightUse(run.forward, run.again, run.weights, w.d.dims, w.gathered_size / w.layers, w.layers, of)
-    for one in (z, z.of_encoder) if c.encoder_layers else (z,):
+        yield from use(run.forward, run.again, run.weights, layer_size, w.layers, of)
+    for one in z.streams:
         if w.name == "embedding_VD" and not sends_tokens_to_table(c, one):
-            yield WeightUse(lookups(cfg, sched), 0, M, w.d.dims, w.gathered_size, 1)
+            yield from use(lookups(cfg, sched), 0, M, w.gathered_size)
     if w.name == ("embedding_VD" if c.tie_embeddings else "unembedding_DV"):
         v = c.vocab_size // z.mesh[TENSOR]
         slices, words = vocabulary_slices(c.work.loss_chunk, logits_tokens(z), v)
-        yield WeightUse(M, 0, M, "DV", w.gathered_size / v * words, slices - 1, "vocabulary")
-        yield WeightUse(
-            M, 0, M, "DV", w.gathered_size / v * words, 1
-        )  # the all-gather of the first chunk and the reduction of the last gradient overlap with nothing
-
-
-@dataclass(frozen=True)
-class WeightCollective:
-    """A collective of one parameter. `when` and `of` are arguments of `hiding.exposed`."""
-
-    part: str
-    kind: str
-    axes: tuple[str, ...]
-    size: float
-    count: float
-    when: str = "once"
-    of: str = ""
+        # The all-gather of the first chunk and the reduction of the last gradient overlap with nothing.
+        for chunks, of in ((slices - 1, "vocabulary"), (1, "")):
+            yield from use(M, 0, M, w.gathered_size / v * words, chunks, of, "DV")
 
 
 def weight_collectives(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str):
     """Yield the collectives of one parameter: all-gathers of weights and reductions of gradients."""
-    once, M = cfg.at_work.work.gather == "step", sched.microbatches
-    for use in uses(w, cfg, sched):
-        size = use.size * w.width
-        yield WeightCollective("weights", "all-gather", w.gathered_over, size, use.ahead * use.times, "forward", use.of)
-        yield WeightCollective("weights", "all-gather", w.gathered_over, size, use.again * use.times, "again", use.of)
-        if not w.d.trainable:
-            continue
-        if once and M * sched.stages > 1:  # summed in float32 before they are sent
-            size = 4 * use.size
-        kind = (
-            "reduce-scatter" if once else hiding.gradient_collective(use.dims, w.shard_width, platform)
-        )  # only gradients inside a layer may become all-reduces
-        yield WeightCollective("gradients", kind, w.gathered_over, size, use.back * use.times, "back", use.of)
+    yield from weight_uses(w, cfg, sched, platform)
     if w.d.trainable:
         stored = as_stored(w.d, cfg) is not w.d  # sharded over its replicas
         for kind in ("reduce-scatter", "all-gather") if stored else ("all-reduce",):
-            yield WeightCollective("replicas", kind, w.replicas, w.local_size * w.d.dtype.itemsize, 1)
+            yield Collective(kind, w.replicas, w.local_size * w.d.dtype.itemsize, 1, "replicas")
     if sched.chunks > 1 and "blocks" in w.name:  # interleaved: send layers to the stages that compute them, and back
         held = (w.gathered_size if cfg.at_work.work.gather == "step" else w.local_size) / sched.chunks
-        yield WeightCollective("weights", "collective-permute", (STAGE,), held * w.width, sched.rounds)
-        yield WeightCollective("gradients", "collective-permute", (STAGE,), held * 4, sched.rounds)
+        yield Collective("collective-permute", (STAGE,), held * w.width, sched.rounds, "weights")
+        yield Collective("collective-permute", (STAGE,), held * 4, sched.rounds, "gradients")
 
 
 # Waiting --------------------------------------------------------------------------------------------------------------

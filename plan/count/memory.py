@@ -1,4 +1,9 @@
-"""Predict the peak memory of a device in a training step. Letters are sizes on one device, as in `costs.py`."""
+"""Predict the peak memory of a device in a training step. Letters are sizes on one device, as in `costs.py`.
+
+The residuals of `jax.vjp` of a traced layer equal `saved_bytes` for "full", "branches" and lists. For "dots" and "none"
+they differ from what compiled steps save by up to 40%, and for experts on a CPU by a factor of 8. There the compiler
+merges and recomputes residuals, which a trace cannot show, so all sizes are written here.
+"""
 
 import math
 from dataclasses import replace
@@ -20,6 +25,7 @@ from plan.count.costs import (
     grouped_rows,
     layer_counts,
     logits_tokens,
+    repeats_passes,
     vocabulary_slices,
     weights,
 )
@@ -38,6 +44,9 @@ MEANS = {  # what each part of `memory` holds; docs/planner.md and the planner's
 }
 
 
+FLOAT32 = 4  # bytes
+
+
 def expert_inputs(c: ModelAtWork, z: Sizes) -> int:
     """Return how many tokens the experts of one device receive in an MoE layer, counted once for each expert."""
     if c.capacity_factor:
@@ -45,29 +54,46 @@ def expert_inputs(c: ModelAtWork, z: Sizes) -> int:
     return z.b * z.s * z.mesh[EXPERT] * c.top_k
 
 
+def activations(c: ModelAtWork, z: Sizes, kind: str) -> dict[str, int]:
+    """Return the entries of one layer's activations on a device, by name, for one microbatch.
+
+    stream: the residual stream, and gathered: with the positions of the TENSOR group. heads: one number per position
+    and head. projected: keys and values from matmuls with weights. crossed: all that cross-attention reads and returns.
+    hidden: one hidden activation of the feed-forward layer, or of the shared experts
+    """
+    N, h, g, score, value = z.b * z.s, c.n_heads // z.mesh[TENSOR], c.n_kv_heads // z.mesh[TENSOR], c.d_head, c.d_head
+    keys = z.b * z.T if context_exchange(c, z) == "gather" else N
+    latents, projected, crosses = 0, N * 2 * g * c.d_head, kind == "decoder"
+    if c.attention == "mla":
+        g, score, value = h, c.d_head + c.d_rope, c.d_value
+        latents, projected = N * (c.d_kv_latent + c.d_rope + c.d_query_latent), keys * h * (c.d_head + value)
+    return {
+        "stream": z.b * z.t * c.d_model, "gathered": N * c.d_model, "latents": latents, "heads": N * h,
+        "queries": N * h * score, "outputs": N * h * value, "keys and values": keys * g * (score + value),
+        "projected": projected, "crossed": crosses * (N * h + z.b * z.S * g) * (score + value),
+        "hidden": N * (c.n_shared * c.d_expert if kind == "moe" else c.d_ff) // z.mesh[TENSOR],
+    }  # fmt: skip
+
+
 def listed_bytes(c: ModelAtWork, z: Sizes, kind: str, on_host: bool) -> float:
     """Return the bytes of the activations of one layer that a list in `work.remat` saves, for one microbatch.
 
     on_host  those that the host's memory stores, or those that the device stores. A CPU stores all of them as a device
     """
-    listed, N, h, f32 = parse_remat(c.work.remat) or {}, z.b * z.s, c.n_heads // z.mesh[TENSOR], 4
-    stream, is_moe = z.b * z.t * c.d_model, kind == "moe"
+    listed, size = parse_remat(c.work.remat) or {}, activations(c, z, kind)
     # A ring saves the results of each step. After the first, a step has two forms: for half of the queries, and for all
     steps = 1 + 1.5 * (z.mesh[CONTEXT] - 1) if context_exchange(c, z) == "ring" else 1
-    results = 0 if c.prefix_lm else N * h * steps  # attention with a mask is always recomputed
-    if c.attention == "mla":
-        score, value, keys = c.d_head + c.d_rope, c.d_value, c.d_kv_latent + c.d_rope
-    else:
-        score, value, keys = c.d_head, c.d_head, 2 * c.n_kv_heads // z.mesh[TENSOR] * c.d_head
-    dense, m = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR], c.d_expert // z.mesh[TENSOR]
+    steps = 0 if c.prefix_lm else steps  # attention with a mask is always recomputed
+    keys = c.d_kv_latent + c.d_rope if c.attention == "mla" else 2 * c.n_kv_heads // z.mesh[TENSOR] * c.d_head
+    routed = expert_inputs(c, z) * c.d_expert // z.mesh[TENSOR] if kind == "moe" else 0
     sizes = {
-        "input": stream, "queries": N * h * score, "keys": N * keys, "attention": results * value,
-        "branch": 0 if c.parallel_residual else stream,
-        "hidden": (1 + model.gated(c)) * (dense + (expert_inputs(c, z) * m if is_moe else 0)),
+        "input": size["stream"], "queries": size["queries"], "keys": z.b * z.s * keys,
+        "attention": size["outputs"] * steps, "branch": 0 if c.parallel_residual else size["stream"],
+        "hidden": (1 + model.gated(c)) * (size["hidden"] + routed),
     }  # fmt: skip
     at = {"input": False} | listed  # the device saves the input, unless the host does
     names = [name for name, host in at.items() if (host and z.platform != "cpu") == on_host]
-    return sum(sizes[name] * z.width + (name == "attention") * results * f32 for name in names)
+    return sum(sizes[name] * z.width + (name == "attention") * size["heads"] * steps * FLOAT32 for name in names)
 
 
 def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool = False) -> float:
@@ -75,73 +101,63 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool
 
     remat      "full" saves the layer's input. "branches" also saves the input of the second branch. "dots" saves the
                layer's input and the outputs of matmuls without batch dims. "none" saves every operand that a gradient
-               needs: inputs of norms, queries, keys, values, attention outputs, and intermediate values of an
-               activation function. For a list, see `listed_bytes`
+               needs, and "fused" those of them that a TPU saves. For a list, see `listed_bytes`
     one_piece  True if the step has only this microbatch
     """
-    is_moe, z = kind == "moe", z.of_encoder if kind == "encoder" else z
-    N, f32, n_context = z.b * z.s, 4, z.mesh[CONTEXT]
-    way = context_exchange(c, z)
-    keys = z.b * z.T if way == "gather" else N
-    stream, whole = z.b * z.t * c.d_model, N * c.d_model
-    h = c.n_heads // z.mesh[TENSOR]
-    if c.attention == "mla":
-        latent, score, value = c.d_kv_latent + c.d_rope + c.d_query_latent, c.d_head + c.d_rope, c.d_value
-        g, made = h, keys * h * (c.d_head + value)  # keys and values computed from the latent
-    else:
-        latent, score, value = 0, c.d_head, c.d_head
-        g = c.n_kv_heads // z.mesh[TENSOR]
-        made = N * 2 * g * c.d_head
-    crosses = kind == "decoder"  # attends to the S positions of the encoder, too
-    crossed = crosses * (N * h + z.b * z.S * g) * (score + value)  # queries, outputs, keys and values
-    n, m = z.mesh[EXPERT], c.d_expert // z.mesh[TENSOR]
-    rows, tiles = expert_inputs(c, z) if is_moe else 0, 0
-    if is_moe and not c.capacity_factor:
-        tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(rows, c.n_experts // n)[1]
-        rows = grouped_rows(rows, c.n_experts // n, z.platform)
-    dense = N * (c.n_shared * c.d_expert if is_moe else c.d_ff) // z.mesh[TENSOR]
+    z = z.of_encoder if kind == "encoder" else z
+    size, crosses, gated, way = activations(c, z, kind), kind == "decoder", model.gated(c), context_exchange(c, z)
     branches = 1 if c.parallel_residual else 2 + crosses  # each normalizes and gathers the residual stream
     if remat in ("full", "branches"):
-        return (branches if remat == "branches" else 1) * stream * z.width
+        return (branches if remat == "branches" else 1) * size["stream"] * z.width
     if remat == "dots":
+        outputs = size["gathered"] * ((2 if size["hidden"] else 1) + crosses)
+        dots = sum(size[name] for name in ("latents", "queries", "projected", "crossed"))
         # Without a latent (GQA), a TPU saves neither the normalized input of attention nor its output, except in a
         # narrow model in one piece. MLA in one piece saves a copy of the rotary key for each head.
-        on_tpu, less = z.platform == "tpu", 0
-        if on_tpu and c.attention == "gqa" and not (one_piece and not hiding.is_wide(c)):
-            less = stream + whole
-        if on_tpu and c.attention == "mla" and one_piece:
-            made += keys * h * c.d_rope
-        outputs = whole * ((2 if dense else 1) + crosses)
-        return (branches * stream + outputs - less + N * latent + N * h * score + made
-                + crossed + dense * (1 + model.gated(c))) * z.width  # fmt: skip
-    matrices, activation = 2 + model.gated(c), 6 - model.gated(c)
-    attended = ((N * h + keys * g) * (score + value) + crossed) * z.width + N * h * f32
-    if way == "all_to_all":  # attention outputs before and after the all-to-all
-        attended += N * h * value * z.width
-    if way == "ring":  # each step of the ring saves the partial output of the previous steps
-        attended += (n_context - 1) * N * h * (value + 1) * f32
+        if z.platform == "tpu" and c.attention == "gqa" and not (one_piece and not hiding.is_wide(c)):
+            dots -= size["stream"] + size["gathered"]
+        if z.platform == "tpu" and c.attention == "mla" and one_piece:
+            dots += size["keys and values"] // (c.d_head + c.d_rope + c.d_value) * c.d_rope
+        return (branches * size["stream"] + outputs + dots + (1 + gated) * size["hidden"]) * z.width
+
+    # Of attention: operands, outputs (before and after an all-to-all), and the partial outputs of the steps of a ring.
+    entries = (
+        size["queries"] + size["keys and values"] + size["crossed"] + size["outputs"] * (1 + (way == "all_to_all"))
+    )
+    steps = z.mesh[CONTEXT] - 1 if way == "ring" else 0
+    exact = size["heads"] + steps * (size["outputs"] + size["heads"])
+    rows, copied = routed_rows(c, z) if kind == "moe" else (0, 0)
+    hidden = size["hidden"] + rows * c.d_expert // z.mesh[TENSOR]
+    entries += branches * size["stream"] + (2 * branches - 1) * size["gathered"] + 3 * rows * c.d_model
     if remat == "fused":  # a TPU recomputes values that need no matmul instead of saving them
-        return attended + (branches * stream + (2 * branches - 1) * whole + N * latent + matrices * (dense + rows * m)
-                           + 3 * rows * c.d_model) * z.width  # fmt: skip
-    return (
-        branches * 2 * stream * f32 + (branches * stream + (2 * branches - 1) * whole + 3 * N * latent) * z.width
-        + attended + (dense + rows * m) * activation * z.width
-        + (3 * rows * c.d_model + tiles * matrices * c.d_model * m) * z.width
-    )  # fmt: skip
+        return exact * FLOAT32 + (entries + size["latents"] + (2 + gated) * hidden) * z.width
+    exact += 2 * branches * size["stream"]
+    return exact * FLOAT32 + (entries + 3 * size["latents"] + (6 - gated) * hidden + (2 + gated) * copied) * z.width
+
+
+def routed_rows(c: ModelAtWork, z: Sizes) -> tuple[int, int]:
+    """Return the rows that the experts' matmuls compute on a device, and the entries of one matrix of experts that are
+    copied for tiles of rows."""
+    rows, e = expert_inputs(c, z), c.n_experts // z.mesh[EXPERT]
+    if c.capacity_factor:
+        return rows, 0
+    tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(rows, e)[1]
+    return grouped_rows(rows, e, z.platform), tiles * c.d_model * (c.d_expert // z.mesh[TENSOR])
 
 
 def moments_bytes(cfg: Config, w: list[Weights]) -> float:
     """Return the bytes of one device's optimizer moments. A frozen parameter has none."""
     frozen = optimizer.frozen_names(cfg.optim, [x.name for x in w])
 
-    def entries(x: Weights) -> float:
+    def size(x: Weights) -> float:
         if cfg.optim.name == "adamw":
             return 2 * x.local_size
         split = [math.prod(x.mesh[axis] for axis in axes) for axes in x.axes]
         shapes = optimizer.second_moment_shapes(x.d)
-        return sum(math.prod(n // by if n > 1 else 1 for n, by in zip(shape, split, strict=True)) for shape in shapes)
+        local = (math.prod(n // by if n > 1 else 1 for n, by in zip(shape, split, strict=True)) for shape in shapes)
+        return sum(local) * x.d.dtype.itemsize
 
-    return sum(entries(x) * x.d.dtype.itemsize for x in w if x.name not in frozen)
+    return sum(size(x) for x in w if x.name not in frozen)
 
 
 def score_bytes(c: ModelAtWork, z: Sizes, kind: str) -> float:

@@ -8,7 +8,7 @@ are rows with the axis `mesh.between_slices`.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from config import AXES, Config
 from plan.chips import hardware, hiding
@@ -16,6 +16,32 @@ from plan.count.traced_layer import BACKWARD_OF
 from sharding import DATA
 
 OUTER = "outer step"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective, and how often a pass through a layer, or a step, runs it."""
+
+    kind: str  # one of ledger.KINDS
+    axes: tuple[str, ...]
+    size: float  # bytes, as in `hardware.wire_bytes`
+    count: float = 1
+    part: str = ""  # what it is for
+    when: str = "once"  # `when` and `of` are arguments of `hiding.exposed`
+    of: str = ""
+    again: bool = False  # a pass that recomputes the layer repeats it
+    back: float = 0  # collectives of gradients in the backward pass, for each in the forward pass
+    branch: str = ""  # of the layer, see `traced_layer.LayerRow`
+    arrives: bool = False  # before the branch's matmuls, not after them
+
+    def in_step(self, many: float, forward: int, again: int, back: int) -> list["Collective"]:
+        """Return the collectives of a step that has this one `many` times in each of these numbers of passes."""
+        back_kind, n = BACKWARD_OF.get(self.kind, self.kind), many * self.count
+        return [
+            replace(self, count=n * forward, when="forward"),
+            replace(self, count=n * again * self.again, when="again"),
+            replace(self, kind=back_kind, count=n * back * self.back, when="back"),
+        ]
 
 
 @dataclass(frozen=True)
@@ -31,12 +57,6 @@ class Traffic:
     in_a_slot: bool  # sent for each microbatch, inside a pipeline slot
 
 
-def wire_bytes(kind: str, size: float, n: int) -> float:
-    """Return the bytes that each of n devices sends in one collective. size: bytes of the gathered array"""
-    share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": min(n - 1, 1)}
-    return share.get(kind, (n - 1) / n) * size
-
-
 class Sums:
     """Sums of [executions, bytes sent, exposed bytes] by (part, kind, mesh axes)."""
 
@@ -46,33 +66,30 @@ class Sums:
         self.alone = DATA if cfg.optim.outer_every else ""  # with local steps, only an outer step sends over this axis
         self.found: dict[tuple, tuple] = {}
 
-    def add(self, part, kind, axes, size, count, when="once", of=""):
-        """Add `count` executions of a collective of `size` bytes. `when` and `of`: arguments of `hiding.exposed`."""
-        axes = axes if part == OUTER else tuple(axis for axis in axes if axis != self.alone)
-
+    def add(self, one: Collective):
+        """Add a collective of a step."""
+        axes = one.axes if one.part == OUTER else tuple(axis for axis in one.axes if axis != self.alone)
+        size = one.size
         if self.slices > 1 and self.mesh.across in axes:
-            self.add_between_slices(part, kind, axes, size, count, when, of)
-            if kind == "collective-permute":  # the busiest device sends only to another slice
+            one_to_one = one.kind in ("collective-permute", "all-to-all")  # without anything to reduce or to share
+            across = size if one_to_one else size / self.group(axes)
+            self.put(one, one.kind, (self.mesh.between_slices,), across, self.slices)
+            if one.kind == "collective-permute":  # the busiest device sends only to another slice
                 return
-            size = size / self.slices if kind == "all-to-all" else size
-        split = tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1)
-        if split and count and size:
-            key = part, hiding.compiled_kind(kind, split, self.sizes, self.platform), split
-            self.put(key, size, self.group(split), count, when, of)
-
-    def add_between_slices(self, part, kind, axes, size, count, when, of):
-        """Add the part of a collective that crosses slices."""
-        if count and size:
-            one_to_one = kind in ("collective-permute", "all-to-all")  # without anything to reduce or to share
-            size = size if one_to_one else size / self.group(axes)
-            self.put((part, kind, (self.mesh.between_slices,)), size, self.slices, count, when, of)
+            size = size / self.slices if one.kind == "all-to-all" else size
+        if split := tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1):
+            kind = hiding.compiled_kind(one.kind, split, self.sizes, self.platform)
+            self.put(one, kind, split, size, self.group(split))
 
     def group(self, axes) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def put(self, key, size, n, count, when, of):
-        """Add one row."""
-        wire = count * wire_bytes(key[1], size, n)
-        waits = wire * hiding.exposed(self.c, self.mesh.sizes, self.chip, *key[1:], when, of)
-        sums = zip(self.found.get(key, (0, 0, 0)), (count, wire, waits), strict=True)
+    def put(self, one: Collective, kind: str, axes: tuple[str, ...], size: float, n: int):
+        """Add the part of a collective that n devices run on one network."""
+        if not one.count or not size:
+            return
+        wire = one.count * hardware.wire_bytes(kind, size, n)
+        waits = wire * hiding.exposed(self.c, self.mesh.sizes, self.chip, kind, axes, one.when, one.of)
+        key = one.part, kind, axes
+        sums = zip(self.found.get(key, (0, 0, 0)), (one.count, wire, waits), strict=True)
         self.found[key] = tuple(old + new for old, new in sums)

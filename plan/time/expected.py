@@ -18,6 +18,7 @@ difference. Their numbers were fitted to simulated steps of four presets on TPU 
 from plan.chips import hardware, hiding
 from plan.count import costs
 from plan.count.costs import Sizes
+from plan.count.networks import Collective
 from plan.count.step import Step
 from plan.time import offload
 from sharding import SLICED, TENSOR
@@ -108,11 +109,11 @@ def exposed_ring_seconds(step: Step, speed: float, peak: float) -> float:
     z, run, n = Sizes.from_config(cfg, "tpu"), costs.passes(cfg, step.sched), cfg.mesh.tensor
     waits = 0.0
     for many, rows in costs.layers(c, z):
-        exchanges = [row for row in rows if isinstance(row, costs.Exchange) and row.axes == (TENSOR,)
+        exchanges = [row for row in rows if isinstance(row, Collective) and row.axes == (TENSOR,)
                      and row.kind == "collective-permute"]  # fmt: skip
-        for exchange, product in zip(exchanges, overlapped_flops(rows)[: len(exchanges)], strict=True):
-            part = product * (n - 1) / n
-            wait = lambda times, row=exchange, part=part: max(0.0, row.times * row.size / speed - times * part)
+        for exchange in exchanges:
+            part = overlapped_flops(exchange, rows) * (n - 1) / n
+            wait = lambda times, row=exchange, part=part: max(0.0, row.count * row.size / speed - times * part)
             ahead = run.forward + run.again * exchange.again
             waits += many * (ahead * wait(1 / peak) + run.inputs * wait(2 / peak))
     return waits

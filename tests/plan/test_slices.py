@@ -81,7 +81,7 @@ def test_an_all_to_all_stays_inside_a_slice_with_its_share():
     """
     cfg = preset("dense_124m", **DENSE, mesh="fsdp=16,tensor=2,across=fsdp")
     sums = networks.Sums(cfg, "tpu", "v4", slices=2)
-    sums.add("activations", "all-to-all", ("fsdp",), 4096, 3)
+    sums.add(networks.Collective("all-to-all", ("fsdp",), 4096, 3, "activations"))
     bytes_sent = {axes: sent for (_, _, axes), (_, sent, _) in sums.found.items()}
     assert bytes_sent == {("fsdp",): 3 * 4096 * 7 / 16, ("fsdp between slices",): 3 * 4096 * 8 / 16}
 
