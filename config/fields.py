@@ -300,3 +300,11 @@ def span_rate(name: str) -> tuple[float, float]:
     """Return the fraction of masked tokens and the mean length of a span, of an objective `span` or `span:0.5:32`."""
     rate, length = (name.split(":")[1:] + ["0.15", "3"])[:2]
     return float(rate), float(length)
+
+
+def flatten(values: dict, prefix="") -> dict:
+    """Flatten nested settings to {dotted name: value}."""
+    flat = {}
+    for name, value in values.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat

@@ -1,7 +1,6 @@
 """Command lines: the settings come from a preset or a file, and flags change them."""
 
 import dataclasses
-import itertools
 import json
 import re
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from typing import Any
 
 import tyro
 
-from config.migrations import CHOICES, dropped_notes, replacement
 from config.presets import PRESETS, preset
 from config.settings import Affects, Config, ModelConfig, affecting, derived_settings, replace
 from utils import UserError
@@ -53,15 +51,9 @@ def starting_point(
     argv: list[str], default: str | Config | None, start: Config | None = None
 ) -> tuple[Config, str, list[str]]:
     """Split a command line: return the settings of `PRESET` or `--config FILE`, where they come from, and the flags."""
-    for word, after in itertools.pairwise([*argv, "--"]):
-        setting = word[2:].replace("-", "_")
-        if setting in CHOICES and after.startswith("-"):
-            raise UserError(f"{word} needs a value: use {word} {CHOICES[setting]}")
     words, flags, files = iter(argv), [], []
     for word in words:
         name, equals, value = word.partition("=")
-        if word.startswith("--") and (instead := replacement(name[2:].replace("-", "_"))):
-            raise UserError(f"{name} {instead}")
         if name == "--config":
             files.append(value if equals else next(words, ""))
         else:
@@ -106,6 +98,4 @@ def read_config(file: str) -> Config:
         cfg = Config.from_dict(values)
     except UserError as error:
         raise UserError(f"--config {file}: {error}") from None
-    for line in dropped_notes(values):
-        log(line)
     return replace(cfg, **affecting(Affects.START))

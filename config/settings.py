@@ -25,6 +25,7 @@ from config.fields import (
     Size,
     SizeOrAuto,
     check,
+    flatten,
     hints,
     is_remote,
     metadata_of,
@@ -35,7 +36,6 @@ from config.fields import (
     parse_schedule,
     parse_skips,
 )
-from config.migrations import flatten, migrate, replacement
 from config.mesh import MeshConfig, MeshFlag
 from utils import UserError, suggest
 
@@ -403,8 +403,8 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict) -> "Config":
-        """Rebuild a Config from what `to_dict` of any version returned. Raises: UserError for an unknown field."""
-        return _build(cls, migrate(values), "")
+        """Rebuild a Config from what `to_dict` returned. Raises: UserError for an unknown field."""
+        return _build(cls, values, "")
 
 
 def affecting(*kinds: Affects, group: str = "") -> dict[str, Any]:
@@ -430,10 +430,7 @@ def _build(cls, values: dict, prefix: str):
     parts = {}
     for name, value in values.items():
         if name not in types:
-            instead = replacement(f"{prefix}{name}")
-            raise UserError(
-                f"{prefix}{name}={value!r} {instead}" if instead
-                else f"unknown setting {prefix}{name}; {suggest(name, types)}")  # fmt: skip
+            raise UserError(f"unknown setting {prefix}{name}; {suggest(name, types, 'python main.py --help')}")
         factory = types[name].default_factory
         nested = factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory)
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
@@ -453,8 +450,6 @@ def replace(cfg: Config, **dotted: Any) -> Config:
         here = values
         for part in path:
             here = here.get(part) if isinstance(here, dict) else None
-        if instead := replacement(name):
-            raise UserError(f"the setting {name} {instead}")
         if not isinstance(here, dict) or last not in here:
             raise UserError(f"unknown setting {name!r}; {suggest(name, list(flatten(values)))}")
         if dataclasses.is_dataclass(value):
@@ -491,13 +486,16 @@ def derived_settings(before: ModelConfig, given: dict[str, int]) -> dict[str, in
 def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
     """List (name, ours, theirs) for settings that differ. A setting that is missing has its default."""
     default = flatten(Config().to_dict())
-    ours, theirs = default | flatten(migrate(ours)), default | flatten(migrate(theirs))
+    ours, theirs = default | flatten(ours), default | flatten(theirs)
     pairs = ((name, ours.get(name), theirs.get(name)) for name in ours | theirs)
     return [(name, x, y) for name, x, y in pairs if x != y]
 
 
 def first_difference(ours: dict, theirs: dict) -> str | None:
-    """Describe the first setting that differs, with both values; return None if all are equal."""
-    for name, x, y in differences(ours, theirs):
-        instead = replacement(name)
-        return f"{name}={y!r} there, but {name} {instead}" if instead else f"{name} is {x!r} here and {y!r} there"
+    """Describe the first setting that differs, with both values; return None if all are equal.
+
+    A setting that only one side has comes last: another one is the reason why it is there.
+    """
+    in_both = {*flatten(ours)} & {*flatten(theirs)}
+    for name, x, y in sorted(differences(ours, theirs), key=lambda one: one[0] not in in_both):
+        return f"{name} is {x!r} here and {y!r} there"

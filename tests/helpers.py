@@ -380,12 +380,6 @@ def check_prediction(plan, found: dict, state=0.01, flops=0.01, sent=0.01):
             assert abs(value) <= sent, off
 
 
-OLD_WORK_SETTINGS = {  # execution settings as an older version saved them, in other groups
-    "model": {"remat": "full", "gather": "ahead", "tensor_exchange": "ring", "loss_chunk": 36},
-    "pipeline": {"schedule": "gpipe", "microbatches": 0, "chunks": 1}, "optim": {"max_device_batch": 0},
-}  # fmt: skip
-
-
 def every_form(*args, tpu, gpu, default):
     """Replace `sharding.by_platform` with a version that traces the forms of all platforms."""
     return jax.lax.platform_dependent(*args, tpu=tpu, cuda=gpu, default=default)

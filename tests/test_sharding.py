@@ -28,6 +28,7 @@ from config import (
     preset,
     replace,
 )
+from config.fields import flatten
 from config.flags import command_line
 from pipeline import fit
 from plan import planner
@@ -151,18 +152,6 @@ def test_a_config_survives_a_round_trip(name):
     again = Config.from_dict(json.loads(json.dumps(cfg.to_dict())))
     assert again == cfg
     assert first_difference(cfg.to_dict(), again.to_dict()) is None
-
-
-@pytest.mark.parametrize("then, now", [("ahead", "layer"), ("peeled", "layer"), ("step_ahead", "step")])
-def test_a_run_with_a_removed_value_of_a_setting_resumes(then, now):
-    """Catches a run that cannot be sampled or resumed because its config.json has a removed execution setting, and a
-    flag with a removed value that is accepted as another one."""
-    old = preset("tiny").to_dict()
-    old["model"]["gather"] = then
-    del old["work"]["gather"]
-    assert Config.from_dict(old) == preset("tiny", **{"work.gather": now})
-    with pytest.raises(UserError, match=rf"gather='{then}'"):
-        preset("tiny", **{"work.gather": then})
 
 
 def test_auto_settings_resolve_to_the_plain_values():

@@ -23,7 +23,6 @@ import optimizer
 import pipeline
 import sharding
 from data import prepare
-from tests.helpers import OLD_WORK_SETTINGS
 from train import checkpoint, progress, report
 from train.directory import OWN_FILES, SET_ASIDE, Metrics, result_settings
 from weights import __main__ as weights_command
@@ -526,21 +525,15 @@ def test_a_checkpoint_of_another_run_is_refused(copied):
     )
 
 
-def test_a_run_of_an_older_version_resumes(copied):
-    """Catches a new setting, off by default, that makes older config.json files or checkpoints unusable; and old
-    execution settings, one of which used to be part of the settings that decide results."""
+def test_a_run_without_a_newer_setting_resumes(copied):
+    """Catches a new setting, off by default, that makes older config.json files or checkpoints unusable."""
     argv, directory = copied
     newest, file = directory / "checkpoints" / str(STEPS), directory / "config.json"
     about, younger = json.loads(file.read_text()), {"model": "z_loss", "data": "packing", "run": "init_from"}
     for group, setting in younger.items():
         del about["config"][group][setting]
-    del about["config"]["work"]
-    for group, values in OLD_WORK_SETTINGS.items():
-        about["config"].setdefault(group, {}).update(values)
-    decides = result_settings(about)
-    decides["model"]["tensor_exchange"] = "ring"
     file.write_text(json.dumps(about))
-    (newest / "about.json").write_text(json.dumps(decides))
+    (newest / "about.json").write_text(json.dumps(result_settings(about)))
     (newest / "manifest.json").unlink()
     checkpoint.write_manifest(str(newest), STEPS, None)
     assert run(argv)[1].startswith(f"{directory} is complete")

@@ -37,7 +37,6 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from config import first_difference
 from config.fields import is_remote
-from config.migrations import migrate
 from progress import print_to_stderr
 from sharding import flatten_named, map_named
 from train import storage
@@ -304,12 +303,9 @@ def read_about(directory: str | os.PathLike, step: int, read: Read = "all") -> d
     return json.loads(epath.Path(_select_step(directory, step, read)[1], "about.json").read_text())
 
 
-def check_about(directory: str | os.PathLike, step: int, ours: dict, read: Read = "all") -> None:
-    """Compare a checkpoint's settings with `ours`. Raises: UserError that names the first difference."""
-    theirs = migrate(read_about(directory, step, read))
-    theirs.pop("work", None)  # earlier versions stored execution settings as part of the model's
-    if difference := first_difference(ours, theirs):
-        raise UserError(f"checkpoint {directory}/{step} belongs to another run: {difference} (in the checkpoint)")
+def find_difference(directory: str | os.PathLike, step: int, ours: dict, read: Read = "all") -> str | None:
+    """Compare a checkpoint's settings with `ours`. Describe the first difference, or return None."""
+    return first_difference(ours, read_about(directory, step, read))
 
 
 def restore(directory: str | os.PathLike, target, step: int | None = None, shared: bool = True):

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import dataset
 from config import Affects, Config, affecting, first_difference
-from config.migrations import dropped_notes, migrate
 from data.reading import order
 from train import checkpoint, storage, tracking
 from train.hosts.processes import Processes
@@ -49,7 +48,7 @@ def describe(cfg: Config) -> dict:
 
 def result_settings(about: dict) -> dict:
     """Return the part of `describe` that affects results. A run resumes only if this part is unchanged."""
-    config = migrate(json.loads(json.dumps(about["config"])))
+    config = json.loads(json.dumps(about["config"]))
     replicas = {"mesh": {"data": config["mesh"]["data"]}} if config.get("optim", {}).get("outer_every") else {}
     may_change = affecting(Affects.SPEED, Affects.RUN, Affects.START, Affects.ORDER)  # ORDER is checked separately
     for name in may_change:

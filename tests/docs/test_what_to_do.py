@@ -3,7 +3,7 @@
 import re
 import subprocess
 
-from config import Config, migrations
+from config import Config, fields
 from tests.docs.commands import ROOT
 
 PAGE = (ROOT / "docs/what_to_do_when.md").read_text()
@@ -18,7 +18,7 @@ def launcher_help() -> str:
 def test_every_flag_on_the_page_exists():
     """Catches advice to use a flag that was renamed; in an incident nobody has time to look for its new name."""
     flags = {flag for code in re.findall(r"`([^`]+)`", PAGE) for flag in re.findall(r"--(\w[\w.-]*)", code)}
-    settings, launcher = {*migrations.flatten(Config().to_dict())}, launcher_help()
+    settings, launcher = {*fields.flatten(Config().to_dict())}, launcher_help()
     for flag in flags - ELSEWHERE - OF_MAIN:
         assert flag in settings if "." in flag else f"--{flag}" in launcher, flag
     assert len(flags) > 10 and flags >= ELSEWHERE | OF_MAIN
