@@ -1,10 +1,10 @@
 """Local steps (DiLoCo): each replica trains alone for some steps, then all replicas take an outer step together.
 
 A replica is one index of the mesh axis `data`. It has its own parameters and moments, and runs the training step of a
-mesh with data=1, so its program cannot communicate with other replicas. Every `optim.outer_every` steps, the replicas
-exchange the outer gradient: how much their steps changed the parameters, averaged over replicas. SGD with Nesterov
-momentum then updates the outer parameters, and every replica continues from them. The outer parameters are those that a
-checkpoint stores as `params`, so evaluation, generation and export read them. With `optim.outer_fragments`, the
+mesh with data=1, so its program cannot communicate with other replicas. After a number of steps (`optim.outer`),
+the replicas exchange the outer gradient: how much their steps changed the parameters, averaged over replicas. SGD with
+Nesterov momentum then updates the outer parameters, and every replica continues from them. The outer parameters are
+those that a checkpoint stores as `params`, so evaluation, generation and export read them. With several fragments, the
 replicas exchange one part of the layers at a time.
 Sources: DiLoCo, arXiv:2311.08105, algorithm 1; Streaming DiLoCo, arXiv:2501.18512, section 2.2.
 """
@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import sharding
 from compile import ordered
 from config import Config, MeshConfig, replace
+from config.fields import parse_outer
 from sharding import DATA, as_tuple, psum, vary
 from utils import UserError
 
@@ -29,24 +30,22 @@ LAYERS = "PLI"  # letters of leading dims along which layers, or blocks of layer
 
 def check(cfg: Config) -> None:
     """Raises: UserError for settings that do not work with local steps."""
-    o, asked = cfg.optim, f"optim.outer_every={cfg.optim.outer_every}"
+    asked = f"optim.outer={cfg.optim.outer!r}"
     refused = {
         f"{asked} needs several replicas; use a mesh with data=2 or more, not {cfg.mesh}": cfg.mesh.data == 1,
         f"{asked}: the replicas' parameters differ, so they cannot share the shards of optim.shard_over_data; "
-        "remove one of the two settings": o.shard_over_data,
+        "remove one of the two settings": cfg.optim.shard_over_data,
         f"{asked} has no gradient statistics; remove --run.gradient_stats_every": cfg.run.gradient_stats_every,
         f"{asked}: --replay repeats only steps of a run without local steps": cfg.run.replay,
-        f"{asked} is not a multiple of optim.outer_fragments={o.outer_fragments}; use "
-        f"{-(-o.outer_every // o.outer_fragments) * o.outer_fragments}": o.outer_every % o.outer_fragments,
     }
     for why, applies in refused.items():
-        if o.outer_every and applies:
+        if cfg.optim.outer and applies:
             raise UserError(why)
 
 
 def replica_config(cfg: Config, number: int = 0) -> Config:
     """Return the settings of one replica. Its seed, of which a step uses only the dropout keys, differs by replica."""
-    one = {"mesh": MeshConfig(**cfg.mesh.sizes | {DATA: 1}), "optim.outer_every": 0, "run.seed": cfg.run.seed + number}
+    one = {"mesh": MeshConfig(**cfg.mesh.sizes | {DATA: 1}), "optim.outer": "", "run.seed": cfg.run.seed + number}
     return replace(cfg, **one, **{"data.batch_size": cfg.data.batch_size // cfg.mesh.data})
 
 
@@ -117,17 +116,17 @@ def outer_step(cfg: Config, mesh: Mesh, declared, fragment: int = 0):
     Fragment f of n has the layers f, f + n, f + 2n, .. of every stage, and the first also has all other parameters.
     Sends over DATA: 2 (n - 1)/n of the fragment's parameters in float32, n = replicas.
     """
-    o, count = cfg.optim, cfg.mesh.data
+    o, count = parse_outer(cfg.optim.outer), cfg.mesh.data
 
     def update(d, param, momentum, own):
         stacked = d.dims[0] in LAYERS
-        some = slice(fragment, None, o.outer_fragments if stacked else None)
+        some = slice(fragment, None, o.fragments if stacked else None)
         if fragment >= (len(param) if stacked else 1):
             return param, momentum, own
         before = param[some].astype(jnp.float32)
         gradient = psum(before - own[0, some].astype(jnp.float32), DATA) / count
-        speed = o.outer_momentum * momentum[some] + gradient
-        after = (before - o.outer_lr * (gradient + o.outer_momentum * speed)).astype(param.dtype)
+        speed = o.momentum * momentum[some] + gradient
+        after = (before - o.lr * (gradient + o.momentum * speed)).astype(param.dtype)
         own = own.at[0, some].set(vary(after, DATA))
         return param.at[some].set(after), momentum.at[some].set(speed), own
 
@@ -171,11 +170,11 @@ class LocalSteps:
         check(cfg)
         mine = [number for number, devices in enumerate(mesh.devices)
                 if any(device.process_index == jax.process_index() for device in devices.flat)]  # fmt: skip
-        self.cfg, self.mesh = cfg, mesh
+        self.cfg, self.mesh, n = cfg, mesh, parse_outer(cfg.optim.outer).fragments
         self.meshes = [Mesh(mesh.devices[n : n + 1], mesh.axis_names, axis_types=mesh.axis_types) for n in mine]
         self.steps = [replica_step(step_of(replica_config(cfg, number), one), one, places, options)
                       for number, one in zip(mine, self.meshes, strict=True)]  # fmt: skip
-        self.outer = [outer_step(cfg, mesh, declared, fragment) for fragment in range(cfg.optim.outer_fragments)]
+        self.outer = [outer_step(cfg, mesh, declared, fragment) for fragment in range(n)]
         combine = lambda x_R: jnp.mean(x_R, 0) if jnp.issubdtype(x_R.dtype, jnp.floating) else jnp.max(x_R, 0)
         self.merge = ordered.jit(combine, mesh, out_shardings=NamedSharding(mesh, P()))
         self.taken: tuple[Any, int] = (None, 0)  # the last step number, on the devices and on the host
@@ -211,6 +210,6 @@ class LocalSteps:
 
     def due(self, taken: int) -> list[Callable]:
         """Return the outer steps after step `taken`: those of one fragment, or after the last step of all."""
-        every, n = self.cfg.optim.outer_every, self.cfg.optim.outer_fragments
+        every, _, _, n = parse_outer(self.cfg.optim.outer)
         return [outer for fragment, outer in enumerate(self.outer, 1)
                 if taken == self.cfg.run.steps or taken % every == fragment * every // n % every]  # fmt: skip

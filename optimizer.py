@@ -23,7 +23,7 @@ import sharding
 from architectures import declare
 from compile import options, ordered
 from config import Config, OptimConfig, replace
-from config.fields import parse_schedule
+from config.fields import parse_adamw, parse_schedule
 from pipeline import fit
 from utils import UserError, suggest
 
@@ -37,30 +37,31 @@ class TrainState:
     step: Any  # int32, number of steps so far, including skipped steps
     skipped_steps: Any  # int32, number of steps without an update, because the loss or a gradient was not finite
     skipped_in_a_row: Any  # int32, number of consecutive skipped steps up to now
-    replicas: Any = None  # with optim.outer_every: the TrainState of each replica; see `local_steps.with_replicas`
+    replicas: Any = None  # with optim.outer: the TrainState of each replica; see `local_steps.with_replicas`
 
 
 def learning_rate(o: OptimConfig, steps: int) -> optax.Schedule:
     """Return the schedule: linear warm-up, then a cosine, a plateau and linear decay (wsd), or 1 / sqrt(step) (rsqrt).
 
     Steps count from 0. The rate is above 0 at step 0 and reaches its peak at step warmup_steps - 1. At the last step,
-    cosine and wsd are at final_lr times the peak. Points count steps from 1, and have no warm-up.
+    cosine and wsd are at `final` times the peak. Points count steps from 1, and have no warm-up.
     Sources: wsd arXiv:2404.06395; rsqrt T5, arXiv:1910.10683, section 3.1.2.
     """
-    if parse_schedule(o.schedule):
-        points = np.array(parse_schedule(o.schedule), np.float32)
+    schedule = parse_schedule(o.schedule)
+    if schedule.kind == "points":
+        points = np.array(schedule.points, np.float32)
         return lambda step: o.lr * jnp.interp(step + 1.0, points[:, 0], points[:, 1])
     warmup = min(o.warmup_steps, steps)
     rise = optax.linear_schedule(o.lr / max(warmup, 1), o.lr, max(warmup - 1, 1))
     # The decay starts, with the peak, at the last step of the previous phase, so that it ends exactly at the last step.
-    if o.schedule == "cosine":
-        fall = optax.cosine_decay_schedule(o.lr, max(steps - warmup, 1), alpha=o.final_lr)
+    if schedule.kind == "cosine":
+        fall = optax.cosine_decay_schedule(o.lr, max(steps - warmup, 1), alpha=schedule.final)
         return optax.join_schedules([rise, fall], [warmup - 1])
-    if o.schedule == "rsqrt":
+    if schedule.kind == "rsqrt":
         peak = max(warmup, 1) - 1
         return optax.join_schedules([rise, lambda after: o.lr * jnp.sqrt((peak + 1.0) / (peak + 1 + after))], [peak])
-    decay = min(round(o.decay_fraction * steps), steps - warmup)
-    fall = optax.linear_schedule(o.lr, o.lr * o.final_lr, decay) if decay else optax.constant_schedule(o.lr)
+    decay = min(round(schedule.decay * steps), steps - warmup)
+    fall = optax.linear_schedule(o.lr, o.lr * schedule.final, decay) if decay else optax.constant_schedule(o.lr)
     return optax.join_schedules([rise, optax.constant_schedule(o.lr), fall], [warmup, steps - decay - 1])
 
 
@@ -96,12 +97,30 @@ def adamw(o: OptimConfig, steps: int, decay=None) -> optax.GradientTransformatio
     >>> print(changes["w_DF"][0], float(jnp.abs(changes["bias_F"]).max()))  # -lr * weight_decay * 1, and nothing
     [-0.05 -0.05 -0.05] 0.0
     """
+    *numbers, moments = parse_adamw(o.adamw)
     return optax.chain(
         clip(o.clip_norm),
-        optax.scale_by_adam(*o.betas, o.eps),
+        store_moments_as(moments, optax.scale_by_adam(*numbers)),
         optax.add_decayed_weights(o.weight_decay, mask=decay),
         optax.scale_by_learning_rate(learning_rate(o, steps)),
     )
+
+
+def store_moments_as(dtype: str, adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `adam` with stored moments of this dtype, which its update converts to float32 and back; "parameters"
+    keeps the dtype of the parameters, also in the update."""
+    if dtype == "parameters":
+        return adam
+
+    def cast(state, dtype):
+        as_dtype = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
+        return state._replace(mu=as_dtype(state.mu), nu=as_dtype(state.nu))
+
+    def update(grads, state, params=None):
+        changes, state = adam.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), cast(state, jnp.float32))
+        return jax.tree.map(lambda x, g: x.astype(g.dtype), changes, grads), cast(state, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(adam.init(params), dtype), update)
 
 
 # Adafactor ------------------------------------------------------------------------------------------------------------
@@ -231,7 +250,7 @@ def update_selection_bias(cfg: Config, params, tokens_per_expert_LE):
 
 def init(cfg: Config, mesh: Mesh, params=None) -> TrainState:
     """Build the state at step 0, with new or given parameters. Moments are sharded like their parameters."""
-    if cfg.optim.outer_every:
+    if cfg.optim.outer:
         add_replicas = functools.partial(local_steps.with_replicas, count=cfg.mesh.data)
         add_replicas = ordered.jit(add_replicas, mesh, out_shardings=state_shardings(cfg, mesh))
         return add_replicas(init(local_steps.replica_config(cfg), mesh, params))
@@ -251,7 +270,7 @@ def compile_moments(cfg: Config, mesh: Mesh):
 
 def state_shapes(cfg: Config) -> TrainState:
     """Return the ShapeDtypeStruct of every array in the state, without touching a device."""
-    if cfg.optim.outer_every:
+    if cfg.optim.outer:
         add_replicas = functools.partial(local_steps.with_replicas, count=cfg.mesh.data)
         return jax.eval_shape(add_replicas, state_shapes(local_steps.replica_config(cfg)))
     params = sharding.shapes(declare(cfg.model))
@@ -262,7 +281,7 @@ def state_shapes(cfg: Config) -> TrainState:
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the sharding of every array in the state: moments like their parameters, the rest replicated."""
-    if cfg.optim.outer_every:
+    if cfg.optim.outer:
         return local_steps.with_replica_shardings(state_shardings(local_steps.replica_config(cfg), mesh))
     declared, everywhere = parameters.declare_stored(cfg), NamedSharding(mesh, P())
     is_params = lambda tree: isinstance(tree, type(declared))
@@ -330,7 +349,7 @@ def train_step(cfg: Config, mesh: Mesh):
     """Compile fn(state, batch) -> (state, metrics), see `step_fn`. The old state is donated: do not use it again."""
     shardings, everywhere = state_shardings(cfg, mesh), NamedSharding(mesh, P())
     xla_options = options.compiler_options(mesh, cfg.run.compiler_options)
-    if cfg.optim.outer_every:
+    if cfg.optim.outer:
         declared, places = declare(cfg.model), shardings.replicas
         return local_steps.LocalSteps(cfg, mesh, step_fn, declared, places, xla_options)
     return ordered.jit(

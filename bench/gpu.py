@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 3  # untimed steps after the first
 
 # Overrides of the preset: fixed execution settings, and a constant learning rate, so that all steps do the same work.
-COMMON_SETTINGS = {"work.remat": "dots", "optim.warmup_steps": 0, "optim.final_lr": 1.0}
+COMMON_SETTINGS = {"work.remat": "dots", "optim.warmup_steps": 0, "optim.schedule": "cosine:1"}
 MODELS = {
     "dense_124m": {},
     # A token uses two of eight experts, each half as wide: as many active parameters as dense_124m, plus a router.

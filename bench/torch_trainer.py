@@ -23,7 +23,7 @@ from torch.nn import functional as F
 FIXED = {
     "model.attention": "gqa", "model.activation": "gelu", "model.tie_embeddings": True, "model.no_rope_every": 0,
     "model.dropout": 0.0, "model.z_loss": 0.0, "model.label_smoothing": 0.0,
-    "optim.warmup_steps": 0, "optim.final_lr": 1.0,
+    "optim.warmup_steps": 0, "optim.schedule": "cosine:1", "optim.adamw": "b1=0.9,b2=0.95,eps=1e-8",
 }  # fmt: skip
 FIXED_EXPERTS = {
     "model.moe_every": 1, "model.dense_prefix": 0, "model.n_shared": 0, "model.top_k": 2, "model.router": "softmax",
@@ -200,7 +200,7 @@ def trainer(model: Transformer, o, compile: bool):
     matrices = [p for name, p in named.items() if p.ndim > 1 and name != "embedding"]
     others = [p for name, p in named.items() if p.ndim == 1 or name == "embedding"]
     groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
+    adamw = torch.optim.AdamW(groups, lr=o.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
     forward = torch.compile(model) if compile else model
 
     def step(tokens_BT, targets_BT):

@@ -30,7 +30,6 @@ Positive = Annotated[float, Range(lambda x: 0 < x < math.inf, "must be above 0, 
 NotNegative = Annotated[float, Range(lambda x: 0 <= x < math.inf, "must be at least 0, and finite")]
 Share = Annotated[float, Range(lambda x: 0 <= x <= 1, "must be between 0 and 1")]
 ShareBelow1 = Annotated[float, Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")]
-Betas = tuple[ShareBelow1, ShareBelow1]
 
 AUTO = "auto"  # the planner chooses a value that suits the mesh, the chip and its memory; see `plan/answer/auto.py`
 SizeOrAuto = Size | Literal["auto"]
@@ -68,7 +67,7 @@ hints = functools.cache(functools.partial(get_type_hints, include_extras=True))
 
 
 def check(config, prefix: str = "") -> None:
-    """Check the type and range of each field of a dataclass, whether it came from flags, a file or Python.
+    """Check the type and range of each field of a dataclass or NamedTuple, from flags, a file or Python.
 
     Raises: UserError for the first invalid field.
     """
@@ -204,23 +203,102 @@ MIXTURE_PART = (
 )
 
 
-SCHEDULES = ("cosine", "wsd", "rsqrt")
 
 
 @functools.lru_cache(maxsize=64)
-def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
-    """Parse `0:0,1000:1,5000:0.1` into pairs (step, multiple), with increasing steps. A schedule's name gives none.
+class Schedule(NamedTuple):
+    """A learning-rate schedule; see `optimizer.learning_rate`."""
+
+    kind: str  # cosine, wsd, rsqrt or points
+    decay: Share = 0.2  # wsd: fraction of all steps spent decaying
+    final: NotNegative = 0.1  # cosine, wsd: learning rate at the last step, as a fraction of the peak
+    points: tuple[tuple[int, float], ...] = ()  # (step, multiple of the peak), with increasing steps
+
+
+SCHEDULES = {"cosine": ("final",), "wsd": ("decay", "final"), "rsqrt": ()}
+
+
+@functools.lru_cache(maxsize=64)
+def parse_schedule(text: str) -> Schedule:
+    """Parse `cosine:0.1`, `wsd:0.2:0.1` or `rsqrt`, with numbers that may be left out, or points: `0:0,1000:1`.
 
     Raises: UserError that quotes the part that cannot be parsed.
     """
-    found = []
-    for part in text.split(",") if text not in SCHEDULES else ():
-        match = re.fullmatch(r"(\d+):(\d*\.?\d+)", part)
-        if not match or (found and int(match[1]) <= found[-1][0]):
-            raise UserError(f"optim.schedule={text!r}: {part!r} should be {', '.join(map(repr, SCHEDULES))}, or "
-                            "STEP:MULTIPLE,.. with increasing steps; 1000:0.5 is half of lr at step 1000")  # fmt: skip
-        found.append((int(match[1]), float(match[2])))
-    return tuple(found)
+    kind, *numbers = text.split(":")
+    names, number, points = SCHEDULES.get(kind, ()), r"\d*\.?\d+(?:e-?\d+)?", []
+    if kind in SCHEDULES and re.fullmatch(rf"{kind}(:{number}){{,{len(names)}}}", text):
+        found = Schedule(kind, **dict(zip(names, map(float, numbers), strict=False)))
+        check(found, f"optim.schedule={text!r}: ")
+        return found
+    for part in text.split(","):
+        match = re.fullmatch(rf"(\d+):({number})", part)
+        if not match or (points and int(match[1]) <= points[-1][0]):
+            raise UserError(f"optim.schedule={text!r}: {part!r} should be cosine:FINAL, wsd:DECAY:FINAL, rsqrt, or "
+                            "STEP:MULTIPLE,.. with increasing steps; such as cosine:0.1 or 0:0,1000:1")  # fmt: skip
+        points.append((int(match[1]), float(match[2])))
+    return Schedule("points", points=tuple(points))
+
+
+class AdamW(NamedTuple):
+    """The numbers of AdamW."""
+
+    b1: ShareBelow1 = 0.9  # decay rate of the first moment, per step
+    b2: ShareBelow1 = 0.95  # of the second moment
+    eps: Positive = 1e-8  # added to the square root of the second moment
+    moments: Literal["parameters", "float32", "bfloat16"] = "parameters"  # dtype of the stored moments
+
+
+BFLOAT16_STEP = 2**-8  # bfloat16 has 8 significant bits; a smaller relative change may be rounded away
+
+
+@functools.lru_cache(maxsize=64)
+def parse_adamw(text: str) -> AdamW:
+    """Parse `b1=0.9,b2=0.95,eps=1e-8,moments=float32`; a part that is left out has its default.
+
+    Raises: UserError that quotes what cannot be parsed, or moments that bfloat16 rounds away.
+    """
+    found = _parse_parts("optim.adamw", text, AdamW, "b1=DECAY,b2=DECAY,eps=NUMBER,moments=DTYPE or a part of it, such "
+                         "as b2=0.99 or moments=bfloat16")  # fmt: skip
+    if found.moments == "bfloat16" and 1 - max(found.b1, found.b2) < BFLOAT16_STEP:
+        raise UserError(f"optim.adamw={text!r}: with b1={found.b1} and b2={found.b2} a moment changes by less than "
+                        "1/256 of itself per step, which bfloat16 rounds away; use up to 0.995")  # fmt: skip
+    return found
+
+
+class Outer(NamedTuple):
+    """The outer steps of a run with local steps; see `local_steps.py`."""
+
+    every: Size = 0  # steps between outer steps of the same layers; 0: no local steps
+    lr: NotNegative = 0.7
+    momentum: ShareBelow1 = 0.9
+    fragments: Size = 1  # an outer step exchanges 1/fragments of the layers
+
+
+@functools.lru_cache(maxsize=64)
+def parse_outer(text: str) -> Outer:
+    """Parse `every=100,lr=0.7,momentum=0.9,fragments=4`, of which only `every` is required. Empty text gives every=0.
+
+    Raises: UserError that quotes what cannot be parsed.
+    """
+    if not text:
+        return Outer()
+    found = _parse_parts("optim.outer", text, Outer, "every=STEPS, then any of lr=RATE, momentum=MOMENTUM and "
+                         "fragments=NUMBER, such as every=100,fragments=4")  # fmt: skip
+    if found.every % found.fragments:
+        more = -(-found.every // found.fragments) * found.fragments
+        raise UserError(f"optim.outer={text!r}: {found.every} is not a multiple of {found.fragments}; use every={more}")
+    return found
+
+
+def _parse_parts(name: str, text: str, kind: type, form: str):
+    """Parse NAME=VALUE,.. into a NamedTuple with defaults. Raises: UserError for the setting `name`; see `form`."""
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        found = kind(**{part: type(kind._field_defaults[part])(word) for part, word in pairs})
+    except (KeyError, ValueError):
+        raise UserError(f"{name}={text!r}: should be {form}") from None
+    check(found, f"{name}={text!r}: ")
+    return found
 
 
 class Phase(NamedTuple):

@@ -15,12 +15,10 @@ from config.fields import (
     AUTO,
     Affects,
     Baseline,
-    Betas,
     Count,
     Form,
     NotNegative,
     Positive,
-    Share,
     ShareBelow1,
     Size,
     SizeOrAuto,
@@ -29,8 +27,10 @@ from config.fields import (
     hints,
     is_remote,
     metadata_of,
+    parse_adamw,
     parse_mixture,
     parse_objectives,
+    parse_outer,
     parse_remat,
     parse_rope_scaling,
     parse_schedule,
@@ -281,23 +281,24 @@ class OptimConfig:
 
     name: Literal["adamw", "adafactor"] = "adamw"  # AdamW (arXiv:1711.05101); Adafactor (arXiv:1804.04235) as in T5
     lr: NotNegative = 3e-3  # peak learning rate; adafactor: as a fraction of each matrix's root mean square
-    # after warm-up: cosine decay; wsd: constant, then linear decay; rsqrt: 1 / sqrt(step). Or STEP:MULTIPLE,.. of lr,
-    # linear in between and without warm-up, such as 0:0,1000:1,5000:0.1
+    # after warm-up. cosine:0.1: cosine decay to a last rate of 0.1 * lr; wsd:0.2:0.1: constant, then in the last 0.2 of
+    # all steps, linear decay to 0.1 * lr; rsqrt: 1 / sqrt(step). Numbers that you leave out are those above. Or
+    # STEP:MULTIPLE,.. of lr, linear in between and without warm-up: 0:0,1000:1,5000:0.1
     schedule: Annotated[str, Form(parse_schedule)] = "cosine"
-    warmup_steps: Count = 20  # steps of linear warm-up from 0 to lr
-    decay_fraction: Share = 0.2  # wsd: fraction of all steps spent decaying
-    final_lr: NotNegative = 0.1  # cosine, wsd: final learning rate, as a fraction of lr
-    betas: Betas = (0.9, 0.95)  # adamw: decay rates of the first and second moments, per step
-    eps: Positive = 1e-8  # adamw: added to the square root of the second moment
+    warmup_steps: Annotated[Count, WARMUP] = 20  # steps of linear warm-up from 0 to lr
+    # adamw: decay rates of the first and second moments, per step, and epsilon, which is added to the second's root; a
+    # part that you leave out has this value. moments=float32 or bfloat16 stores the moments in this dtype instead of
+    # that of the parameters; a step computes with float32
+    adamw: Annotated[str, Form(parse_adamw), ADAMW] = "b1=0.9,b2=0.95,eps=1e-8"
     weight_decay: NotNegative = 0.1  # multiplied by the learning rate; not applied to norms, biases and embeddings
     clip_norm: NotNegative = 1.0  # clip the gradient to this global norm; 0: no clipping
     frozen: str = ""  # names of parameters not to train, with wildcards, such as encoder.*,embedding_VD
     # store 1/data of the parameters and moments on each replica (ZeRO stage 1, arXiv:1910.02054)
     shard_over_data: Annotated[bool, Affects.SPEED] = False
-    outer_every: Count = 0  # steps of each replica along data between outer steps (DiLoCo, arXiv:2311.08105); 0: off
-    outer_lr: NotNegative = 0.7  # learning rate of the outer step, which is SGD
-    outer_momentum: ShareBelow1 = 0.9  # Nesterov momentum of the outer step
-    outer_fragments: Size = 1  # n: exchange 1/n of the layers every outer_every/n steps (arXiv:2501.18512)
+    # local steps (DiLoCo, arXiv:2311.08105): every=100 lets each replica along data train alone for 100 steps, and then
+    # average. every=100,lr=0.7,momentum=0.9,fragments=4 also sets the SGD that does it, with Nesterov momentum, and
+    # exchanges 1/4 of the layers every 25 steps (arXiv:2501.18512); empty: off
+    outer: Annotated[str, Form(parse_outer)] = ""
 
     def __post_init__(self):
         check(self, "optim.")

@@ -34,7 +34,7 @@ ONE_DEVICE = affecting(Affects.SPEED) | {"work.loss_chunk": 1024}
 # Adam divides by sqrt(v) + eps, so with a small eps, rounding noise in v would become a full step. Clipped to norm
 # 0.05, most entries of the gradient are below 1e-3, and a step is nearly proportional to them. The learning rate is
 # high, so that three steps are thousands of times a parameter's last bit.
-OPTIMIZER = {"optim.clip_norm": 0.05, "optim.eps": 1e-3, "optim.lr": 0.01, "optim.warmup_steps": 1}
+OPTIMIZER = {"optim.clip_norm": 0.05, "optim.adamw": "eps=1e-3", "optim.lr": 0.01, "optim.warmup_steps": 1}
 
 # Tolerance of each kind of value. Sums in another order differ in the last of float32's 24 bits.
 ALLOWED = {

@@ -70,7 +70,7 @@ WRONG = {
     "tiny --run.step 5": "Unrecognized options: --run.step, 5 Perhaps you meant: --run.steps INT",
     "tiny extra": "Unrecognized options: extra",
     "tiny --run.steps many": "Error parsing --run.steps: invalid literal for int() with base 10: 'many'",
-    "tiny --optim.schedule cosin": "optim.schedule='cosin': 'cosin' should be 'cosine', 'wsd', 'rsqrt', or STEP:",
+    "tiny --optim.schedule cosin": "optim.schedule='cosin': 'cosin' should be cosine:FINAL, wsd:DECAY:FINAL, rsqrt",
     "tiny --mesh fdsp=2": "unknown axis 'fdsp'; did you mean 'fsdp'? known: data, stage, fsdp, expert, context,",
     "tiny --mesh fsdp=two": "mesh 'fsdp=two': 'fsdp=two' should be AXIS=SIZE",
     "tiny --mesh fsdp:2": "'fsdp:2'",
@@ -249,7 +249,7 @@ FILES = {  # what a file holds, None: there is none -> what is said of it
     '{"optim": {"lr": null}}': "optim.lr=None: should be a number",
     '{"model": {"tie_embeddings": 1}}': "model.tie_embeddings=1: should be true or false",
     '{"run": {"name": 5}}': "run.name=5: should be text",
-    '{"optim": {"schedule": "cosin"}}': "optim.schedule='cosin': 'cosin' should be 'cosine', 'wsd'",
+    '{"optim": {"schedule": "cosin"}}': "optim.schedule='cosin': 'cosin' should be cosine:FINAL, ",
     '{"run": {"steps": 0}}': "run.steps=0: must be at least 1",
     '{"mesh": {"fsdp": 0}}': "mesh.fsdp=0: must be at least 1",
 }
@@ -475,7 +475,7 @@ def test_help_explains_each_setting():
         text = said[start.end() : said.index("(default:", start.end())]
         words = re.findall(r"\b[a-z]{2,}\b", re.sub(r"--\S+|{\S+}", "", text))
         assert len(words) >= 2, f"{name}: {text}"
-    assert "final learning rate, as a fraction of lr (default: 0.1)" in said
+    assert "steps of linear warm-up from 0 to lr (default: 2)" in said
 
 
 def test_help_is_quick_in_a_process():

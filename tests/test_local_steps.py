@@ -15,6 +15,7 @@ import optimizer
 import sharding
 from compile import ledger
 from config import first_difference, preset
+from config.fields import parse_outer
 from sharding import Declaration
 from tests import helpers
 from train import checkpoint, directory, guard
@@ -28,10 +29,8 @@ DECLARED = {
 }
 
 
-def config(**optim):
-    outer = {"optim.outer_every": 1, "optim.outer_lr": 1.0, "optim.outer_momentum": 0.0}
-    settings = outer | {f"optim.{name}": value for name, value in optim.items()}
-    return preset("tiny", **{"mesh": MESH, "data.batch_size": B, "run.steps": 100} | settings)
+def config(outer: str = "every=1,lr=1,momentum=0"):
+    return preset("tiny", **{"mesh": MESH, "data.batch_size": B, "run.steps": 100, "optim.outer": outer})
 
 
 def loss(params, batch):
@@ -75,7 +74,7 @@ def start(chain, cfg):
 def reference(chain, cfg, steps: int):
     """Algorithm 1 of DiLoCo in NumPy float64, with the fragments of Streaming DiLoCo: outer parameters after each step,
     and the replicas' parameters at the end."""
-    o, R = cfg.optim, cfg.mesh.data
+    o, R = parse_outer(cfg.optim.outer), cfg.mesh.data
     outer = {name: np.float64(x) for name, x in helpers.draw(DECLARED).items()}
     speed = jax.tree.map(np.zeros_like, outer)
     step = jax.jit(inner_step(chain))
@@ -86,13 +85,13 @@ def reference(chain, cfg, steps: int):
         parts = [{k: x.reshape(R, -1, T)[r] for k, x in batch_of(number).items()} for r in range(R)]
         states = [step(state, part)[0] for state, part in zip(states, parts, strict=True)]
         replicas = [jax.tree.map(lambda x: np.array(x, np.float64), state.params) for state in states]
-        for f in range(o.outer_fragments):
-            if (number + 1 - (f + 1) * (o.outer_every // o.outer_fragments)) % o.outer_every:
+        for f in range(o.fragments):
+            if (number + 1 - (f + 1) * (o.every // o.fragments)) % o.every:
                 continue
-            for name, layer in [("w_LT", i) for i in range(f, L, o.outer_fragments)] + [("bias_T", ...)] * (f == 0):
+            for name, layer in [("w_LT", i) for i in range(f, L, o.fragments)] + [("bias_T", ...)] * (f == 0):
                 gradient = np.mean([outer[name][layer] - one[name][layer] for one in replicas], axis=0)
-                speed[name][layer] = o.outer_momentum * speed[name][layer] + gradient
-                outer[name][layer] -= o.outer_lr * (gradient + o.outer_momentum * speed[name][layer])
+                speed[name][layer] = o.momentum * speed[name][layer] + gradient
+                outer[name][layer] -= o.lr * (gradient + o.momentum * speed[name][layer])
                 for one in replicas:
                     one[name][layer] = outer[name][layer]
         states = [s.replace(params=jax.tree.map(jnp.float32, one)) for s, one in zip(states, replicas, strict=True)]
@@ -107,7 +106,7 @@ close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)  # f
 def test_an_outer_step_is_the_papers(every, fragments):
     """Catches a sum instead of a mean, a wrong sign, momentum without Nesterov, a replica that keeps its own
     parameters, an outer step at the wrong step, and a fragment with wrong layers."""
-    cfg = config(outer_every=every, outer_lr=0.7, outer_momentum=0.9, outer_fragments=fragments)
+    cfg = config(f"every={every},fragments={fragments}")
     chain = optax.adam(RATE)
     history, replicas = reference(chain, cfg, 9)
     state, step = start(chain, cfg)
@@ -138,7 +137,7 @@ def test_one_local_step(name):
 
 def test_the_last_step_ends_a_round():
     """Catches a run whose last steps are in no outer step, so that the evaluation misses them."""
-    cfg = dataclasses.replace(config(outer_every=4), run=dataclasses.replace(config().run, steps=2))
+    cfg = dataclasses.replace(config("every=4,lr=1,momentum=0"), run=dataclasses.replace(config().run, steps=2))
     state, step = start(optax.sgd(RATE), cfg)
     for number in range(2):
         assert number == 0 or not np.allclose(state.params["w_LT"], state.replicas.params["w_LT"][0])
@@ -150,7 +149,7 @@ def test_the_last_step_ends_a_round():
 
 def test_metrics_are_means_over_replicas():
     """Catches a metric of one replica only, and a counter that is averaged."""
-    cfg = config(outer_every=2)
+    cfg = config("every=2,lr=1,momentum=0")
     state, step = start(optax.sgd(RATE), cfg)
     params = state.params
     batch = batch_of(0)
@@ -166,7 +165,7 @@ def test_replicas_wait_for_each_other_only_for_a_row():
     """Catches a training loop that reads the metrics of every step, for which all replicas would have to finish it."""
     asked = []
     merge = lambda x_R: asked.append(x_R) or np.max(x_R)
-    watch = guard.SkipWatch(config(outer_every=50), None)
+    watch = guard.SkipWatch(config("every=50"), None)
     for number in range(30):
         watch.add_step(number, {"skipped_in_a_row": local_steps.ReplicaMetric(np.int32([0, 0]), merge)})
     assert not asked
@@ -178,7 +177,7 @@ def test_replicas_wait_for_each_other_only_for_a_row():
 def test_bytes_between_replicas(fragments):
     """The outer steps are the only programs of several replicas, and send each parameter once. Catches an exchange of
     all layers by each fragment, and of moments."""
-    cfg = config(outer_every=4, outer_fragments=fragments)
+    cfg = config(f"every=4,fragments={fragments}")
     state, step = start(optax.adam(RATE), cfg)
     step.lower(state, sharding.put(batch_of(0), step.mesh)).compile()
     assert "num_partitions=2" in step.as_text()
@@ -192,7 +191,7 @@ def test_bytes_between_replicas(fragments):
 # The transformer ------------------------------------------------------------------------------------------------------
 
 DENSE = {"model.n_layers": 2, "model.dense_prefix": 0, "model.n_experts": 0, "model.moe_every": 1, "data.seq_len": 24,
-         "model.attention": "gqa", "mesh": "data=2", "optim.outer_every": 2, "run.steps": 4}  # fmt: skip
+         "model.attention": "gqa", "mesh": "data=2", "optim.outer": "every=2", "run.steps": 4}  # fmt: skip
 
 
 def test_a_run_resumes_in_the_middle_of_a_round(tmp_path):
@@ -221,24 +220,25 @@ def test_a_run_resumes_in_the_middle_of_a_round(tmp_path):
 def test_a_run_resumes_only_with_as_many_replicas():
     """Catches a checkpoint that is read with another number of replicas, and a refusal of any other change of mesh."""
 
-    def result_settings(mesh: str, every: int) -> dict:
-        cfg = preset("tiny", **{"mesh": mesh, "optim.outer_every": every})
+    def result_settings(mesh: str, outer: str) -> dict:
+        cfg = preset("tiny", **{"mesh": mesh, "optim.outer": outer})
         return directory.result_settings({"config": cfg.to_dict(), "data": {}})
 
-    differs = lambda here, there, every: first_difference(result_settings(here, every), result_settings(there, every))
-    assert differs("data=4", "data=2", 3) == "mesh.data is 4 here and 2 there"
-    assert differs("data=4", "data=4,fsdp=2", 3) is None
-    assert differs("data=4", "data=2", 0) is None
+    differs = lambda here, there, outer: first_difference(result_settings(here, outer), result_settings(there, outer))
+    assert differs("data=4", "data=2", "every=3") == "mesh.data is 4 here and 2 there"
+    assert differs("data=4", "data=4,fsdp=2", "every=3") is None
+    assert differs("data=4", "data=2", "") is None
+    start = result_settings("data=2", "every=4")
+    assert first_difference(result_settings("data=2", ""), start) == "optim.outer is '' here and 'every=4' there"
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"mesh": "fsdp=2"}, "optim.outer_every=6 needs several replicas; use a mesh with data=2 or more, not fsdp=2"),
+    ({"mesh": "fsdp=2"}, "optim.outer='every=6' needs several replicas; use a mesh with data=2 or more, not fsdp=2"),
     ({"optim.shard_over_data": True}, "cannot share the shards of optim.shard_over_data; remove one"),
-    ({"optim.outer_fragments": 4}, "optim.outer_every=6 is not a multiple of optim.outer_fragments=4; use 8"),
     ({"run.gradient_stats_every": 5}, "has no gradient statistics; remove --run.gradient_stats_every"),
     ({"run.replay": 5}, "--replay repeats only steps of a run without local steps"),
 ])  # fmt: skip
 def test_what_does_not_work_with_local_steps_is_refused(settings, message):
     """Catches a setting that would be ignored, or would fail with a traceback."""
     with pytest.raises(UserError, match=message):
-        local_steps.check(preset("tiny", **DENSE | {"optim.outer_every": 6} | settings))
+        local_steps.check(preset("tiny", **DENSE | {"optim.outer": "every=6"} | settings))

@@ -60,7 +60,7 @@ def test_three_steps_equal_numpy():
     """Catches decay that enters the moments, a bias correction that starts at 0, eps inside the root, clipping per
     parameter or below the limit, and a learning rate that is one step off."""
     cfg = preset("tiny", **{"optim.warmup_steps": 2, "optim.weight_decay": 0.3, "optim.clip_norm": 2.0,
-                            "optim.lr": 0.01, "optim.betas": (0.8, 0.9), "optim.eps": 1e-3})  # fmt: skip
+                            "optim.lr": 0.01, "optim.adamw": "b1=0.8,b2=0.9,eps=1e-3"})  # fmt: skip
     shapes = sharding.shapes(model.declare(cfg.model))
     params = random_tree(0, shapes)
     gradients = [
@@ -104,17 +104,70 @@ def test_norms_biases_and_embeddings_do_not_decay():
             np.testing.assert_allclose(after[name], 0.95 * before, rtol=3e-7, err_msg=name)
 
 
+# Moments in bfloat16 --------------------------------------------------------------------------------------------------
+
+BFLOAT16 = {"optim.adamw": "moments=bfloat16"}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments, size", [("float32", 4), ("bfloat16", 2), ("parameters", None)])
+def test_the_plan_counts_the_bytes_of_stored_moments(moments, size, precision):
+    """Catches a flag that stores moments in another dtype, or does not reach the plan."""
+    cfg = preset("tiny", **{"optim.adamw": f"moments={moments}", "model.precision": precision})
+    shapes = sharding.flatten_named(optimizer.state_shapes(cfg).optimizer)
+    stored = [x for name, x in shapes.items() if ".mu." in name or ".nu." in name]
+    entries = sum(x.size for x in jax.tree.leaves(sharding.shapes(model.declare(cfg.model))))
+    size = size or {"float32": 4, "bfloat16": 2}[precision]
+    assert sum(x.size * x.dtype.itemsize for x in stored) == 2 * entries * size
+    assert planner.plan(cfg).memory_bytes["optimizer"] == 2 * entries * size
+
+
+def test_a_step_with_moments_in_bfloat16_is_close_to_one_in_float32():
+    """Catches an update that also computes in bfloat16, or drops a moment when it is stored."""
+    params = {"w": np.ones((5, 7), np.float32)}
+    changes = {}
+    for moments in ("float32", "bfloat16"):
+        o = preset("tiny", **{"optim.adamw": f"moments={moments}", "optim.clip_norm": 0.0}).optim
+        chain = optimizer.adamw(o, steps=40)
+        state, rng = chain.init(params), np.random.default_rng(0)
+        for _ in range(20):
+            grads = {"w": np.float32(rng.normal(0.5, 1, (5, 7)))}
+            changes[moments], state = chain.update(grads, state, params)
+    assert {x.dtype.name for x in jax.tree.leaves(state) if x.shape == (5, 7)} == {"bfloat16"}
+    np.testing.assert_allclose(changes["bfloat16"]["w"], changes["float32"]["w"], rtol=0.03, atol=1e-4)  # 8 bits
+    assert np.any(changes["bfloat16"]["w"] != changes["float32"]["w"])
+
+
+def test_moments_in_bfloat16_are_restored_bit_by_bit(tmp_path):
+    """Catches a checkpoint that converts them, or reads them as float32."""
+    cfg, mesh = preset("tiny", **SMALL | BFLOAT16), sharding.make_mesh("data=1")
+    state = optimizer.init(cfg, mesh)
+    rng = np.random.default_rng(0)
+    draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype) if x.dtype == jnp.bfloat16 else x
+    state = state.replace(optimizer=jax.tree.map(draw, state.optimizer))
+    with checkpoint.Saver(tmp_path) as saver:
+        checkpoint.save(saver, 1, state, {})
+    target = checkpoint.make_target(optimizer.state_shapes(cfg), optimizer.state_shardings(cfg, mesh))
+    jax.tree.map(np.testing.assert_array_equal, checkpoint.restore(tmp_path, target, 1), state)
+
+
+def test_moments_that_bfloat16_rounds_away_are_refused():
+    """Catches a second moment that stays at its largest value, which makes each step too small."""
+    with pytest.raises(UserError, match=r"optim.adamw='b2=0.999,moments=bfloat16': with b1=0.9 and b2=0.999 a moment"):
+        preset("tiny", **{"optim.adamw": "b2=0.999,moments=bfloat16"})
+
+
 # Schedules ------------------------------------------------------------------------------------------------------------
 
 
-def rates(schedule, steps, warmup, **more):
+def rates(schedule, steps, warmup):
     cfg = preset("tiny", **{"optim.schedule": schedule, "optim.warmup_steps": warmup, "run.steps": steps,
-                            "optim.lr": 2.0, "optim.final_lr": 0.1, **more})  # fmt: skip
+                            "optim.lr": 2.0})  # fmt: skip
     return np.asarray(jax.jit(jax.vmap(optimizer.learning_rate(cfg.optim, cfg.run.steps)))(np.arange(steps)))
 
 
 def test_cosine_at_named_steps():
-    """Catches a first step of rate 0, a peak that lasts two steps or is missed, and an end that is not final_lr."""
+    """Catches a first step of rate 0, a peak that lasts two steps or is missed, and an end that is not `final`."""
     rate = rates("cosine", steps=24, warmup=4)
     named = {0: 0.5, 1: 1.0, 2: 1.5, 3: 2.0, 13: 2.0 * (0.1 + 1) / 2, 23: 0.2}
     assert {step: rate[step] for step in named} == pytest.approx(named, rel=1e-6)  # float32
@@ -122,8 +175,8 @@ def test_cosine_at_named_steps():
 
 
 def test_wsd_at_named_steps():
-    """Catches a plateau that is not flat, a decay that starts a step late, and an end that is not final_lr."""
-    rate = rates("wsd", steps=24, warmup=4, **{"optim.decay_fraction": 0.25})
+    """Catches a plateau that is not flat, a decay that starts a step late, and an end that is not `final`."""
+    rate = rates("wsd:0.25:0.1", steps=24, warmup=4)
     np.testing.assert_allclose(rate[:4], [0.5, 1.0, 1.5, 2.0], rtol=1e-6)
     np.testing.assert_array_equal(rate[3:18], 2.0)
     np.testing.assert_allclose(rate[18:], 2.0 - 0.3 * np.arange(1, 7), rtol=1e-6)  # six steps down to 0.2
@@ -139,7 +192,7 @@ def test_rsqrt_at_named_steps():
 
 
 def test_piecewise_at_named_steps():
-    """Catches steps that count from 0, a warm-up or a final_lr that also applies, and no rate after the last point."""
+    """Catches steps that count from 0, a warm-up that also applies, and no rate after the last point."""
     rate = rates("0:0,4:1,6:1,10:0.5", steps=12, warmup=5)
     np.testing.assert_allclose(rate, [0.5, 1.0, 1.5, 2, 2, 2, 1.75, 1.5, 1.25, 1, 1, 1], rtol=1e-6)
 

@@ -98,3 +98,24 @@ def test_a_rope_scaling_that_cannot_be_parsed_is_refused(text):
         preset("tiny", **{"model.rope_scaling": text})
     for valid in ("", "llama3:8:1:4:8192", "yarn:40:1:32:4096", "yarn:40:1:32:4096:1:0.707"):
         assert preset("tiny", **{"model.rope_scaling": valid}).model.rope_scaling == valid
+
+
+OUTERS = [  # a value of optim.outer -> what is said of it
+    ("100", "should be every=STEPS, then any of lr="),
+    ("every=4,steps=2", "should be every=STEPS"),
+    ("every=2.5", "should be every=STEPS"),
+    ("lr=0.7", "every=0: must be at least 1"),
+    ("every=4,momentum=1", r"momentum=1\.0: must be at least 0 and below 1"),
+    ("every=4,lr=nan", "lr=nan: must be at least 0, and finite"),
+    ("every=6,fragments=4", "6 is not a multiple of 4; use every=8"),
+]
+
+
+@pytest.mark.parametrize("text, why", OUTERS)
+def test_outer_steps_that_cannot_be_parsed_are_refused(text, why):
+    """Catches a misspelled part that trains with the default, and a traceback when the step is first traced."""
+    with pytest.raises(UserError, match=f"optim.outer='{text}': {why}"):
+        preset("tiny", **{"optim.outer": text})
+    assert fields.parse_outer("every=4,fragments=2") == (4, 0.7, 0.9, 2)
+
+

@@ -49,7 +49,7 @@ def describe(cfg: Config) -> dict:
 def result_settings(about: dict) -> dict:
     """Return the part of `describe` that affects results. A run resumes only if this part is unchanged."""
     config = json.loads(json.dumps(about["config"]))
-    replicas = {"mesh": {"data": config["mesh"]["data"]}} if config.get("optim", {}).get("outer_every") else {}
+    replicas = {"mesh": {"data": config["mesh"]["data"]}} if config.get("optim", {}).get("outer") else {}
     may_change = affecting(Affects.SPEED, Affects.RUN, Affects.START, Affects.ORDER)  # ORDER is checked separately
     for name in may_change:
         group, _, setting = name.partition(".")

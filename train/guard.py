@@ -34,7 +34,7 @@ class SkipWatch:
     def __init__(self, cfg: Config, write):
         """`write(kind, step, **values)` is called for each skipped step."""
         self.cfg, self.write, self.waiting = cfg, write, deque()
-        self.lag = math.inf if cfg.optim.outer_every else self.LAG  # reading makes the replicas wait for each other
+        self.lag = math.inf if cfg.optim.outer else self.LAG  # reading makes the replicas wait for each other
 
     def add_step(self, taken: int, values: dict) -> None:
         self.waiting.append((taken, values))

@@ -5,6 +5,7 @@ import sys
 
 import utils
 from compile import ledger
+from config.fields import parse_outer
 from pipeline import draw, fit, schedules
 from plan.answer import auto, inference
 from plan.chips import hardware, hiding
@@ -81,7 +82,7 @@ def heading(plan: Plan) -> list[str]:
         lines.append(f"offload    {amount(copied, 'bytes')} per device and step go to the host and back, each at "
                      f"{offload.bytes_per_s(chip) / 1e9:g} GB/s; a host of {chip.per_host} chips stores "
                      f"{amount(offload.host_bytes(plan), 'bytes')}")  # fmt: skip
-    if every := cfg.optim.outer_every:
+    if every := parse_outer(cfg.optim.outer).every:
         lines.append(f"local      each of {cfg.mesh.data} replicas takes {every} steps alone, then an outer step; the "
                      f"bytes over data are those of an outer step, divided by {every}")  # fmt: skip
     lines.append(f"compute    {amount(plan.model_flops, 'FLOPs')} per device and step; "
@@ -221,7 +222,7 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
         table.add_row(str(one.cfg.mesh), schedule_label(one), amount(one.peak_bytes, "bytes"),
                       amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", *times, mfu)  # fmt: skip
     console.print(table)
-    if fit and fit[0].cfg.optim.outer_every:
+    if fit and fit[0].cfg.optim.outer:
         console.print("note       with local steps, data is the number of replicas, which changes the loss")
     if fit and fit[0].real:
         console.print(f"real step  the first mesh: {fit[0].real}", soft_wrap=True)

@@ -19,6 +19,7 @@ import model
 import sharding
 from architectures import architecture
 from config import Config, ModelAtWork
+from config.fields import parse_outer
 from kernels import attention as attending, grouped
 from overlap.context import chunk_starts
 from overlap.weights import tokens_go_to_table, vocabulary_slices
@@ -388,8 +389,8 @@ def traffic(
     for w in weights(cfg):
         for row in weight_collectives(w, cfg, sched, platform):
             sums.add(row)
-        if cfg.optim.outer_every:
-            add(networks.OUTER, "all-reduce", (DATA,), 4 * w.local_size, 1 / cfg.optim.outer_every)
+        if cfg.optim.outer:
+            add(networks.OUTER, "all-reduce", (DATA,), 4 * w.local_size, 1 / parse_outer(cfg.optim.outer).every)
     return [Traffic(*key, *value, is_in_slot(c, key[0], key[2])) for key, value in sums.found.items()]
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import model
 import optimizer
 from config import Config, ModelAtWork
-from config.fields import parse_remat
+from config.fields import parse_adamw, parse_remat
 from encoder_decoder import BUCKETS
 from kernels import grouped
 from parameters import as_stored
@@ -151,7 +151,8 @@ def moments_bytes(cfg: Config, w: list[Weights]) -> float:
 
     def size(x: Weights) -> float:
         if cfg.optim.name == "adamw":
-            return 2 * x.local_size
+            moments = parse_adamw(cfg.optim.adamw).moments
+            return 2 * x.local_size * {"float32": 4, "bfloat16": 2}.get(moments, x.d.dtype.itemsize)
         split = [math.prod(x.mesh[axis] for axis in axes) for axes in x.axes]
         shapes = optimizer.second_moment_shapes(x.d)
         local = (math.prod(n // by if n > 1 else 1 for n, by in zip(shape, split, strict=True)) for shape in shapes)
@@ -212,11 +213,11 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     logits = tokens * vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
     freed = gradients if one_piece and on_tpu else 0
     # The outer parameters of local steps, and their momentum in float32
-    outer = sum(x.local_size * (x.d.dtype.itemsize + 4) for x in w) if cfg.optim.outer_every else 0
+    outer = sum(x.local_size * (x.d.dtype.itemsize + 4) for x in w) if cfg.optim.outer else 0
     return {
         "parameters": state,
         "optimizer": moments_bytes(cfg, stored),
-        **({"outer": outer} if cfg.optim.outer_every else {}),
+        **({"outer": outer} if cfg.optim.outer else {}),
         "batch": 4 * z.b * sched.microbatches * (5 * z.s + 3 * z.S + z.s * c.prefix_lm),
         "gradients": gradients,
         "weights": sum(x.gathered_size * x.width for x in w) if step else 2 * of_layer + gathered,

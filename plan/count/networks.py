@@ -63,7 +63,7 @@ class Sums:
     def __init__(self, cfg: Config, platform: str, chip: str, slices: int):
         self.c, self.mesh, self.platform, self.chip, self.slices = cfg.at_work, cfg.mesh, platform, chip, slices
         self.sizes = cfg.mesh.in_slice(slices).sizes if slices > 1 else cfg.mesh.sizes  # of one slice
-        self.alone = DATA if cfg.optim.outer_every else ""  # with local steps, only an outer step sends over this axis
+        self.alone = DATA if cfg.optim.outer else ""  # with local steps, only an outer step sends over this axis
         self.found: dict[tuple, tuple] = {}
 
     def add(self, one: Collective):

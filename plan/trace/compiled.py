@@ -26,6 +26,7 @@ import sharding
 from architectures import architecture
 from compile import ledger, options
 from config import Config, MeshConfig
+from config.fields import parse_outer
 from devices import compile_cache
 from pipeline import fit
 from pipeline.step import BATCH_NAMES
@@ -205,7 +206,7 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
     begin = time.perf_counter()
     state, batch = shapes(cfg, mesh)
     lowered, whole, outer, held = optimizer.train_step(cfg, mesh).lower(state, batch), mesh, [], 0
-    if cfg.optim.outer_every:  # the step of the first replica; while it runs, a device also holds the outer state
+    if cfg.optim.outer:  # the step of the first replica; while it runs, a device also holds the outer state
         lowered, mesh, outer = lowered.steps[0], lowered.meshes[0], lowered.outer
         outer_state = jax.tree.leaves((state.params, state.optimizer))
         held = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in outer_state)
@@ -224,7 +225,7 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
     counted = ledger.read(text, mesh, known)
     for one in outer:
         found = ledger.read(compile_lowered(one)[0].as_text(), whole).collectives
-        found = [replace(x, count=x.count / cfg.optim.outer_every) for x in found]
+        found = [replace(x, count=x.count / parse_outer(cfg.optim.outer).every) for x in found]
         counted = replace(counted, collectives=counted.collectives + found)
     return Compiled(
         lower_s, compile_s, memory.argument_size_in_bytes + held, memory.temp_size_in_bytes,

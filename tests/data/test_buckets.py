@@ -229,7 +229,7 @@ def test_a_run_trains_and_resumes_with_tokens_in_a_bucket(servers, source, tmp_p
     """Catches losses that differ from those with local tokens, and a run that cannot resume."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     place = f"gs://own/{uuid.uuid4().hex}"
-    schedule = "--optim.schedule wsd --optim.decay_fraction 0".split()  # the same for 5 steps and 8
+    schedule = "--optim.schedule wsd:0".split()  # the same for 5 steps and 8
     prepared(source, tmp_path / "here"), prepared(source, place)
     for tokens, runs, steps in ((tmp_path / "here", "a", 8), (place, "b", 5), (place, "b", 8)):
         status, _, complaint = run([*flags(tokens, tmp_path / runs), "--run.steps", str(steps), *schedule])

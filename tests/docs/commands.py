@@ -67,15 +67,15 @@ NOT_RUN = {
     "./launcher.sh --hosts hosts.txt --restarts 3 -- python main.py moe1b": "needs a TPU slice",
     "python -m plan gpt-oss-20b/config.json --topology v5p:4x4x4 --search 64 --data.batch_size 64": "needs a "
     "published file: tests/plan/test_published.py plans it",
-    "python -m plan laptop --model.n_experts 0 --mesh data=2,fsdp=2 --optim.outer_every 10 --compile": "a case of "
+    "python -m plan laptop --model.n_experts 0 --mesh data=2,fsdp=2 --optim.outer every=10 --compile": "a case of "
     "tests/plan/test_planner.py compiles local steps",
     **{
         f"python main.py tiny --model.n_experts 0 --mesh data=2 --devices 2 --run.steps 400 --run.name {run}": "trains "
         "for a minute: tests/test_local_steps.py tests the outer step"
         for run in (
             "plain",
-            "local --optim.outer_every 10",
-            "halves --optim.outer_every 10 --optim.outer_fragments 2",
+            "local --optim.outer every=10",
+            "halves --optim.outer every=10,fragments=2",
         )
     },
     "python -m bench.plan --drawn 24": "compiles for half an hour",

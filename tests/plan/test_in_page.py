@@ -83,7 +83,7 @@ def test_an_error_is_the_planners_line(ask):
 
 def test_every_row_of_the_memory_table_is_explained():
     """Catches a part of the memory that the page or docs/planner.md does not explain, or explains differently."""
-    local = {"mesh": "data=2,fsdp=2", "optim.outer_every": 10}
+    local = {"mesh": "data=2,fsdp=2", "optim.outer": "every=10"}
     parts = planner.plan(replace(preset("laptop"), **local), "v4:2x2x1").memory_bytes
     assert [*memory.MEANS] == [*parts] and planner_widget.page_data()["means"] == memory.MEANS
     text = (ROOT / "docs/planner.md").read_text(encoding="utf-8")

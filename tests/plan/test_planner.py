@@ -75,7 +75,7 @@ CASES = {
     "sharded over data": ("bench", "data=2,fsdp=2,tensor=2", LAYER | DENSE | {"optim.shard_over_data": True}),
     "sharded over data and stages, Adafactor": ("bench", "data=2,stage=2", {
         "optim.shard_over_data": True, "optim.name": "adafactor"}),
-    "local steps": ("bench", "data=2,fsdp=2", LAYER | DENSE | {"optim.outer_every": 4, "optim.outer_fragments": 2}),
+    "local steps": ("bench", "data=2,fsdp=2", LAYER | DENSE | {"optim.outer": "every=4,fragments=2"}),
     "a dense prefix": ("bench", "fsdp=2,expert=2,context=2", LAYER | {"model.dense_prefix": 2}),
 }  # fmt: skip
 
