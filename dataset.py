@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config import Config, DataConfig
-from config.fields import PERIOD, Phase, is_remote, parse_mixture, parse_objectives
+from config.fields import PERIOD, Phase, is_remote, parse_mixture, parse_objectives, parse_packing
 from data.reading import bucket, examples, features, manifests, objectives, order, packing
 from utils import UserError
 
@@ -293,9 +293,8 @@ def batch(cfg: Config, step: int, split: str = "train", rows: Sequence[int] | No
         weights_BT    float32  1 if the target counts in the loss, which is a mean over the global batch; 0 for padding
                                and for targets that the shards exclude, such as those in a prompt
 
-    With data.shuffle=False, each epoch is in the order of the text. With data.mask_documents=False, positions count
-    from the start of the row, and a token also attends to earlier documents in its row. `rows` selects some of the B
-    rows by index, and only these are read: each host reads its `sharding.own_rows`.
+    If data.packing is `unmasked`, positions count from the start of the row, and a token also attends to earlier
+    documents in it. `rows` selects some of the B rows, and only these are read: a host reads its `sharding.own_rows`.
     """
     corpus, d = open_corpus(cfg), cfg.data
     sequence, first = functools.partial(_row, corpus.splits[split], d, cfg.run.seed), step * d.batch_size
@@ -318,7 +317,7 @@ def _row(split: Split, d: DataConfig, seed: int, number: int) -> Row:
     objective, own = _objective_and_index(d, number)
     seed = seed if objective == d.objective else order.seed_of(objective, seed)
     count = _rows_of_objective(split, d, objective)
-    row = _shuffled(count, seed)[own] if d.shuffle else own % count
+    row = own % count if parse_packing(d.packing).ordered else _shuffled(count, seed)[own]
     return Row(_pieces(split, d, objective, row), objective, (seed, own))
 
 
@@ -329,7 +328,7 @@ def _objective_and_index(d: DataConfig, number: int) -> tuple[str, int]:
 
 def _pieces(split: Split, d: DataConfig, objective: str, row: int) -> list[Piece]:
     """Return the documents, or the window, of a row of the epoch."""
-    if d.packing == "documents" or objective == "task":
+    if parse_packing(d.packing).documents or objective == "task":
         return [(split, *piece) for piece in packed_rows(split, objective, features.room(d)).pieces(row)]
     if objective == "causal":
         return [split.piece(row, d.seq_len)]
@@ -339,7 +338,7 @@ def _pieces(split: Split, d: DataConfig, objective: str, row: int) -> list[Piece
 
 def _rows_of_objective(split: Split, d: DataConfig, objective: str) -> int:
     """Count the rows in an epoch if all rows have this objective."""
-    if d.packing == "documents" or objective == "task":
+    if parse_packing(d.packing).documents or objective == "task":
         return len(packed_rows(split, objective, features.room(d)))
     if objective == "causal":
         return split.windows(d.seq_len)
@@ -381,23 +380,25 @@ def packed_rows(split: Split, objective: str, room: tuple[int, ...]) -> packing.
 
 
 def describe_epoch(split: Split, d: DataConfig) -> str:
-    """Describe an epoch: rows, padding and the fraction of documents that are cut (unless it is slow to compute)."""
-    T, count, windows = d.seq_len, rows_of(split, d), d.packing != "documents"
+    """Describe an epoch: rows, padding and the fraction of documents in several rows (unless it is slow to compute)."""
+    T, count, windows = d.seq_len, rows_of(split, d), not parse_packing(d.packing).documents
     if d.objective != "causal":
         return f"{count:,} rows{_describe_truncation(split, d)}"
-    rows = f"in {count:,} {'windows' if windows else 'rows'} of {T:,} tokens"
+    noun = "windows" if windows else "rows"
+    rows = f"in {count:,} {noun} of {T:,} tokens"
     if windows and (split.in_bucket or not split.has_document_starts):
         return f"documents {rows}"
     edges = split.document_edges()
     first, last = edges[:-1], edges[1:] - 1
     cut = first // T != last // T if windows else last - first >= T
     padding = "" if windows else f", {1 - split.targets / (count * T):.2%} padding"
-    return f"{len(cut):,} documents {rows}, {cut.mean():.1%} of them cut{padding}"
+    return f"{len(cut):,} documents {rows}; {cut.mean():.1%} of documents span several {noun}{padding}"
 
 
 def _describe_truncation(split: Split, d: DataConfig) -> str:
     """Describe how many rows drop text at their end (unless none does, or it is slow to compute)."""
-    whole = d.packing == "documents" or not d.mask_documents or split.in_bucket or not split.has_document_starts
+    packs = parse_packing(d.packing)
+    whole = packs.documents or packs.unmasked or split.in_bucket or not split.has_document_starts
     shares = {} if whole else parse_objectives(d.objective)
     cut = sum(share * examples.truncated(name, split.document_edges(), split.tokens, features.room(d))
               for name, share in shares.items() if name not in ("causal", "task"))  # fmt: skip
@@ -442,7 +443,7 @@ def evaluation_batches(
 
 def evaluation_data(cfg: Config) -> DataConfig:
     """Return the settings that evaluation reads the validation split with."""
-    return dataclasses.replace(cfg.data, packing="windows")
+    return dataclasses.replace(cfg.data, packing=cfg.data.packing.replace("documents", "windows"))
 
 
 @functools.lru_cache(maxsize=64)  # enough for all sources and objectives of a mixture
@@ -472,7 +473,7 @@ def _make_batch(rows: list[Row], eot: int, cfg: Config) -> dict[str, np.ndarray]
 
 def _make_causal_batch(sequences: list[list[Piece]], eot: int, cfg: Config) -> dict[str, np.ndarray]:
     """Make a batch in which every token is a target, from the pieces of each row, and pad the rows."""
-    B, T = len(sequences), cfg.data.seq_len
+    B, T, unmasked = len(sequences), cfg.data.seq_len, parse_packing(cfg.data.packing).unmasked
     tokens_BT, targets_BT = np.full((2, B, T), eot, np.int32)
     lengths_B, weights_BT, starts_BT = np.zeros(B, np.int32), np.zeros((B, T), np.float32), np.zeros((B, T), bool)
     all_read = _read([piece for pieces in sequences for piece in pieces], 1)
@@ -486,7 +487,7 @@ def _make_causal_batch(sequences: list[list[Piece]], eot: int, cfg: Config) -> d
     index_T = np.arange(T, dtype=np.int32)
     real_BT = index_T < lengths_B[:, None]
     starts_BT |= tokens_BT == eot  # a document starts here, or continues from another row
-    begins_BT = index_T * starts_BT if cfg.data.mask_documents else np.zeros((B, T), np.int32)
+    begins_BT = np.zeros((B, T), np.int32) if unmasked else index_T * starts_BT
     np.maximum.accumulate(begins_BT, axis=1, out=begins_BT)  # index where the position's document begins
     segments_BT = np.cumsum(starts_BT, axis=1, dtype=np.int32)
     segments_BT *= real_BT

@@ -366,13 +366,14 @@ class MoE:
 
 
 def in_best_groups(c: ModelConfig, scores_btE):
-    """Set the scores of experts outside a token's top_groups groups to -inf. A group's score is the sum of
+    """Set the scores of experts outside a token's best groups to -inf. A group's score is the sum of
     its two highest scores. Source: arXiv:2412.19437, section 2.1.2, "node-limited routing"."""
-    if not c.n_groups:
+    n_groups, per_token = c.expert_groups
+    if n_groups == 1:
         return scores_btE
-    scores_btgX = scores_btE.reshape(*scores_btE.shape[:2], c.n_groups, -1)
-    _, best_btk = jax.lax.top_k(jnp.sum(jax.lax.top_k(scores_btgX, 2)[0], axis=-1), c.top_groups)
-    is_best_btg = jnp.any(jax.nn.one_hot(best_btk, c.n_groups, dtype=bool), axis=2)
+    scores_btgX = scores_btE.reshape(*scores_btE.shape[:2], n_groups, -1)
+    _, best_btk = jax.lax.top_k(jnp.sum(jax.lax.top_k(scores_btgX, 2)[0], axis=-1), per_token)
+    is_best_btg = jnp.any(jax.nn.one_hot(best_btk, n_groups, dtype=bool), axis=2)
     return jnp.where(is_best_btg[..., None], scores_btgX, -jnp.inf).reshape(scores_btE.shape)
 
 

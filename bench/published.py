@@ -74,6 +74,8 @@ def config(row: dict[str, str]) -> Config:
     sparse = {"n_experts": int(row["n_experts"]), "top_k": int(row["top_k"]), "d_expert": int(row["d_ff"])}
     model |= sparse if sparse["n_experts"] else {"d_ff": int(row["d_ff"])}
     settings = {name: parse_value(value) for name, value in (one.split("=", 1) for one in row["settings"].split())}
+    if chunks := settings.pop("work.chunks", 0):  # how files of before `interleaved:N` write it
+        settings["work.schedule"] += f":{chunks}"
     model |= {name[6:]: value for name, value in settings.items() if name.startswith("model.")}
     others = {name: value for name, value in settings.items() if not name.startswith("model.")}
     data = {"data.seq_len": int(row["seq_len"]), "data.batch_size": int(row["batch"])}

@@ -26,6 +26,7 @@ import tyro
 
 from bench import step
 from config import Config, replace
+from config.fields import parse_pipeline
 from devices import simulate_devices
 from pipeline import schedules
 from utils import exit_status
@@ -43,13 +44,14 @@ class Arguments:
 def settings(args: Arguments, name: str) -> Config:
     return replace(step.DEFAULT, **{
         "mesh": f"stage={args.stages}", "work.schedule": name, "work.microbatches": args.microbatches,
-        "work.chunks": 2 if name == "interleaved" else 1, "data.batch_size": 2 * args.microbatches,
+        "data.batch_size": 2 * args.microbatches,
         "model.n_layers": 16, "model.balance_loss": 0.0})  # fmt: skip
 
 
 def predict(cfg: Config, args: Arguments) -> dict:
     """Return the simulator's prediction. A backward pass takes 2 forward passes, plus 1 to recompute activations."""
-    sched = schedules.schedule(cfg.work.schedule, args.stages, args.microbatches, cfg.work.chunks, lead=2)
+    name, chunks = parse_pipeline(cfg.work.schedule)
+    sched = schedules.schedule(name, args.stages, args.microbatches, chunks, lead=2)
     # If weight gradients are delayed, both halves recompute activations, and both compute the gradients of inputs.
     F, B, W = (1, 2, 3) if sched.splits_backward else (1, 3, 0)
     found = schedules.simulate(sched, F, B, W)

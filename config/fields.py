@@ -144,6 +144,23 @@ def parse_remat(text: str) -> dict[str, bool] | None:
     return found
 
 
+PIPELINES = "gpipe", "1f1b", "interleaved", "zb"
+
+
+@functools.lru_cache(maxsize=64)
+def parse_pipeline(text: str) -> tuple[str, int]:
+    """Parse `1f1b` or `interleaved:4` into the name of a pipeline schedule, and the chunks of layers on each stage.
+
+    Without a number, interleaved has 2 chunks. Any other schedule has 1.
+    Raises: UserError that quotes what cannot be parsed.
+    """
+    name, _, chunks = text.partition(":")
+    if text not in (AUTO, *PIPELINES) and not (name == "interleaved" and re.fullmatch(r"[1-9]\d*", chunks)):
+        raise UserError(f"work.schedule={text!r}: should be one of {AUTO}, {', '.join(PIPELINES)}, or "
+                        "interleaved:CHUNKS, such as interleaved:4")  # fmt: skip
+    return name, int(chunks or (2 if name == "interleaved" else 1))
+
+
 class RopeScaling(NamedTuple):
     """How the frequencies of rotary embeddings are scaled; see `model.frequency_factors`."""
 
@@ -203,9 +220,26 @@ MIXTURE_PART = (
 )
 
 
+class Packing(NamedTuple):
+    """What the sequences of a batch have; see `data.packing`."""
+
+    documents: bool = False  # whole documents, packed by length; else windows of the text
+    ordered: bool = False  # the windows of an epoch are in the order of the text
+    unmasked: bool = False  # a token also attends to earlier documents in its sequence
 
 
 @functools.lru_cache(maxsize=64)
+def parse_packing(text: str) -> Packing:
+    """Parse `windows`, `documents` or `windows,ordered`, each with `,unmasked` or without it.
+
+    Raises: UserError that quotes what cannot be parsed. Documents are packed by length, so they cannot be `ordered`.
+    """
+    if not re.fullmatch(r"(documents|windows(,ordered)?)(,unmasked)?", text):
+        raise UserError(f"data.packing={text!r}: should be windows, windows,ordered or documents (which are packed by "
+                        "length), and may end with ,unmasked, such as windows,unmasked")  # fmt: skip
+    return Packing("documents" in text, "ordered" in text, "unmasked" in text)
+
+
 class Schedule(NamedTuple):
     """A learning-rate schedule; see `optimizer.learning_rate`."""
 

@@ -119,7 +119,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "model": ModelConfig(
             vocab_size=129_280, d_model=7168, n_layers=61, n_heads=128, d_head=128, d_rope=64, d_value=128,
             d_query_latent=1536, d_kv_latent=512, d_ff=18_432, n_experts=256, top_k=8, n_shared=1, d_expert=2048,
-            dense_prefix=3, n_groups=8, top_groups=4, routed_scaling=2.5, balance_loss=0.0001, balance_rate=0.001),
+            dense_prefix=3, expert_groups=(8, 4), routed_scaling=2.5, balance_loss=0.0001, balance_rate=0.001),
         "data.seq_len": 4096, "run.name": "deepseek_v3",
     }),
 }  # fmt: skip

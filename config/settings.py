@@ -31,6 +31,8 @@ from config.fields import (
     parse_mixture,
     parse_objectives,
     parse_outer,
+    parse_packing,
+    parse_pipeline,
     parse_remat,
     parse_rope_scaling,
     parse_schedule,
@@ -62,18 +64,15 @@ class WorkConfig:
     context_attention: Annotated[Literal["auto", "gather", "ring", "all_to_all"], Baseline("gather", "gather")] = AUTO
     # compute the loss in chunks: a device never stores more logits than this number of tokens has
     loss_chunk: Annotated[SizeOrAuto, Baseline(512)] = AUTO
-    # pipeline schedule; see `python -m pipeline`
-    schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb"] = AUTO
-    chunks: SizeOrAuto = AUTO  # interleaved schedule: chunks of layers (virtual stages) on each stage
+    # pipeline schedule: gpipe, 1f1b, zb, or interleaved:CHUNKS of layers (virtual stages) on each stage, 2 if you leave
+    # out the number; see `python -m pipeline`
+    schedule: Annotated[str, Form(parse_pipeline), Baseline("gpipe"), STAGES] = AUTO
     microbatches: SizeOrAuto = AUTO  # pipeline microbatches per forward and backward pass
     # maximum sequences per device in one forward and backward pass; a larger batch uses gradient accumulation
     device_batch: SizeOrAuto = AUTO
 
     def __post_init__(self):
         check(self, "work.")
-        if self.chunks not in (AUTO, 1) and self.schedule not in (AUTO, "interleaved"):
-            raise UserError(f"work.chunks={self.chunks}: only work.schedule='interleaved' has several chunks per "
-                            "stage; use this schedule, or work.chunks=1")  # fmt: skip
 
     @classmethod
     def baselines(cls, which: Literal["plain", "least"]) -> dict[str, str | int]:
@@ -92,10 +91,7 @@ class WorkConfig:
 
         microbatches and device_batch stay `auto`: `pipeline/fit.py` derives them from the batch and the mesh.
         """
-        schedule = "gpipe" if self.chunks in (AUTO, 1) else "interleaved"
-        chunks = 2 if self.schedule == "interleaved" else 1
-        plain = self.baselines("plain") | {"schedule": schedule, "chunks": chunks}
-        chosen = {name: value for name, value in plain.items() if name in self.auto_settings}
+        chosen = {name: value for name, value in self.baselines("plain").items() if name in self.auto_settings}
         return dataclasses.replace(self, **chosen)
 
     def __str__(self) -> str:
@@ -141,9 +137,8 @@ class ModelConfig:
     moe_every: Size = 1  # n: blocks of n - 1 dense layers and one MoE layer repeat, after the first dense_prefix layers
     dense_prefix: Count = 0  # number of dense layers before the repeated blocks of moe_every layers
     router: Literal["sigmoid", "softmax"] = "sigmoid"  # score function before the top-k
-    # routed experts form this many groups, and a token uses only experts in its top_groups best groups; 0: no groups
-    n_groups: Count = 0
-    top_groups: Size = 1  # groups per token
+    # number of groups of routed experts, and in how many groups, the best ones, a token may use experts
+    expert_groups: Annotated[tuple[Size, Size], EXPERTS] = (1, 1)
     normalize_gates: bool = True  # divide the weights of a token's experts (gates) by their sum; ignored with top_k=1
     routed_scaling: Positive = 1.0  # multiply the gates by this factor
     # weight of the load-balancing loss (arXiv:2101.03961); 0: off
@@ -191,13 +186,14 @@ class ModelConfig:
                     self._refuse(name, f"a model with an encoder needs {name}={allowed!r}")
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
             self._refuse("top_k", f"must be between 1 and n_experts={self.n_experts}")
-        if self.n_experts and self.n_groups:
-            size = self.n_experts // self.n_groups
-            if self.n_experts % self.n_groups or size < 2:
-                self._refuse("n_groups", f"must divide n_experts={self.n_experts} into groups of at least 2 experts")
-            if not self.top_k <= self.top_groups * size <= self.n_experts:
-                self._refuse("top_groups", f"a token needs top_k={self.top_k} experts, in groups of {size}; use "
-                             f"{-(-self.top_k // size)} to {self.n_groups}")  # fmt: skip
+        n_groups, per_token = self.expert_groups
+        if self.n_experts and n_groups > 1:
+            size = self.n_experts // n_groups
+            if self.n_experts % n_groups or size < 2:
+                self._refuse("expert_groups", f"must divide n_experts={self.n_experts} into groups of at least 2")
+            if not self.top_k <= per_token * size <= self.n_experts:
+                self._refuse("expert_groups", f"a token needs top_k={self.top_k} experts, in groups of {size}; use "
+                             f"{n_groups} {-(-self.top_k // size)} to {n_groups} {n_groups}")  # fmt: skip
         repeating = self.n_layers - self.dense_prefix
         if repeating < 1 or repeating % self.layers_per_block:
             below = max(repeating, 0) // self.layers_per_block
@@ -251,23 +247,23 @@ class DataConfig:
     # causal, prefix, span, span:RATE:LENGTH, task, or a mixture of these; see docs/objectives.md
     objective: Annotated[str, Form(parse_objectives)] = "causal"
     batch_size: Size = 8  # sequences per step, over all devices
-    shuffle: bool = True  # shuffle the sequences in each epoch; False: keep the order of the text
     # batches to skip, START:END,..: with 1200:1210, step 1200 uses the batch of step 1210, step 1201 that of step 1211
     skip: Annotated[str, Form(parse_skips), Affects.ORDER] = ""
     # content of a sequence. windows: data.seq_len consecutive tokens, across document boundaries; documents: whole
-    # documents, packed by best fit (arXiv:2404.10830), and padding; only a document longer than data.seq_len is cut
-    packing: Literal["windows", "documents"] = "windows"
-    mask_documents: bool = True  # attend only within a document, and restart positions at each document
+    # documents, packed by best fit (arXiv:2404.10830), and padding; only a document longer than data.seq_len is cut.
+    # windows,ordered keeps the order of the text instead of shuffling each epoch. With ,unmasked at the end, a token
+    # also attends to earlier documents, and positions do not restart at each document
+    packing: Annotated[str, Form(parse_packing), TEXTS] = "windows"
 
     def __post_init__(self):
         check(self, "data.")
-        packs = "data.objective='task'" if "task" in parse_objectives(self.objective) else "data.packing='documents'"
-        if (self.packing == "documents" or "task" in packs) and not self.shuffle:
-            raise UserError(f"{packs} packs documents by length, so it cannot keep the order of the "
-                            "text (data.shuffle=False); change one of the two settings")  # fmt: skip
-        if (self.packing == "documents" or "task" in packs) and not self.mask_documents and self.objective != "causal":
-            raise UserError(f"{packs} packs several examples into a row, and none may attend to another; remove "
-                            "data.mask_documents=False")  # fmt: skip
+        packing, is_task = parse_packing(self.packing), "task" in parse_objectives(self.objective)
+        if is_task and packing.ordered:
+            raise UserError(f"data.objective={self.objective!r} packs documents by length, so it cannot keep the order "
+                            "of the text; remove ,ordered from data.packing")  # fmt: skip
+        if (packing.documents or is_task) and packing.unmasked and self.objective != "causal":
+            raise UserError(f"data.objective={self.objective!r} packs several examples into a row, and none may attend "
+                            "to another; remove ,unmasked from data.packing")  # fmt: skip
 
     @property
     def tokens_per_step(self) -> int:

@@ -170,7 +170,7 @@ def schedule(name: str, S: int, M: int, v: int = 1, lead: int = 1) -> Schedule:
     if min(S, M, v) < 1:
         raise UserError(f"schedule with stages={S}, microbatches={M}, chunks={v}: each must be at least 1")
     if v > 1 and name != "interleaved":
-        raise UserError(f"work.chunks={v}: schedule {name!r} has 1 chunk per stage; use chunks=1 or 'interleaved'")
+        raise UserError(f"chunks={v}: schedule {name!r} has 1 chunk per stage; use chunks=1 or 'interleaved'")
     return SCHEDULES[name](S, M, v, lead)
 
 

@@ -19,6 +19,7 @@ import sharding
 from architectures import architecture, declare
 from compile import ordered
 from config import AUTO, AXES, Config, ModelConfig
+from config.fields import parse_packing, parse_pipeline, parse_remat
 from overlap.weights import ready_for_autodiff
 from parameters import declare_stored, gather_replicas
 from pipeline import fit, schedules
@@ -141,33 +142,20 @@ def build_schedule(cfg: Config) -> schedules.Schedule:
     interleaved schedule with 2 chunks.
     """
     split, work, S, n = fit.split_batch(cfg), cfg.work.resolved, cfg.mesh.stage, cfg.model.n_blocks
-    v = work.chunks
-    if cfg.model.encoder_layers:
-        return two_stacks(work.schedule, S, split)
+    (name, v), kind = parse_pipeline(work.schedule), architecture(cfg.model)
+    if kind.schedules and name not in kind.schedules:
+        raise UserError(f"work.schedule={name!r}: {kind.name} runs {' or '.join(kind.schedules)}; use one of them")
+    name, v = (name, v) if S > 1 else ("1f1b", 1)
     if n % (S * v):
         raise UserError(
-            f"cannot split {n} layer blocks over stage={S} * work.chunks={v} = {S * v} parts "
+            f"cannot split {n} layer blocks over stage={S} * {v} chunks = {S * v} parts "
             f"({n} % {S * v} = {n % (S * v)}); use a multiple of {S * v} blocks, or fewer chunks")  # fmt: skip
-    if work.schedule == "gpipe" and S > 1:
-        return schedules.gpipe(S, split.microbatches, passes=split.accumulation)
-    name = work.schedule if S > 1 else "1f1b"
-    return schedules.schedule(name, S, split.microbatches * split.accumulation, v if S > 1 else 1, lead=2)
-
-
-TWO_STACKS = "gpipe", "1f1b"  # the schedules of an encoder-decoder
-
-
-def two_stacks(name: str, S: int, split: fit.BatchSplit) -> schedules.Schedule:
-    """Build the schedule of an encoder-decoder: chunk 0 of a stage is its encoder layers, chunk 1 its decoder layers.
-
-    So its 1F1B is the interleaved schedule with 2 chunks. Raises: UserError for any other schedule than gpipe and 1f1b.
-    """
-    if name not in TWO_STACKS:
-        raise UserError(f"work.schedule={name!r}: an encoder-decoder runs gpipe or 1f1b; use one of them")
-    if name == "gpipe" and S > 1:
-        return schedules.gpipe(S, split.microbatches, 2, passes=split.accumulation)
-    interleaved = schedules.interleaved(S, split.microbatches * split.accumulation, 2, lead=2)
-    return dataclasses.replace(interleaved, name="1f1b")
+    if name == "gpipe":
+        return schedules.gpipe(S, split.microbatches, kind.passes, passes=split.accumulation)
+    M = split.microbatches * split.accumulation
+    if kind.passes > 1:
+        return dataclasses.replace(schedules.interleaved(S, M, kind.passes, lead=2), name=name)
+    return schedules.schedule(name, S, M, v, lead=2)
 
 
 def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES, stored=False):
@@ -198,7 +186,7 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES, sto
         if missing := set(reads) - set(batch):
             raise UserError(f"the batch has no {', '.join(sorted(missing))}; it has {', '.join(batch) or 'nothing'}")
         batch = {name: batch[name] for name in reads}
-        if not cfg.data.mask_documents:
+        if parse_packing(cfg.data.packing).unmasked:
             batch |= {name: jnp.minimum(x, 1) for name, x in batch.items() if "segments" in name}
         # Computed outside the shard_map, so that a token's index does not depend on the device that holds it.
         index = {name: jnp.arange(batch[of].size).reshape(batch[of].shape) for name, of in index_of.items()}

@@ -51,7 +51,7 @@ def draw_features(rng: random.Random, mesh: MeshConfig, model: dict, work: dict,
     if not n_experts and context == 1 and rng.random() < 1 / 2:
         model |= {"encoder_layers": mesh.stage * pick(1, 2), "attention": "gqa", "norm": "rms", "dense_prefix": 0,
                   "n_layers": mesh.stage * pick(1, 2), "activation": "geglu", "parallel_residual": False}  # fmt: skip
-        work |= {"schedule": pick("gpipe", "1f1b"), "chunks": 1}
+        work |= {"schedule": pick("gpipe", "1f1b")}
         rest["data.input_len"] = mesh.tensor * pick(7, 11)
     elif rng.random() < 1 / 4:
         model["prefix_lm"] = True
@@ -74,6 +74,7 @@ def draw(seed: int) -> dict:
     prefix, every = (pick(0, 1), pick(1, 2)) if n_experts else (pick(0, 0, 1), 1)
     schedule = pick("gpipe", "1f1b", "interleaved", "zb")
     chunks = pick(1, 2) if schedule == "interleaved" and mesh.stage > 1 else 1
+    schedule += f":{chunks}" * (schedule == "interleaved")
     microbatches = mesh.stage * pick(1, 2) if mesh.stage > 1 else pick(0, 1, 2)
     kv_heads, seq_len = some(tensor, 1, 2), some(math.lcm(2 * context, context * tensor), 2, 3, 5)
     experts = {
@@ -95,12 +96,12 @@ def draw(seed: int) -> dict:
         "gather": pick("layer", "step"),
         "tensor_exchange": pick("ring", "gather"), "context_attention": pick("gather", "ring"),
         "loss_chunk": pick(32, 1024), "device_batch": pick("auto", "auto", 1),
-        "schedule": schedule if mesh.stage > 1 else "gpipe", "chunks": chunks, "microbatches": microbatches or "auto",
+        "schedule": schedule if mesh.stage > 1 else "gpipe", "microbatches": microbatches or "auto",
     }  # fmt: skip
     rest = {
         "data.seq_len": seq_len,
         "data.batch_size": some(mesh.batch_shards * max(microbatches, 1), 2, 3),  # the last row has no target
-        "data.mask_documents": pick(True, False), "run.seed": pick(0, 1, 2),
+        "data.packing": pick("windows", "windows,unmasked"), "run.seed": pick(0, 1, 2),
     }  # fmt: skip
     if n_experts and n_experts > model["top_k"] * seq_len:
         model["capacity_factor"] = 0.0  # at 1.0 an expert would have no slot, which is refused

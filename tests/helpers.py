@@ -259,10 +259,11 @@ def np_route(w, c: ModelConfig, x_D):
     scores_E = 1 / (1 + np.exp(-logits_E)) if c.router == "sigmoid" else np_softmax(logits_E)
     bias_E = np.zeros(c.n_experts) if w.bias_E is None else w.bias_E
     experts = range(c.n_experts)
-    if c.n_groups:
-        groups = np.array_split(experts, c.n_groups)
+    n_groups, per_token = c.expert_groups
+    if n_groups > 1:
+        groups = np.array_split(experts, n_groups)
         groups = sorted(groups, key=lambda group: -np.sort((scores_E + bias_E)[group])[-2:].sum())
-        experts = np.concatenate(groups[: c.top_groups])
+        experts = np.concatenate(groups[:per_token])
     experts = sorted(experts, key=lambda e: -(scores_E + bias_E)[e])[: c.top_k]
     total = scores_E[experts].sum() if c.normalize_gates and c.top_k > 1 else 1.0
     return c.routed_scaling * scores_E[experts] / total, experts, scores_E / scores_E.sum()

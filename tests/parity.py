@@ -55,7 +55,7 @@ def random_batch(cfg: Config, seed: int):
     """Draw rows with different documents, padding and weights, and one row (maybe one device) without any target."""
     batch = helpers.random_batch(cfg, seed)
     batch["weights_BT"][-1] = 0
-    if not cfg.data.mask_documents:
+    if "unmasked" in cfg.data.packing:
         batch["positions_BT"] = np.broadcast_to(np.arange(cfg.data.seq_len, dtype=np.int32), batch["tokens_BT"].shape)
     return batch
 

@@ -123,7 +123,7 @@ def test_every_window_comes_once_an_epoch(texts, path, mask_documents):
     assert len(wanted) % B, "an epoch here must end inside a batch"
     assert max(max(row[3]) for row in wanted) >= 3, "a window here must see several documents"
     assert any(0 in row[4] for row in wanted), "a window here must be padded"
-    cfg = config(path, **{"data.mask_documents": mask_documents})
+    cfg = config(path, **{"data.packing": "windows" if mask_documents else "windows,unmasked"})
     for number in range(3):
         assert Counter(epoch(cfg, number, len(wanted))) == Counter(wanted)
     held_out = windows(stream(texts, "val"), mask_documents)

@@ -212,7 +212,7 @@ MODELS = {
                   "model.activation": "gelu", "model.tie_embeddings": True, **GPTJ},
     "gqa softmax across documents": {"model.attention": "gqa", "model.router": "softmax", "model.balance_rate": 0.0,
                                      "model.n_shared": 0, "model.routed_scaling": 2.5, "model.moe_every": 1,
-                                     "model.n_layers": 2, "data.mask_documents": False},
+                                     "model.n_layers": 2, "data.packing": "windows,unmasked"},
 }  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def logits_program(name):
 def batch_with_changes(name):
     """Row 0 has three documents and padding; row 1 + j differs from it only in the token at position j."""
     positions_T, segments_T = helpers.documents(6, 8, 1, padding=3)
-    if not whole(name).data.mask_documents:
+    if "unmasked" in whole(name).data.packing:
         positions_T = np.arange(T, dtype=np.int32)  # as `dataset.batch` counts them then
     batch = helpers.random_batch(whole(name), seed=0)
     for key, row_T in ("tokens_BT", batch["tokens_BT"][0]), ("positions_BT", positions_T), ("segments_BT", segments_T):
@@ -254,12 +254,14 @@ def test_the_model_equals_the_numpy_reference(name):
     """Catches a missing or misplaced residual, norm or layer, a wrong layer without RoPE, and rows that mix."""
     cfg = whole(name)
     batch = helpers.random_batch(cfg, seed=1)
-    if not cfg.data.mask_documents:
+    if "unmasked" in cfg.data.packing:
         batch["positions_BT"] = np.tile(np.arange(T, dtype=np.int32), (ROWS, 1))
     got = logits_program(name)(parameters(name), batch)
     slots = model.slots_per_expert(cfg.model, T) if cfg.model.capacity_factor else None
     for row in (0, 7, ROWS - 1):
-        segments_T = batch["segments_BT"][row] if cfg.data.mask_documents else np.minimum(batch["segments_BT"][row], 1)
+        segments_T = batch["segments_BT"][row]
+        if "unmasked" in cfg.data.packing:
+            segments_T = np.minimum(segments_T, 1)
         want, dropped = helpers.np_model(
             parameters(name), cfg.model, batch["tokens_BT"][row], batch["positions_BT"][row], segments_T, slots
         )
@@ -286,7 +288,7 @@ def test_documents_see_each_other_only_if_allowed(name):
     changed = np.abs(logits[1:] - logits[0]).max(axis=-1) > 1e-6
     capacity = whole(name).model.capacity_factor
     for j, t in itertools.combinations(range(T), 2):
-        seen = segments_T[j] == segments_T[t] or (not whole(name).data.mask_documents and segments_T[t] > 0)
+        seen = segments_T[j] == segments_T[t] or ("unmasked" in whole(name).data.packing and segments_T[t] > 0)
         if seen:
             assert changed[j, t], f"position {t} does not see token {j}"
         elif not capacity:  # the slots of an expert are shared by the documents of a sequence

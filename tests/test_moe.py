@@ -22,7 +22,7 @@ VARIANTS = {
     "sigmoid": {},  # with a selection bias, two shared experts and SwiGLU
     "switch": {"top_k": 1, "router": "softmax"},
     "not normalized": {"normalize_gates": False},
-    "groups": {"n_groups": 4, "top_groups": 2, "top_k": 3},
+    "groups": {"expert_groups": (4, 2), "top_k": 3},
     "softmax": {"router": "softmax", "balance_rate": 0.0, "n_shared": 0, "activation": "gelu", "top_k": 3,
                 "routed_scaling": 2.5},
 }  # fmt: skip

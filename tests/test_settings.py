@@ -119,3 +119,10 @@ def test_outer_steps_that_cannot_be_parsed_are_refused(text, why):
     assert fields.parse_outer("every=4,fragments=2") == (4, 0.7, 0.9, 2)
 
 
+@pytest.mark.parametrize("text", ["interleave", "interleaved:", "interleaved:0", "interleaved:two", "1f1b:2", ""])
+def test_a_pipeline_schedule_that_cannot_be_parsed_is_refused(text):
+    """Catches chunks that a schedule ignores, and an unknown schedule that is noticed when the step is traced."""
+    why = f"work.schedule='{text}': should be one of auto, gpipe, 1f1b, interleaved, zb, or interleaved:CHUNKS, such as"
+    with pytest.raises(UserError, match=why):
+        preset("tiny", **{"work.schedule": text})
+    assert [fields.parse_pipeline(name)[1] for name in ("zb", "interleaved", "interleaved:3")] == [1, 2, 3]

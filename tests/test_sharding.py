@@ -155,14 +155,10 @@ def test_a_config_survives_a_round_trip(name):
 
 
 def test_auto_settings_resolve_to_the_plain_values():
-    """Catches an execution setting that stays `auto` when it is read, and chunks that the schedule does not have."""
+    """Catches an execution setting that stays `auto` when it is read, or another default."""
     settled = WorkConfig().resolved
-    assert settled == WorkConfig("none", "layer", "gather", "gather", 512, "gpipe", 1)
+    assert settled == WorkConfig("none", "layer", "gather", "gather", 512, "gpipe")
     assert settled.auto_settings == ["microbatches", "device_batch"] and settled.resolved == settled
-    assert (WorkConfig(chunks=3).resolved.schedule, WorkConfig(schedule="interleaved").resolved.chunks) == (
-        "interleaved",
-        2,
-    )
     cfg = preset("tiny", **{"work.tensor_exchange": "ring"})
     assert cfg.at_work.work == WorkConfig(tensor_exchange="ring", loss_chunk=36).resolved
     assert {name: getattr(cfg.at_work, name) for name in vars(cfg.model)} == vars(cfg.model)
@@ -214,9 +210,9 @@ def test_heads_that_do_not_split_over_context_are_refused():
     ({"attention": "MLA"}, "model.attention='MLA': should be one of 'mla', 'gqa'"),
     ({"norm_eps": -1.0}, "model.norm_eps=-1.0: must be at least 0, and finite"),
     ({"qk_norm": True}, "model.qk_norm=True: needs attention='gqa', but attention='mla'"),
-    ({"n_experts": 8, "n_groups": 3}, "model.n_groups=3: must divide n_experts=8 into groups of at least 2 experts"),
-    ({"n_experts": 8, "n_groups": 4, "top_k": 3}, "model.top_groups=1: a token needs top_k=3 experts, in "
-     "groups of 2"),
+    ({"n_experts": 8, "expert_groups": (3, 1)}, "model.expert_groups=(3, 1): must divide n_experts=8 into groups of"),
+    ({"n_experts": 8, "expert_groups": (4, 1), "top_k": 3}, "model.expert_groups=(4, 1): a token needs top_k=3 "
+     "experts, in groups of 2"),
     ({"n_layers": 2.5}, "model.n_layers=2.5: should be a whole number"),
     ({"n_layers": True}, "model.n_layers=True: should be a whole number"),
     ({"z_loss": float("nan")}, "model.z_loss=nan: must be at least 0, and finite"),
@@ -249,7 +245,7 @@ def test_an_invalid_model_is_refused(setting, message):
     (lambda: WorkConfig(schedule="zzz"), "work.schedule='zzz': should be one of auto, gpipe, 1f1b, "),
     (lambda: MeshConfig(fsdp=0), "mesh.fsdp=0: must be at least 1"),
     (lambda: DataConfig(path=3), "data.path=3: should be text"),
-    (lambda: DataConfig(shuffle="no"), "data.shuffle='no': should be true or false"),
+    (lambda: ModelConfig(bias="no"), "model.bias='no': should be true or false"),
     (lambda: preset("laptop", **{"optim.lr": float("inf")}), "optim.lr=inf: must be at least 0, and finite"),
 ])  # fmt: skip
 def test_the_library_refuses_what_the_command_line_does(make, message):

@@ -161,7 +161,7 @@ REQUIRED = object()
 
 
 class Setting(NamedTuple):
-    hf_name: str  # name in config.json; "": it has no such setting, and `absent` computes ours from the others
+    hf_name: str  # name in config.json; two names: a pair; "": it has no such setting, and `absent` computes ours
     field: str  # field of our config
     absent: Any = REQUIRED  # our value if the setting is null or missing, or a function of config.json
     to_ours: Callable[[Any], Any] = lambda value: value
@@ -264,7 +264,8 @@ FAMILIES = {
          Setting("num_experts_per_tok", "top_k", 8), Setting("norm_topk_prob", "normalize_gates", False),
          Setting("router_aux_loss_coef", "balance_loss", 0.001)),
         _FIXED_FIELDS | {"attention": "gqa", "qk_norm": True, "router": "softmax", "moe_every": 1, "dense_prefix": 0,
-                       "n_shared": 0, "routed_scaling": 1.0, "balance_rate": 0.0, "n_groups": 0}, ("n_experts",), {},
+                       "n_shared": 0, "routed_scaling": 1.0, "balance_rate": 0.0, "expert_groups": (1, 1)},
+        ("n_experts",), {},
         _HF_FIXED | {"attention_bias": False, "use_sliding_window": False, "sliding_window": None,
                      "decoder_sparse_step": 1, "mlp_only_layers": []}, {},
         OUTSIDE, (*NORMS, *QK_NORMS, *GROUPED_ATTENTION, *DEEPSEEK_MOE)),
@@ -274,8 +275,8 @@ FAMILIES = {
          Setting("num_key_value_heads", "n_kv_heads"), Setting("num_local_experts", "n_experts"),
          Setting("num_experts_per_tok", "top_k"), Setting("router_aux_loss_coef", "balance_loss", 0.001)),
         _FIXED_FIELDS | {"attention": "gqa", "router": "softmax", "moe_every": 1, "dense_prefix": 0, "n_shared": 0,
-                       "normalize_gates": True, "routed_scaling": 1.0, "balance_rate": 0.0, "n_groups": 0}, (), {},
-        _HF_FIXED | {"sliding_window": None, "router_jitter_noise": 0.0}, {},
+                       "normalize_gates": True, "routed_scaling": 1.0, "balance_rate": 0.0, "expert_groups": (1, 1)},
+        (), {}, _HF_FIXED | {"sliding_window": None, "router_jitter_noise": 0.0}, {},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *MIXTRAL_MOE)),
     "arcee": Family(
         "ArceeForCausalLM",
@@ -296,8 +297,7 @@ FAMILIES = {
          Setting("n_routed_experts", "n_experts"), Setting("num_experts_per_tok", "top_k"),
          Setting("moe_intermediate_size", "d_expert"), Setting("n_shared_experts", "n_shared"),
          Setting("norm_topk_prob", "normalize_gates", True), Setting("routed_scaling_factor", "routed_scaling"),
-         Setting("n_group", "n_groups", 8, lambda n: 0 if n == 1 else n, lambda n: n or 1),
-         Setting("topk_group", "top_groups", 4)),
+         Setting("n_group topk_group", "expert_groups", (8, 4))),
         # norm_eps: transformers always normalizes the latents with 1e-6, and our model has a single epsilon.
         _FIXED_FIELDS | {"attention": "mla", "router": "sigmoid", "moe_every": 1, "norm_eps": 1e-6},
         ("n_experts", "n_shared", "balance_rate"), {"balance_rate": 0.001},

@@ -109,7 +109,9 @@ def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict
     hf |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # else transformers uses its defaults
     for s in family.settings:
         value = getattr(c, s.field)
-        if s.hf_name:
+        if len(names := s.hf_name.split()) > 1:
+            hf |= dict(zip(names, value, strict=True))
+        elif names:
             hf[s.hf_name] = s.to_hf(value)
         elif value != (want := s.absent(hf)):
             raise UserError(f"transformers' {family.architecture} ({kind}) cannot express model.{s.field}={value!r} "

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from config import Config, DataConfig
+from config.fields import PERIOD, parse_objectives, parse_packing, span_rate
 from data.reading import features, objectives
 from data.reading.objectives import Example, Key, Lengths
 from utils import UserError
@@ -21,7 +22,8 @@ def make(objective: str, key: Key, pieces: list[Read], eot: int, cfg: Config) ->
     room, found = features.room(cfg.data), []
     is_task = objective == "task"  # `task_lengths` has checked that its documents fit
     least = 1 if is_task else objectives.LEAST
-    texts = (text for piece in pieces for text in _texts(*piece, eot if cfg.data.mask_documents else None))
+    separator = None if parse_packing(cfg.data.packing).unmasked else eot
+    texts = (text for piece in pieces for text in _texts(*piece, separator))
     for number, (ids, weights) in enumerate(texts):
         if not is_task and not features.fits(objectives.lengths(objective, max(len(ids), least)), room):
             ids = ids[: features.longest_text(objective, room)]

@@ -50,10 +50,6 @@ def settings(asked: dict) -> tuple[Config, list[str]]:
         found = published.read("config.json")
         start, lines = found.config, found.lines()
     work = {name: asked[name] for name in SETTINGS if asked.get(name)}
-    if work.get("schedule") == "interleaved" and "stage=" in asked["mesh"]:
-        work["chunks"] = 2
-    elif work.get("schedule") == "interleaved":
-        work["schedule"] = "gpipe"
     changes = {f"work.{name}": value for name, value in work.items()} | {"mesh": asked["mesh"]}
     for name in ("batch_size", "seq_len"):
         if asked.get(name):

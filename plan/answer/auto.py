@@ -44,7 +44,6 @@ def without_effect(mesh: MeshConfig) -> set[str]:
         "tensor_exchange": n[TENSOR],
         "context_attention": n[CONTEXT],
         "schedule": n[STAGE],
-        "chunks": n[STAGE],
     }
     return {name for name, devices in group_sizes.items() if devices == 1}
 

@@ -515,7 +515,7 @@ def test_the_bench_refuses_before_it_starts(capsys):
 
 def test_idle_ticks_are_not_counted():
     """Catches a ledger that counts every tick of a stage as work."""
-    cfg = replace(bench_step.DEFAULT, **{"work.schedule": "interleaved", "work.chunks": 2})
+    cfg = replace(bench_step.DEFAULT, **{"work.schedule": "interleaved:2"})
     line = '  %c.1 = f32[] conditional(%p), metadata={op_name="jit(step)/while/body/forward_slot/cond"}\n'
     found = compiled_step.shares(cfg, line + line.replace("forward", "loss"))
     assert {scope: share(10) for scope, share in found.items()} == {"forward_slot": 0.8, "loss_slot": 0.4}

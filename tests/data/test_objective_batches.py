@@ -93,7 +93,7 @@ def test_an_epoch_has_every_token_once(path, model, objective, packing):
 
 def test_windows_without_document_masks_are_those_of_t5(path):
     """Catches a token that is lost between windows: a text is everything in a window, also ends of text."""
-    cfg = config(path, "span", **ENCODER, **{"data.mask_documents": False, "data.shuffle": False})
+    cfg = config(path, "span", **ENCODER, **{"data.packing": "windows,ordered,unmasked"})
     texts = [objectives.restore(one, EOT + 1) for one in epoch(cfg)]
     stream = dataset.open_corpus(cfg).splits["train"]
     assert np.array_equal(np.concatenate(texts), stream.read(0, stream.tokens))
@@ -123,14 +123,16 @@ def test_a_host_reads_only_its_own_rows(path, monkeypatch):
 
 def test_a_batch_is_a_function_of_seed_and_step(path):
     """Catches examples that repeat in the next epoch, or that another seed does not change."""
-    cfg = config(path, "span:0.5:2", **{"data.shuffle": False})
+    cfg = config(path, "span:0.5:2", **{"data.packing": "windows,ordered"})
     count = dataset.rows_of(dataset.open_corpus(cfg).splits["train"], cfg.data)
     rows = [row for step in range(2 * count // B + 1) for row in rows_of(dataset.batch(cfg, step))]
     texts = [[objectives.restore(one, EOT + 1).tolist() for one in row] for row in rows]
     assert texts[:count] == texts[count : 2 * count]
     same = [str(one) == str(two) for one, two in zip(rows[:count], rows[count : 2 * count], strict=True)]
     assert sum(same) < 5  # very short texts have few divisions into spans
-    other = [*rows_of(dataset.batch(config(path, "span:0.5:2", **{"data.shuffle": False, "run.seed": 1}), 0))]
+    other = [
+        *rows_of(dataset.batch(config(path, "span:0.5:2", **{"data.packing": "windows,ordered", "run.seed": 1}), 0))
+    ]
     assert str(other) != str(rows[:B])
 
 
@@ -227,7 +229,7 @@ def test_every_source_of_a_mixture_has_the_objectives(path, task_path, tmp_path)
 @pytest.mark.parametrize("objective", ["span", "span:0.5:8"])
 def test_start_up_counts_the_truncated_rows(path, model, objective):
     """Catches a fraction that counts other rows than those that drop text."""
-    cfg = config(path, objective, **MODELS[model], **{"data.shuffle": False})
+    cfg = config(path, objective, **MODELS[model], **{"data.packing": "windows,ordered"})
     split = dataset.open_corpus(cfg).splits["train"]
     count, cut = dataset.rows_of(split, cfg.data), 0
     rows = [row for step in range(dataset.epoch_steps(cfg)[""]) for row in rows_of(dataset.batch(cfg, step))]
@@ -289,11 +291,11 @@ def test_a_task_that_does_not_fit_is_refused_before_a_run_starts(tmp_path, split
         preflight.check_tokens(cfg)
 
 
-TASK, SPAN = {"data.objective": "task"}, {"data.objective": "span", "data.packing": "documents"}
+TASK, SPAN = {"data.objective": "task"}, {"data.objective": "span"}
 NOT_TOGETHER = [
-    (TASK | {"data.shuffle": False}, r"data\.objective='task' packs documents by length, so it cannot keep"),
-    (TASK | {"data.mask_documents": False}, r"data\.objective='task' packs several examples into a row, and none may"),
-    (SPAN | {"data.mask_documents": False}, r"data\.packing='documents' packs several examples"),
+    (TASK | {"data.packing": "windows,ordered"}, r"task' packs documents by length, so it cannot keep the order"),
+    (TASK | {"data.packing": "windows,unmasked"}, r"task' packs several examples into a row, and none may attend to"),
+    (SPAN | {"data.packing": "documents,unmasked"}, r"data\.objective='span' packs several examples"),
 ]
 
 

@@ -66,7 +66,7 @@ def test_without_a_shuffle_the_text_is_read_in_its_order(path, mixture):
     """Catches a shuffle that stays on, also for one source of a mixture, a window lost at the end of an epoch, and a
     seed that has an effect."""
     part = {} if mixture else {"data.path": f"{path}/prose"}
-    cfg = config(path, mixture, **part, **{"data.shuffle": False})
+    cfg = config(path, mixture, **part, **{"data.packing": "windows,ordered"})
     read = {"code": [], "prose": []}
     for sequence in sequences(cfg, range(60)):
         read[source_of(sequence)] += sequence

@@ -270,7 +270,7 @@ def test_the_line_about_rows_is_right(path):
         ("windows", -(-stream // T), over_an_edge, ""),
     ):
         cfg, noun = config(path, **{"data.packing": kind}), "rows" if more else "windows"
-        said = f"120 documents in {count} {noun} of 14 tokens, {cut / 120:.1%} of them cut{more}"
+        said = f"120 documents in {count} {noun} of 14 tokens; {cut / 120:.1%} of documents span several {noun}{more}"
         assert dataset.describe_epoch(split, cfg.data) == said
         assert dataset.epoch_steps(cfg) == {"": -(-count // B)}
     far = dataset.load(f"file://{path}").splits["train"]
@@ -279,8 +279,8 @@ def test_the_line_about_rows_is_right(path):
     )
 
 
-def test_contradicting_settings_are_refused(path):
-    """Catches one of two settings that is silently ignored."""
-    why = r"packs documents by length, so it cannot keep the order of the text \(data.shuffle=False\); change one"
-    with pytest.raises(UserError, match=f"data.packing='documents' {why}"):
-        config(path, **{"data.shuffle": False})
+@pytest.mark.parametrize("text", ["documents,ordered", "windows,shuffled", "windows,unmasked,ordered", ""])
+def test_a_packing_that_cannot_be_parsed_is_refused(path, text):
+    """Catches an option that is silently ignored."""
+    with pytest.raises(UserError, match=f"data.packing='{text}': should be windows, windows,ordered or documents "):
+        config(path, **{"data.packing": text})

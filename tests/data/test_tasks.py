@@ -75,7 +75,8 @@ def test_only_answers_count_in_a_run(own, tmp_path, kind):
     prepare.from_ids(np.full(900, 65), str(tmp_path / "home/plain"), tokenizer="bytes", shard_tokens=100)
     assert all(row["weights"]["file"].endswith(".weights.npy") for row in manifest["splits"]["val"]["shards"])
     where = {"disk": f"{tmp_path}/home/own", "bucket": f"file://{tmp_path}/home/own", "mixture": f"{tmp_path}/home"}
-    cfg = preset("tiny", **{"data.path": where[kind], "data.seq_len": 37, "data.batch_size": 5, "data.shuffle": False,
+    cfg = preset("tiny", **{"data.path": where[kind], "data.seq_len": 37, "data.batch_size": 5,
+                            "data.packing": "windows,ordered",
                             "data.mixture": "own=0.5,plain=0.5" if kind == "mixture" else ""})  # fmt: skip
     found, windows = (
         b"",

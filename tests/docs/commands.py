@@ -126,7 +126,7 @@ KINDS = (
     Kind("rounding: a number with e-", r"(?=\d\.\d+e-)#", factor=30),
     Kind("loss, bits a byte, entropy", r"(loss|validation|unigram|bigram) #|# bits/byte", share=0.03),
     Kind("tokens and documents of a text", r"(train:?|val:?|over) # tokens|in # documents|^  # documents", factor=2),
-    Kind("rows of a text", r"in # (windows|rows)|#% of them cut|#% padding", factor=2),
+    Kind("rows of a text", r"in # (windows|rows)|#% of documents span|#% padding", factor=2),
     Kind("tokens/s of this machine", r"# tokens/s", factor=20),
     Kind("seconds on this machine", r"(import|initialize|compile|in) # s\b|^(gpipe|1f1b|zb) .* #$", factor=20),
     Kind("memory of the host process", r"peak memory # GiB", factor=2),

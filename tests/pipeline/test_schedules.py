@@ -171,7 +171,7 @@ def test_every_wrong_order_is_caught():
 
 @pytest.mark.parametrize("call, message", [
     (lambda: schedule("1f1bb", 2, 4), "unknown schedule '1f1bb'; did you mean '1f1b'? known: gpipe, 1f1b"),
-    (lambda: schedule("1f1b", 2, 4, 2), "work.chunks=2: schedule '1f1b' has 1 chunk per stage; use chunks=1 or"),
+    (lambda: schedule("1f1b", 2, 4, 2), "chunks=2: schedule '1f1b' has 1 chunk per stage; use chunks=1 or"),
     (lambda: schedule("zb", 2, 0), "stages=2, microbatches=0, chunks=1: each must be at least 1"),
     (lambda: schedule("interleaved", 4, 6, 2),
      "groups of stage=4, and microbatches=6 is not a multiple of 4 (6 % 4 = 2); use 4 or 8 microbatches"),

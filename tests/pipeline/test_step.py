@@ -34,10 +34,10 @@ balance  stage=8                       schedule=gpipe        microbatches=64
 prefix   stage=2                       schedule=1f1b         microbatches=16
 balance  stage=4                       schedule=1f1b         microbatches=4
 prefix   stage=8                       schedule=1f1b         microbatches=16
-balance  stage=2                       schedule=interleaved  microbatches=2   chunks=2
-prefix   stage=4                       schedule=interleaved  microbatches=32  chunks=2
-balance  stage=8                       schedule=interleaved  microbatches=8   chunks=2
-prefix   stage=4                       schedule=interleaved  microbatches=8   chunks=1
+balance  stage=2                       schedule=interleaved:2 microbatches=2
+prefix   stage=4                       schedule=interleaved:2 microbatches=32
+balance  stage=8                       schedule=interleaved:2 microbatches=8
+prefix   stage=4                       schedule=interleaved:1 microbatches=8
 prefix   stage=2                       schedule=zb           microbatches=4
 balance  stage=4                       schedule=zb           microbatches=32
 prefix   stage=8                       schedule=zb           microbatches=8
@@ -45,8 +45,8 @@ balance  stage=2,fsdp=2,tensor=2       schedule=gpipe        microbatches=4
 prefix   stage=2,expert=2,context=2    schedule=gpipe        microbatches=2
 prefix   stage=2,fsdp=2,tensor=2       schedule=1f1b         microbatches=4
 balance  stage=2,expert=2,context=2    schedule=1f1b         microbatches=4
-prefix   stage=2,fsdp=2,tensor=2       schedule=interleaved  microbatches=2   chunks=2
-balance  stage=2,expert=2,context=2    schedule=interleaved  microbatches=4   chunks=2
+prefix   stage=2,fsdp=2,tensor=2       schedule=interleaved:2 microbatches=2
+balance  stage=2,expert=2,context=2    schedule=interleaved:2 microbatches=4
 balance  stage=2,fsdp=2,tensor=2       schedule=zb           microbatches=8
 prefix   stage=2,expert=2,context=2    schedule=zb           microbatches=4
 prefix   tensor=2                      schedule=1f1b         microbatches=8
@@ -163,10 +163,9 @@ def test_weights_are_gathered_per_layer_or_per_step():
 
 
 @pytest.mark.parametrize("case, more, message", [
-    ("balance stage=2 schedule=interleaved chunks=3", {},
-     r"cannot split 16 layer blocks over stage=2 \* work.chunks=3 = 6 parts \(16 % 6 = 4\)"),
+    ("balance stage=2 schedule=interleaved:3", {},
+     r"cannot split 16 layer blocks over stage=2 \* 3 chunks = 6 parts \(16 % 6 = 4\)"),
     ("balance stage=4 schedule=interleaved microbatches=2", {}, "groups of stage=4, and microbatches=2 is not a"),
-    ("balance stage=2 schedule=1f1b chunks=2", {}, "work.chunks=2: only work.schedule='interleaved' has several"),
 ])  # fmt: skip
 def test_layers_and_microbatches_that_do_not_fit_are_refused(case, more, message):
     """Catches layers or microbatches that do not fit a schedule, and a crash instead of an error with the numbers."""

@@ -128,5 +128,5 @@ def test_present_devices_have_the_topology_of_their_slice(kind, coords, name):
 def test_settings_without_effect_are_not_listed():
     """Catches settings without effect on this mesh in the line that start-up prints."""
     assert auto.without_effect(preset("tiny", mesh="data=2").mesh) == {
-        "gather", "tensor_exchange", "context_attention", "schedule", "chunks"}  # fmt: skip
+        "gather", "tensor_exchange", "context_attention", "schedule"}  # fmt: skip
     assert auto.without_effect(preset("tiny", mesh="stage=2,context=2,tensor=2").mesh) == set()

@@ -50,7 +50,7 @@ CASES = {
     "1f1b": ("bench", "stage=2,fsdp=2", LAYER | {"work.schedule": "1f1b", "work.microbatches": 8}),
     "1f1b, balance in a microbatch": ("bench", "stage=2,fsdp=2", LAYER | {
         "work.schedule": "1f1b", "work.microbatches": 8, "model.balance_over": "microbatch"}),
-    "interleaved": ("bench", "stage=2,fsdp=2", {"work.schedule": "interleaved", "work.chunks": 2}),
+    "interleaved": ("bench", "stage=2,fsdp=2", {"work.schedule": "interleaved:2"}),
     "zb": ("bench", "stage=2,tensor=2", {"work.schedule": "zb", "model.balance_loss": 0.0}),
     "capacity": ("bench", "expert=4", LAYER | {"model.capacity_factor": 1.25, "model.n_layers": 4}),
     "ring over context, grouped queries": ("bench", "context=2,fsdp=2", LAYER | DENSE | {

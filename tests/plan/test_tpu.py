@@ -206,8 +206,7 @@ def donated(found):
 def test_every_schedule_compiles(schedule, capfd):
     """Catches programs that only the TPU compiler refuses, collectives that the partitioner adds, a state that is not
     donated, and libtpu's internal messages on stderr."""
-    chunks = {"work.chunks": 2} if schedule == "interleaved" else {}
-    cfg = tiny("stage=2,tensor=2,fsdp=2", **{"work.schedule": schedule, "work.microbatches": 4} | chunks)
+    cfg = tiny("stage=2,tensor=2,fsdp=2", **{"work.schedule": schedule, "work.microbatches": 4})
     found = for_slice(cfg, "v4:2x2x2")
     assert found.unexpected == []
     arrays = len(jax.tree.leaves(optimizer.state_shapes(cfg)))

@@ -58,8 +58,6 @@ def in_python(asked: dict) -> planner.Plan | str:
     """Return the plan of `plan.planner.plan`, or its error message."""
     try:
         work = {f"work.{name}": asked[name] for name in SETTINGS if name in asked}
-        if asked.get("schedule") == "interleaved":
-            work |= {"work.chunks": 2} if "stage=" in asked["mesh"] else {"work.schedule": "gpipe"}
         sizes = {f"data.{name}": int(asked[name]) for name in ("batch_size", "seq_len")}
         cfg = replace(preset(asked["preset"]), mesh=asked["mesh"], **sizes, **work, **asked.get("more", {}))
         return planner.plan(cfg, asked["topology"])

@@ -395,7 +395,7 @@ def test_a_run_moves_from_an_interleaved_schedule_to_a_mesh_without_stages(tmp_p
     """Stage 0 computes blocks 0 and 2, stage 1 computes 1 and 3, but each stores two adjacent blocks. Catches blocks
     that are stored or saved in the order of computation, which only the loss on another mesh would reveal."""
     plain = replace(MOVING, **{"model.n_layers": 4})
-    chunked = replace(plain, **{"work.schedule": "interleaved", "work.chunks": 2, "work.microbatches": 4})
+    chunked = replace(plain, **{"work.schedule": "interleaved:2", "work.microbatches": 4})
     start = lambda mesh: optimizer.init(plain, sharding.make_mesh(mesh))
     _, want = train_on("fsdp=2", start("fsdp=2"), range(5), plain)
 

@@ -43,8 +43,8 @@ def test_what_our_model_cannot_do_is_refused_by_name(family, name, value):
         "rotary_dim": "rope_dims",
         "num_experts_per_tok": "top_k",
         "rope_parameters": "rope_scaling",
-        "n_group": "n_groups",
-        "topk_group": "top_groups",
+        "n_group": "expert_groups",
+        "topk_group": "expert_groups",
     }
     ours = ours.get(name, name)
     with pytest.raises(UserError, match=rf"{ours}=.*{str(value)[-4:].strip('})')}"):
@@ -59,7 +59,7 @@ def test_a_missing_setting_has_the_library_s_default(family, name):
     """Catches our default in place of the library's: a missing n_group means 8 there."""
     hf = folders.Folder(FIXTURES / family).json("config.json")
     del hf[name]
-    with pytest.raises(UserError, match=name):
+    with pytest.raises(UserError, match=name.replace("n_group", r"expert_groups=\(8, ")):
         config_from_hf(hf)
 
 
@@ -87,10 +87,10 @@ def test_a_preset_has_a_class_in_transformers(name):
 
 
 DENSE_ONLY = ("d_rope d_value d_query_latent d_kv_latent top_k n_shared d_expert moe_every router normalize_gates "
-              "routed_scaling n_groups top_groups")  # fmt: skip
+              "routed_scaling expert_groups")  # fmt: skip
 UNUSED = {"llama": DENSE_ONLY, "arcee": DENSE_ONLY, "qwen3": DENSE_ONLY,
-          "qwen3_moe": "d_rope d_value d_query_latent d_kv_latent top_groups",
-          "mixtral": "d_rope d_value d_query_latent d_kv_latent d_ff top_groups",
+          "qwen3_moe": "d_rope d_value d_query_latent d_kv_latent",
+          "mixtral": "d_rope d_value d_query_latent d_kv_latent d_ff",
           "deepseek_v3": "n_kv_heads",
           "gptj": DENSE_ONLY,
           "t5": DENSE_ONLY + " rope_dims rope_theta"}  # fmt: skip
