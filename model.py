@@ -411,7 +411,7 @@ def router_statistics(c: ModelConfig, probabilities_btE, experts_btk, kept_btk, 
 
 def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
     """Compute n_experts * sum over experts of (fraction of assignments) * (mean probability). It is 1 if the
-    load is balanced. The arguments are sums over the global batch, or over one microbatch.
+    load is balanced. The arguments are sums over the global batch.
 
     Source: Switch Transformer, arXiv:2101.03961, equation 4, with top_k assignments per token.
     """
@@ -862,7 +862,7 @@ def loss(c: ModelConfig, sums: Sums):
     if sums.router:
         router = jax.tree.map(lambda x: psum(x, TOKENS), sums.router)
         load = router["tokens_per_expert"], router["probability"], router["tokens"][:, None]
-        balance_L = router["balance"] if "balance" in router else balance_loss(c, *load)
+        balance_L = balance_loss(c, *load)
         auxiliary["balance_loss"] = psum(jnp.sum(balance_L), STAGE) / c.n_blocks
         metrics |= {
             "tokens_per_expert": router["tokens_per_expert"],

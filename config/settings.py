@@ -143,8 +143,6 @@ class ModelConfig:
     routed_scaling: Positive = 1.0  # multiply the gates by this factor
     # weight of the load-balancing loss (arXiv:2101.03961); 0: off
     balance_loss: Annotated[NotNegative, Affects.TRAINING] = 0.0
-    # tokens that it counts; microbatch: no extra forward pass, but the mesh changes the loss
-    balance_over: Annotated[Literal["batch", "microbatch"], Affects.TRAINING] = "batch"
     # step size of the load-balancing bias that is added to the router's scores (arXiv:2408.15664); 0: no bias
     balance_rate: Annotated[NotNegative, Affects.TRAINING] = 0.0
     # weight of the z-loss, the mean of log(sum(exp(logits)))^2 (arXiv:2204.02311); 0: off

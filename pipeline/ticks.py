@@ -20,7 +20,7 @@ from config import AXES, Config, ModelConfig
 from overlap.weights import held_by_step
 from parameters import gather_replicas
 from pipeline import schedules
-from sharding import STAGE, TENSOR, TOKENS, axis_index, axis_size, own_slice, psum, reduce_scatter, shift, vary
+from sharding import STAGE, TENSOR, axis_index, axis_size, own_slice, reduce_scatter, shift, vary
 
 IDLE = schedules.IDLE
 WITHOUT_TENSOR = tuple(axis for axis in AXES if axis != TENSOR)
@@ -29,10 +29,6 @@ WITHOUT_TENSOR = tuple(axis for axis in AXES if axis != TENSOR)
 def zeros_like_result(function, *args):
     """Return zeros with the shapes and dtypes of function(*args), marked as varying over all mesh axes (`vary`)."""
     return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), AXES), jax.eval_shape(function, *args))
-
-
-def needs_balance(c: ModelConfig) -> bool:
-    return bool(c.n_experts and c.balance_loss)
 
 
 def keep_last_stage(x):
@@ -178,21 +174,6 @@ def enter(job: Job, table_VD, m):
     return vary(architecture(job.c).module.embed_batch(w, job.c, batch, job.key), AXES)
 
 
-def with_balance(job: Job, router):
-    """With balance_over="microbatch", add the layers' balance loss of this microbatch to its router statistics.
-
-    Every device adds the same share, so that the sum over TOKENS and all microbatches is the microbatches' mean.
-    Sends over TOKENS: an all-reduce of 2 * n_experts + 1 numbers per layer. Backward: n_experts numbers per layer.
-    """
-    if not (router and needs_balance(job.c) and job.c.balance_over == "microbatch"):
-        return router
-    counts = jax.lax.stop_gradient((router["tokens_per_expert"], router["tokens"][:, None]))
-    # `vary` at once, because residuals are stored as varying over all axes.
-    probability_lE, (count_lE, tokens_l1) = vary(psum((router["probability"], counts), TOKENS), AXES)
-    balance_l = model.balance_loss(job.c, count_lE, probability_lE, jnp.maximum(tokens_l1, 1))
-    return router | {"balance": balance_l / (axis_size(TOKENS) * job.sched.microbatches)}
-
-
 def forward(job: Job, m, chunk, x_btD):
     """Run microbatch m through a chunk of this stage's layers.
 
@@ -202,7 +183,7 @@ def forward(job: Job, m, chunk, x_btD):
 
     def run(weights, x_btD, context):
         y_btD, router = architecture(job.c).module.stage(job.w.replace(**weights), job.c, x_btD, *context, chunk)
-        return vary((y_btD, with_balance(job, router)), AXES)
+        return vary((y_btD, router), AXES)
 
     if job.d_loss is None:
         return run(weights, x_btD, context), [], None
@@ -422,9 +403,8 @@ def run_schedule(w, c: ModelConfig, batch, key, sched: schedules.Schedule, d_los
 def loss_and_grads_by_schedule(params, cfg: Config, batch, key, sched: schedules.Schedule):
     """Compute loss, metrics and gradients with any schedule. Gradients are summed over microbatches in float32.
 
-    The gradient of the balance loss over the batch needs the expert loads of the whole batch, which are known only
-    after all forward passes. If the schedule starts backward passes earlier, all forward passes run once more, first.
-    The balance loss over a microbatch (`with_balance`) is known after its own forward pass.
+    The gradient of the balance loss needs the expert loads of the whole batch, which are known only after all forward
+    passes. If the schedule starts backward passes earlier, all forward passes run once more, first.
     """
     c, v = cfg.at_work, sched.chunks
     chunked = lambda tree: jax.tree.map(lambda x: to_chunks(x, v), tree)
@@ -443,12 +423,8 @@ def loss_and_grads_by_schedule(params, cfg: Config, batch, key, sched: schedules
     d_loss = d_sums.cross_entropy, d_sums.auxiliary
     if not sched.turns:
         ahead = lambda: run_schedule(w, c, batch, key, schedules.forward_only(sched))[0]
-        if needs_balance(c) and c.balance_over == "batch":
-            d_router = d_router(ahead())
-        else:
-            zeros = zeros_like_result(lambda: ahead().router)
-            sums = initial_sums(c, jnp.sum(batch["weights_BT"]), zeros)
-            d_router = d_router(sums) if needs_balance(c) else zeros
+        has_balance = c.n_experts and c.balance_loss
+        d_router = d_router(ahead()) if has_balance else zeros_like_result(lambda: ahead().router)
     sums, d_w = run_schedule(w, c, batch, key, sched, d_loss, d_router)
     loss, metrics = model.loss(c, in_order(sums))
     # The backward pass of `hold`, in float32, reduce-scatters the gradients. The forward result is not used.

@@ -110,6 +110,8 @@ def changes(plan: Plan):
                 yield {"mesh": str(dataclasses.replace(plan.cfg.mesh, **moved))}, ""
     yield {"data.batch_size": 2 * plan.cfg.data.batch_size}, "a batch of twice the size may need other hyperparameters"
     model = plan.cfg.model
+    if plan.balance_pass:
+        yield {"model.balance_loss": 0.0, "model.balance_rate": 0.001}, "a bias then balances the experts, not a loss"
     if model.n_experts and not model.capacity_factor:
         yield {"model.capacity_factor": 1.25}, "experts drop the tokens that exceed their slots"
 

@@ -151,10 +151,9 @@ def tiers_table(plan: Plan, console, most: int = 10) -> None:
 
 def balance_line(plan: Plan) -> str:
     """Return the line about the balance loss's extra forward pass, and how to avoid it."""
-    of = "step" if one.likely_s else "FLOPs"
-    return (f"balance    balance loss: one more forward pass, {one.balance_pass:+.0%} of the {of}; none with "
-            "--model.balance_over microbatch, with --model.balance_loss 0, or with one accumulation pass of "
-            "GPipe")  # fmt: skip
+    of = "step" if plan.likely_s else "FLOPs"
+    return (f"balance    balance loss: one more forward pass, {plan.balance_pass:+.0%} of the {of}; none with "
+            "--model.balance_loss 0 --model.balance_rate 0.001, or with one accumulation pass of GPipe")  # fmt: skip
 
 
 def suggestion(plan: Plan, changed: dict[str, str], other: Plan) -> str:

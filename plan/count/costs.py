@@ -294,7 +294,7 @@ class Passes:
 def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
     """Count the passes through the layers of a stage.
 
-    The balance loss over the batch costs an additional forward pass, unless all forward passes precede the first
+    The balance loss costs an additional forward pass, unless all forward passes precede the first
     backward pass. If weight gradients are delayed, both halves of a backward pass recompute the forward pass, and both
     compute the gradients of inputs.
     """
@@ -306,8 +306,7 @@ def passes(cfg: Config, sched: schedules.Schedule) -> Passes:
 def has_balance_pass(cfg: Config, sched: schedules.Schedule) -> bool:
     """Return True if the balance loss costs an additional forward pass; see `passes`."""
     c = cfg.at_work
-    whole_batch = c.n_experts and c.balance_loss and c.balance_over == "batch"
-    return bool(sched.microbatches * sched.stages > 1 and not sched.turns and whole_batch)
+    return bool(sched.microbatches * sched.stages > 1 and not sched.turns and c.n_experts and c.balance_loss)
 
 
 def repeats_passes(cfg: Config, sched: schedules.Schedule) -> bool:
@@ -382,9 +381,6 @@ def traffic(
     add("activations", "collective-permute", (STAGE,), sent, messages(cfg, sched))
     if c.n_experts:
         add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1)
-        if c.balance_loss and c.balance_over == "microbatch" and sched.microbatches * sched.stages > 1:
-            add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 1) * z.blocks, run.forward)
-            add("statistics", "all-reduce", sharding.TOKENS, 4 * c.n_experts * z.blocks, run.inputs)
     add("batch", "all-gather", (CONTEXT,), 6 * 4 * z.b * sched.microbatches * z.T, 1)
     for w in weights(cfg):
         for row in weight_collectives(w, cfg, sched, platform):

@@ -48,8 +48,6 @@ CASES = {
     "dense, everything saved": ("bench", "data=2,fsdp=2", LAYER | NONE | DENSE),
     "matmul outputs saved": ("bench", "context=2,tensor=2", LAYER | {"work.remat": "dots"}),
     "1f1b": ("bench", "stage=2,fsdp=2", LAYER | {"work.schedule": "1f1b", "work.microbatches": 8}),
-    "1f1b, balance in a microbatch": ("bench", "stage=2,fsdp=2", LAYER | {
-        "work.schedule": "1f1b", "work.microbatches": 8, "model.balance_over": "microbatch"}),
     "interleaved": ("bench", "stage=2,fsdp=2", {"work.schedule": "interleaved:2"}),
     "zb": ("bench", "stage=2,tensor=2", {"work.schedule": "zb", "model.balance_loss": 0.0}),
     "capacity": ("bench", "expert=4", LAYER | {"model.capacity_factor": 1.25, "model.n_layers": 4}),
@@ -268,8 +266,7 @@ def test_the_plan_says_what_the_balance_loss_costs(capsys, tmp_path):
     out, found = capsys.readouterr().out, json.loads(path.read_text())
     [share] = re.findall(r"balance    balance loss: one more forward pass, \+(\d+)% of the step; none with", out)
     assert float(share) == pytest.approx(100 * found["balance_pass"], abs=0.5) and 15 < float(share) < 34
-    for flags in (["--model.balance_over", "microbatch"], ["--model.balance_loss", "0"],
-                  ["--data.batch_size", "512"]):  # fmt: skip
+    for flags in (["--model.balance_loss", "0"], ["--data.batch_size", "512"]):
         assert main([*words, *flags, "--json", str(path)]) == 0
         cheaper = json.loads(path.read_text())
         assert cheaper["balance_pass"] is None and "balance loss" not in capsys.readouterr().out
