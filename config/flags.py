@@ -9,14 +9,16 @@ from typing import Any
 
 import tyro
 
+from config.needs import refuse_unused
 from config.presets import PRESETS, preset
-from config.settings import Affects, Config, ModelConfig, affecting, derived_settings, replace
+from config.settings import Affects, Config, ModelConfig, affecting, derived_settings, differences, replace
 from utils import UserError
 
 
 def command_line(
     argv: list[str], prog: str, description: str, default: str | Config | None = None, arguments: type = Config,
     change: Callable[[Config, list[str]], Config] = lambda start, flags: start, start: Config | None = None,
+    mesh_known: Callable[[Any], bool] = lambda arguments: True,
 ) -> tuple[Config, Any]:  # fmt: skip
     """Parse `[PRESET | --config FILE] [--flags]`. --help shows the values after the other flags are applied.
 
@@ -24,17 +26,25 @@ def command_line(
     arguments  a dataclass with the fields of Config and a command's own flags
     change     fn(settings, flags) -> the settings to apply the flags to
     start      the settings that the first word stands for, if it is not a preset
+    mesh_known fn(`arguments` object) -> False if the command tries other meshes than the given one
     Returns the settings, and the `arguments` object.
-    Raises: UserError if the preset or file cannot be read, if both are given, or if one is required and missing.
+    Raises: UserError if the preset or file cannot be read, if both are given, if one is required and missing, or if a
+    flag changes a setting that has no effect.
     """
     start, name, flags = starting_point(argv, default, start)
+    before, derived = change(start, flags), derived_flags(start.model, flags)
     arguments = tyro.cli(
         arguments, prog=f"{prog} [PRESET | --config FILE]",
         description=f"{description.strip()}\n\nDefaults come from {name}.",
-        default=arguments(**vars(change(start, flags))), args=flags + derived_flags(start.model, flags),
-        use_underscores=True,
+        default=arguments(**vars(before)), args=flags + derived, use_underscores=True,
     )  # fmt: skip
-    return Config(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Config)}), arguments
+    cfg = Config(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Config)})
+    changed = (name for name, *_ in differences(cfg.to_dict(), before.to_dict()))
+    given = (name for name in changed if not any(flag.startswith(f"--{name}=") for flag in derived))
+    refuse_unused(cfg, given, mesh_known(arguments))
+    return cfg, arguments
+
+
 
 
 def derived_flags(before: ModelConfig, flags: list[str]) -> list[str]:

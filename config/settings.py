@@ -1,12 +1,14 @@
 """The settings of a run. Each is one dataclass field with a name, a type, a default and a description.
 
-Each class checks its own fields. The type of a setting also declares what it affects; see `affecting`.
+Each class checks its own fields. The type of a setting also declares what it affects (see `affecting`), and which other
+settings it needs to have an effect (see `needs.py`).
 """
 
 import dataclasses
 import functools
 import re
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_args
 
 import tyro
@@ -39,6 +41,23 @@ from config.fields import (
     parse_skips,
 )
 from config.mesh import MeshConfig, MeshFlag
+from config.needs import (
+    ADAMW,
+    CONTEXT,
+    DENSE_LAYERS,
+    EXPERTS,
+    GQA,
+    INPUTS,
+    MLA,
+    REPLICAS,
+    ROPE,
+    SEVERAL_EXPERTS,
+    STAGES,
+    TENSOR,
+    TEXTS,
+    WARMUP,
+    refuse_unused,
+)
 from utils import UserError, suggest
 
 BARE = tyro.conf.arg(help="")  # no description for a group of flags, so that --help fits on two screens
@@ -58,10 +77,12 @@ class WorkConfig:
     # layer: all-gather the sharded weights of a layer for each use; step: all-gather all weights once per step
     gather: Annotated[Literal["auto", "layer", "step"], Baseline("layer", "layer")] = AUTO
     # how devices along tensor exchange activations. gather: one collective; ring: in chunks, overlapped with matmuls
-    tensor_exchange: Annotated[Literal["auto", "gather", "ring"], Baseline("gather", "ring")] = AUTO
+    tensor_exchange: Annotated[Literal["auto", "gather", "ring"], Baseline("gather", "ring"), TENSOR] = AUTO
     # how attention combines the shards of a sequence along context. gather: all-gather keys; ring: ring attention;
     # all_to_all: shard heads instead (auto never chooses it)
-    context_attention: Annotated[Literal["auto", "gather", "ring", "all_to_all"], Baseline("gather", "gather")] = AUTO
+    context_attention: Annotated[
+        Literal["auto", "gather", "ring", "all_to_all"], Baseline("gather", "gather"), CONTEXT
+    ] = AUTO
     # compute the loss in chunks: a device never stores more logits than this number of tokens has
     loss_chunk: Annotated[SizeOrAuto, Baseline(512)] = AUTO
     # pipeline schedule: gpipe, 1f1b, zb, or interleaved:CHUNKS of layers (virtual stages) on each stage, 2 if you leave
@@ -107,50 +128,55 @@ class ModelConfig:
     d_model: Size = 128  # width of the residual stream
     n_layers: Size = 4  # layers; each has attention and a feed-forward layer (dense or MoE)
     encoder_layers: Count = 0  # layers of the encoder (T5, arXiv:1910.10683); n_layers is the decoder's; 0: no encoder
-    prefix_lm: Annotated[bool, Affects.OWN] = False  # bidirectional attention over the inputs; see data.objective
+    # bidirectional attention over the inputs; see data.objective
+    prefix_lm: Annotated[bool, Affects.OWN, INPUTS] = False
     n_heads: Size = 4  # query heads
     attention: Literal["mla", "gqa"] = "mla"  # multi-head latent (arXiv:2405.04434), grouped-query (arXiv:2305.13245)
     # gqa: key/value heads; must divide n_heads. If equal to n_heads in the preset, changing n_heads changes this too
-    n_kv_heads: Size = 4
+    n_kv_heads: Annotated[Size, GQA] = 4
     # width of a head's query and key (mla: without the rotary part). If equal to d_model / n_heads in the preset,
     # changing either of these changes this too
     d_head: Size = 32
-    d_rope: Count = 16  # mla: width of the rotary part, one key shared by all heads
-    d_value: Size = 32  # mla: width of a head's value
-    d_query_latent: Count = 0  # mla: width of the query latent; 0: compute queries directly from the residual stream
-    d_kv_latent: Size = 64  # mla: width of the key/value latent
-    rope_dims: Count = 0  # gqa: rotate only the first coordinates of a head, such as 64 of 256 in GPT-J; 0: all
-    rope_theta: Positive = 10_000.0  # RoPE base (theta)
+    d_rope: Annotated[Count, MLA] = 16  # mla: width of the rotary part, one key shared by all heads
+    d_value: Annotated[Size, MLA] = 32  # mla: width of a head's value
+    # mla: width of the query latent; 0: compute queries directly from the residual stream
+    d_query_latent: Annotated[Count, MLA] = 0
+    d_kv_latent: Annotated[Size, MLA] = 64  # mla: width of the key/value latent
+    # gqa: rotate only the first coordinates of a head, such as 64 of 256 in GPT-J; 0: all
+    rope_dims: Annotated[Count, GQA, *ROPE] = 0
+    rope_theta: Annotated[Positive, *ROPE] = 10_000.0  # RoPE base (theta)
     # scale RoPE's frequencies for a longer context: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192, or yarn
     # (arXiv:2309.00071) with the same numbers, then optionally DeepSeek's MSCALE:MSCALE_ALL; empty: no scaling
-    rope_scaling: Annotated[str, Form(parse_rope_scaling)] = ""
-    qk_norm: bool = False  # gqa: apply RMSNorm to each head's query and key before RoPE, as in Qwen3
-    no_rope_every: Annotated[Count, Affects.OWN] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
-    d_ff: Size = 512  # hidden dimension of a dense feed-forward layer
+    rope_scaling: Annotated[str, Form(parse_rope_scaling), *ROPE] = ""
+    qk_norm: Annotated[bool, GQA] = False  # gqa: apply RMSNorm to each head's query and key before RoPE, as in Qwen3
+    no_rope_every: Annotated[Count, Affects.OWN, ROPE[0]] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
+    d_ff: Annotated[Size, DENSE_LAYERS] = 512  # hidden dimension of a dense feed-forward layer
     activation: Literal["swiglu", "gelu", "geglu"] = "swiglu"  # nonlinearity of feed-forward layers and of experts
     parallel_residual: bool = False  # attention and feed-forward layer have the same input; needs gqa and no experts
     bias: bool = False  # add biases in dense feed-forward layers and shared experts, and to the logits; nowhere else
     n_experts: Count = 0  # routed experts of an MoE layer; 0: every layer is dense
-    top_k: Size = 2  # routed experts per token
-    n_shared: Count = 0  # shared experts, which process every token
-    d_expert: Size = 128  # hidden dimension of one expert
-    moe_every: Size = 1  # n: blocks of n - 1 dense layers and one MoE layer repeat, after the first dense_prefix layers
+    top_k: Annotated[Size, EXPERTS] = 2  # routed experts per token
+    n_shared: Annotated[Count, EXPERTS] = 0  # shared experts, which process every token
+    d_expert: Annotated[Size, EXPERTS] = 128  # hidden dimension of one expert
+    # n: blocks of n - 1 dense layers and one MoE layer repeat, after the first dense_prefix layers
+    moe_every: Annotated[Size, EXPERTS] = 1
     dense_prefix: Count = 0  # number of dense layers before the repeated blocks of moe_every layers
-    router: Literal["sigmoid", "softmax"] = "sigmoid"  # score function before the top-k
+    router: Annotated[Literal["sigmoid", "softmax"], EXPERTS] = "sigmoid"  # score function before the top-k
     # number of groups of routed experts, and in how many groups, the best ones, a token may use experts
     expert_groups: Annotated[tuple[Size, Size], EXPERTS] = (1, 1)
-    normalize_gates: bool = True  # divide the weights of a token's experts (gates) by their sum; ignored with top_k=1
-    routed_scaling: Positive = 1.0  # multiply the gates by this factor
-    # weight of the load-balancing loss (arXiv:2101.03961); 0: off
-    balance_loss: Annotated[NotNegative, Affects.TRAINING] = 0.0
+    # divide the weights of a token's experts (gates) by their sum; ignored with top_k=1
+    normalize_gates: Annotated[bool, *SEVERAL_EXPERTS] = True
+    routed_scaling: Annotated[Positive, EXPERTS] = 1.0  # multiply the gates by this factor
+    # weight of the load-balancing loss (arXiv:2101.03961) over the whole batch; 0: off
+    balance_loss: Annotated[NotNegative, Affects.TRAINING, EXPERTS] = 0.0
     # step size of the load-balancing bias that is added to the router's scores (arXiv:2408.15664); 0: no bias
-    balance_rate: Annotated[NotNegative, Affects.TRAINING] = 0.0
+    balance_rate: Annotated[NotNegative, Affects.TRAINING, EXPERTS] = 0.0
     # weight of the z-loss, the mean of log(sum(exp(logits)))^2 (arXiv:2204.02311); 0: off
     z_loss: Annotated[NotNegative, Affects.TRAINING] = 0.0
     # fraction of the target's probability to spread over the vocabulary (arXiv:1512.00567); 0: off
     label_smoothing: Annotated[ShareBelow1, Affects.TRAINING] = 0.0
     # slots of an expert per sequence, as a multiple of the mean, top_k * data.seq_len / n_experts; 0: dropless
-    capacity_factor: Annotated[NotNegative, Affects.TRAINING] = 0.0
+    capacity_factor: Annotated[NotNegative, Affects.TRAINING, EXPERTS] = 0.0
     tie_embeddings: bool = False  # use one table for the embedding and the unembedding (LM head)
     # fraction of activations to set to zero after the embedding and after every residual branch
     dropout: Annotated[ShareBelow1, Affects.TRAINING] = 0.0
@@ -171,8 +197,7 @@ class ModelConfig:
             self._refuse(name, "must be even, because rotary embeddings rotate pairs of coordinates")
         if self.attention == "gqa" and (self.rope_dims % 2 or self.rope_dims > self.d_head):
             self._refuse("rope_dims", f"must be even, and at most d_head={self.d_head}")
-        if self.qk_norm and self.attention != "gqa":
-            self._refuse("qk_norm", f"needs attention='gqa', but attention={self.attention!r}")
+        refuse_unused(SimpleNamespace(model=self), ["model.qk_norm"] * self.qk_norm)
         if self.parallel_residual and (self.attention != "gqa" or self.n_experts):
             has = f"attention={self.attention!r}" if self.attention != "gqa" else f"n_experts={self.n_experts}"
             self._refuse("parallel_residual", f"needs attention='gqa' and n_experts=0, but {has}")
@@ -218,6 +243,11 @@ class ModelConfig:
     def layers_per_block(self) -> int:
         """Layers in a repeating block: moe_every - 1 dense layers and one MoE layer, or one dense layer."""
         return self.moe_every if self.n_experts else 1
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer has a dense feed-forward layer."""
+        return not self.n_experts or self.moe_every > 1 or self.dense_prefix > 0
 
     @property
     def n_blocks(self) -> int:
@@ -288,7 +318,7 @@ class OptimConfig:
     clip_norm: NotNegative = 1.0  # clip the gradient to this global norm; 0: no clipping
     frozen: str = ""  # names of parameters not to train, with wildcards, such as encoder.*,embedding_VD
     # store 1/data of the parameters and moments on each replica (ZeRO stage 1, arXiv:1910.02054)
-    shard_over_data: Annotated[bool, Affects.SPEED] = False
+    shard_over_data: Annotated[bool, Affects.SPEED, REPLICAS] = False
     # local steps (DiLoCo, arXiv:2311.08105): every=100 lets each replica along data train alone for 100 steps, and then
     # average. every=100,lr=0.7,momentum=0.9,fragments=4 also sets the SGD that does it, with Nesterov momentum, and
     # exchanges 1/4 of the layers every 25 steps (arXiv:2501.18512); empty: off

@@ -19,7 +19,10 @@ HEAD = """\
 # Settings
 
 Every command that accepts a preset accepts these flags. After a preset, `--help` prints the same descriptions,
-with the preset's values as defaults. This command writes the page from `config/settings.py` and `config/presets.py`:
+with the preset's values as defaults. A flag that changes nothing, because the model, the mesh or the objective does not
+use its setting, is refused with the flag that would use it (`config/needs.py`). There are {settings} settings, and
+adding one means removing one (`tests/test_settings.py`). This command writes the page from `config/settings.py` and
+`config/presets.py`:
 
 ```
 python -m docs.settings
@@ -55,13 +58,14 @@ def plain(hint):
 
 def kind(hint) -> str:
     """Return the values of a flag: its choices, or the name of its type."""
+    hint = plain(hint)
     if hint == config.SizeOrAuto:
         return "`auto`, `int`"
     if typing.get_origin(hint) is tuple:
         return " ".join(f"`{plain(one).__name__}`" for one in typing.get_args(hint))
-    if typing.get_origin(plain(hint)) is typing.Literal:
-        return ", ".join(f"`{choice}`" for choice in typing.get_args(plain(hint)))
-    return f"`{plain(hint).__name__}`"
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
+    return f"`{hint.__name__}`"
 
 
 def value(x) -> str:
@@ -130,7 +134,8 @@ def typed(values: dict, prefix: str = "") -> dict:
 
 def page() -> str:
     """Return the text of the page."""
-    hints, lines = typing.get_type_hints(config.Config), [HEAD]
+    count = len(config.fields.flatten(config.Config().to_dict()))
+    hints, lines = typing.get_type_hints(config.Config), [HEAD.format(settings=count)]
     for field in dataclasses.fields(config.Config):
         lines += [*(mesh() if field.name == "mesh" else group(hints[field.name], field.name)), ""]
     return "\n".join([*lines, PRESETS_HEAD, *presets()]) + "\n"

@@ -77,11 +77,12 @@ def parse(argv: list[str], start: Config | None = None) -> tuple[Config, Argumen
 
     start  the settings of the folder or config.json of Hugging Face that is the first word
     """
-    lines = (f"  {name:13} {what}" for name, (what, _) in PRESETS.items())
-    cfg, args = command_line(argv, "python -m plan", "\n".join((HELP, *lines)), arguments=Arguments, start=start)
+    searches = lambda args: args.search or "," in args.topology
+    cfg, args = flags.command_line(argv, "python -m plan", "\n".join((HELP, *lines)), arguments=Arguments, start=start,
+                                   mesh_known=lambda args: not searches(args))  # fmt: skip
     if args.memory and not 0 < args.memory < math.inf:
         raise UserError(f"--memory {args.memory:g}: should be above 0, in GiB; 0 is the memory of the chip")
-    return batch_of_tokens(cfg, args.batch_tokens, not (args.search or "," in args.topology)), args
+    return flags.batch_of_tokens(cfg, args.batch_tokens, not searches(args)), args
 
 
 def batch_of_tokens(cfg: Config, tokens: int, on_mesh: bool = True) -> Config:

@@ -8,6 +8,7 @@ determine. Each case runs in its own process, so a case that hangs or crashes is
 agree with one device; 1: some do not, and their commands are printed.
 """
 
+import contextlib
 import json
 import math
 import random
@@ -21,9 +22,9 @@ from pathlib import Path
 
 import tyro
 
-from config import AXES, MeshConfig
+from config import AXES, MeshConfig, ModelConfig, needs, preset
+from config.fields import hints
 from utils import UserError, exit_status
-from tests import parity
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,7 +55,7 @@ def draw_features(rng: random.Random, mesh: MeshConfig, model: dict, work: dict,
         work |= {"schedule": pick("gpipe", "1f1b")}
         rest["data.input_len"] = mesh.tensor * pick(7, 11)
     elif rng.random() < 1 / 4:
-        model["prefix_lm"] = True
+        model["prefix_lm"], rest["data.objective"] = True, "prefix"
     if not model.get("encoder_layers") and rng.random() < 1 / 3:
         model["rope_scaling"] = pick("llama3:8:1:4:64", "yarn:4:1:32:4096", "yarn:40:1:32:4096:1:0.7")
         model |= {"qk_norm": True} if model["attention"] == "gqa" else {}
@@ -111,8 +112,11 @@ def draw(seed: int) -> dict:
 
 
 def flags(settings: dict) -> list[str]:
-    """Convert dotted settings to command-line flags."""
+    """Convert dotted settings to command-line flags, without settings that have no effect: a flag would be refused."""
     words = []
+    with contextlib.suppress(UserError):  # `draw_least` draws settings that are refused
+        cfg = preset("tiny", **settings)
+        settings = {name: value for name, value in settings.items() if name == "mesh" or not needs.unmet(cfg, name)}
     for name, value in settings.items():
         group, _, last = name.rpartition(".")
         on_or_off = [f"--{name}" if value else f"--{group}.no_{last}"]

@@ -209,7 +209,7 @@ def test_heads_that_do_not_split_over_context_are_refused():
     ({"n_layers": 3, "dense_prefix": 3}, "; use 4 layers"),
     ({"attention": "MLA"}, "model.attention='MLA': should be one of 'mla', 'gqa'"),
     ({"norm_eps": -1.0}, "model.norm_eps=-1.0: must be at least 0, and finite"),
-    ({"qk_norm": True}, "model.qk_norm=True: needs attention='gqa', but attention='mla'"),
+    ({"qk_norm": True}, "model.qk_norm=True has no effect: only attention='gqa' uses it, and model.attention is 'mla'"),
     ({"n_experts": 8, "expert_groups": (3, 1)}, "model.expert_groups=(3, 1): must divide n_experts=8 into groups of"),
     ({"n_experts": 8, "expert_groups": (4, 1), "top_k": 3}, "model.expert_groups=(4, 1): a token needs top_k=3 "
      "experts, in groups of 2"),

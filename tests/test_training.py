@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 STEPS = 60  # with a checkpoint every 20 steps and an evaluation every 25
 SMALL = shlex.split(
     "tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
-    "--work.gather step --work.tensor_exchange ring "
+    "--work.gather step "
     f"--optim.lr 0.01 --run.name small --run.steps {STEPS} --run.log_every 1 --run.eval_every 25 --run.eval_batches 1 "
     "--run.checkpoint_every 20"
 )
@@ -475,7 +475,7 @@ def test_a_run_killed_after_its_last_step_is_finished(finished, copied, monkeypa
     "change, named",
     [
         ("--run.seed 3", "run.seed is 3 here and 0 there"),
-        ("--model.d_ff 48 --optim.lr 0.5", "model.d_ff is 48 here and 40 there"),
+        ("--model.d_expert 48 --optim.lr 0.5", "model.d_expert is 48 here and 28 there"),
         ("--optim.lr 0.5", "optim.lr is 0.5 here and 0.01 there"),
         ("--data.batch_size 8", "data.batch_size is 8 here and 16 there"),
         (

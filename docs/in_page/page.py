@@ -68,8 +68,8 @@ def command(asked: dict, cfg: Config, one: planner.Plan) -> str:
         words.append(f"--data.batch_size {cfg.data.batch_size}")
     if of_file or cfg.data.seq_len != base.data.seq_len:
         words.append(f"--data.seq_len {cfg.data.seq_len}")
-    for name in (*SETTINGS, "chunks"):
-        if (value := getattr(cfg.work, name)) != AUTO:
+    for name in SETTINGS:
+        if (value := getattr(cfg.work, name)) != AUTO and not unmet(cfg, f"work.{name}"):
             words.append(f"--work.{name} {value}")
     words += [f"--{name} {asked[name]}" for name in ("tokens", "price", "goodput") if asked.get(name)]
     return " ".join(words + ["--explain"] * bool(asked.get("explain")))

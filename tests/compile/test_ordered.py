@@ -183,7 +183,7 @@ def test_an_unordered_program_is_refused(monkeypatch):
     assert "model.py:" in str(refusal.value), refusal.value
 
 
-CASE = """--mesh stage=2,expert=2,data=2 --model.vocab_size 72 --model.d_model 56 --model.n_heads 8 --model.n_kv_heads 8
+CASE = """--mesh stage=2,expert=2,data=2 --model.vocab_size 72 --model.d_model 56 --model.n_heads 8
 --model.d_head 10 --model.d_rope 2 --model.d_value 3 --model.d_kv_latent 8 --model.d_query_latent 16 --model.d_ff 24
 --model.tie_embeddings --model.dropout 0.3 --model.no_rope_every 0 --work.remat full --data.batch_size 48
 --data.seq_len 80 --model.n_experts 8 --model.top_k 3 --model.n_shared 1 --model.d_expert 8 --model.balance_loss 0.7

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 60, 4  # optimizer steps of the run, steps between its checkpoints
 FLAGS = shlex.split(  # the model of test_training.py, to reuse its compiled programs
     "tiny --model.n_layers 3 --model.dense_prefix 0 --model.moe_every 1 --model.attention gqa --model.n_shared 0 "
-    "--work.gather step --work.tensor_exchange ring "
+    "--work.gather step "
     f"--optim.lr 0.01 --run.name small --run.steps {STEPS} --run.log_every 1 --run.eval_every 10 --run.eval_batches 1 "
     f"--run.checkpoint_every {EVERY}"
 )
