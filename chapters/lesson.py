@@ -1,9 +1,11 @@
 """Code that all chapters use: predictions, checks of answers, and figures. Readers never need to open it."""
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
+import linecache
 import re
 import sys
 import textwrap
@@ -16,6 +18,7 @@ from matplotlib.patches import Rectangle
 
 from compile import ledger
 from sharding import CONTEXT, DATA, EXPERT, FSDP, STAGE, TENSOR, as_tuple
+from utils import UserError
 
 # Each mesh axis has the same color in the whole guide; NEUTRAL is for everything else. In dark mode the site inverts
 # figures and restores the hues, and these colors stay distinct.
@@ -102,17 +105,21 @@ def answered(function):
     return call
 
 
-def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str, share: float = 1e-4) -> str:
+def diagnose(answer, cases, right, mistakes: list[tuple], done: str, share: float = 1e-4, run=None) -> str:
     """Check a reader's function on every case. Returns one line: `done`, or a hint that says what is wrong.
 
     cases     tuples of arguments, chosen so that no mistake gives the right result in all of them
     right     function with the same arguments that returns the right result
     mistakes  pairs (function with the same arguments, hint). If the answer's results equal those of such a function in
               all cases, its hint is returned.
+    run       turns the answer, and the function of each mistake, into a function of a case, for example one that runs
+              it on a mesh; by default the case's arguments are those of the answer
     """
     if answer is None or answer is ...:
         return NOTHING
     function = answer if callable(answer) else lambda *_: answer
+    if run:
+        function = run(lambda *args, **more: answered(answer)(*args, **more))
     found = []
     for case in cases:
         try:
@@ -120,16 +127,15 @@ def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str
         except Unanswered:
             found.append(...)
         except Exception as error:  # show any error in the reader's code as one line
-            line = (str(error).strip().splitlines() or [""])[0]
-            return f"It stops{at(function, case)}: {type(error).__name__}" + f": {line[:200]}" * bool(line)
+            return stopped(error, at(function, case))
     if all(x is None or x is ... for x in found):
         return NOTHING
-    wanted = [right(*case) for case in cases]
+    wanted = [_result(right, n, case) for n, case in enumerate(cases)]
     wrong = [n for n in range(len(cases)) if not same(found[n], wanted[n], share)]
     if not wrong:
         return done
     for mistake, hint in mistakes:
-        made = [mistake(*case) for case in cases]
+        made = [_result(mistake, n, case, run) for n, case in enumerate(cases)]
         assert not all(same(x, y, share) for x, y in zip(made, wanted, strict=True)), f"no mistake: {hint}"
         if all(same(x, y, share) for x, y in zip(found, made, strict=True)):
             return hint
@@ -140,6 +146,59 @@ def diagnose(answer, cases: list[tuple], right, mistakes: list[tuple], done: str
     often = "as in every case" if len(wrong) == len(cases) > 1 else "though not in every case" if len(cases) > 1 else ""
     error = off_by(found[first], wanted[first])
     return f"Not yet: it is wrong{where}{often and ', '}{often}. Your answer there is {brief(found[first])}{error}."
+
+
+_results: dict | None = None  # of right answers and of mistakes in each case, while `expect` tests a checker
+
+
+def _result(function, number: int, case: tuple, run=None):
+    compute = lambda: (run(function) if run else function)(*case)
+    if _results is None:
+        return compute()
+    if (function, number) not in _results:
+        _results[function, number] = compute()
+    return _results[function, number]
+
+
+def checker(*args, **more):
+    """Return a checker of an exercise: `diagnose` with all of its arguments but the answer."""
+    return lambda answer: diagnose(answer, *args, **more)
+
+
+def verdict(judge):
+    """Turn a function of the value that a reader's function returns into a checker. It shows any error as one line."""
+
+    @functools.wraps(judge)
+    def check(answer):
+        try:
+            value = answer() if callable(answer) else answer
+            return NOTHING if value is None or value is ... else judge(value)
+        except Unanswered:
+            return NOTHING
+        except UserError as error:
+            return f"The planner rejects this: {str(error).strip().splitlines()[0][:200]}"
+        except Exception as error:  # show any error in the reader's code as one line
+            return stopped(error)
+
+    return check
+
+
+def stopped(error: Exception, where: str = "") -> str:
+    """Describe an error in one line."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"It stops{where}: {type(error).__name__}" + f": {line[:200]}" * bool(line)
+
+
+def expect(check, *replies: tuple) -> None:
+    """Assert what a checker replies: pairs of an answer and words of its reply. Without an answer, that is NOTHING."""
+    global _results
+    _results = {}
+    try:
+        for answer, words in (*replies, (None, NOTHING), (..., NOTHING)):
+            line = check(answer)
+            assert words in line, f"{words!r} is not in {line!r}"
+    finally:
+        _results = None
 
 
 def shape(x) -> str:
@@ -215,6 +274,85 @@ def check_all(names: dict) -> None:
             assert isinstance(line, str) and line and "\n" not in line, f"{check.__name__}({brief(answer)}): {line!r}"
 
 
+def seen_in_ring(order_S, devices: int, document_S, right: int, compare: bool = True, last: int | None = None):
+    """Return which keys queries attend to in a ring (chapter 06) whose document IDs are right in `right` steps. [S, S]
+
+    compare  False: in later steps than the first, documents aren't compared
+    last     the last step in which keys count
+    """
+    S = len(order_S)
+    device_S, slot_S = np.divmod(np.argsort(order_S), S // devices)
+    step_SS = (device_S[:, None] - device_S) % devices  # in which a key arrives
+    from_SS = (device_S[:, None] - np.minimum(step_SS, right)) % devices  # the device whose IDs are used
+    used_SS = document_S[order_S][from_SS * (S // devices) + slot_S]
+    same_SS = (document_S[:, None] == used_SS) | ((step_SS > 0) & (not compare))
+    return np.tri(S, dtype=bool) & same_SS & (step_SS <= (devices if last is None else last))
+
+
+APART: dict = {}  # the names of the cells that `run_apart` ran
+
+
+def run_apart(code: str, names: dict) -> None:
+    """Run a cell that readers don't get, with a copy of the names that they have.
+
+    A checker that uses a name which only such a cell defines then fails as it would for a reader.
+    """
+    APART.update(names)
+    file = f"<removed cell {hash(code)}>"
+    linecache.cache[file] = len(code), None, code.splitlines(keepends=True), file  # for the lines of a traceback
+    exec(compile(code, file, "exec"), APART)
+
+
+@contextlib.contextmanager
+def edited(function, **new):
+    """Replace names in the cells that define a function, as if a reader had edited them."""
+    names = function.__globals__
+    before = {name: names[name] for name in new}
+    names.update(new)
+    try:
+        yield
+    finally:
+        names.update(before)
+
+
+def replaced(function, **new):
+    """Return a function that replaces names in the cells of `function` while it runs."""
+
+    def changed(*args, **more):
+        with edited(function, **new):
+            return function(*args, **more)
+
+    return changed
+
+
+def rewritten(*parts):
+    """Return a function of pairs (old text, new text) that edits and reruns the source of functions and classes.
+
+    It returns the last of them, as if a reader had made these edits.
+    """
+    # Of a class, inspect.getsource finds nothing in a notebook.
+    methods = lambda kind: "\n".join(inspect.getsource(one) for one in vars(kind).values() if callable(one))
+    source = lambda x: f"class {x.__name__}:\n{methods(x)}" if inspect.isclass(x) else inspect.getsource(x)
+    before = "\n\n".join(map(source, parts))
+
+    def changed(*swaps):
+        space, text = dict(parts[-1].__globals__), before
+        for old, new in swaps:
+            assert old in text, old
+            text = text.replace(old, new)
+        exec(text, space)
+        return space[parts[-1].__name__]
+
+    return changed
+
+
+def on_each(answer, mesh, in_specs):
+    """Return a program that runs a reader's function on each device, and stacks what the devices return."""
+    local = lambda *args: jax.tree.map(lambda x: jax.numpy.asarray(x)[None], answered(answer)(*args))
+    out_specs = jax.sharding.PartitionSpec(mesh.axis_names)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
 def ratio(got, want) -> str:
     """Describe how a gradient differs from the right one, e.g. "equal", "2 times too big" or "another direction"."""
     got, want = (np.concatenate([np.ravel(np.float64(x)) for x in jax.tree.leaves(t)]) for t in (got, want))
@@ -265,10 +403,33 @@ def source(*functions) -> None:
         print("\n".join(lines).strip("\n") + "\n")
 
 
-PACKAGES = ("bench", "pipeline", "kernels", "plan", "train", "weights", "data", "xla", "chapters")
+PACKAGES = ("bench", "pipeline", "kernels", "plan", "train", "weights", "data", "compile", "chapters")
 
 
 # Figures --------------------------------------------------------------------------------------------------------------
+
+
+def panels(title: str, *shape: int, **more):
+    """Return a figure and its axes like `plt.subplots(*shape, **more)`, with a title at the left, above all of them."""
+    figure, axes = plt.subplots(*shape, **more)
+    figure.suptitle(title, x=0.02, ha="left")
+    return figure, axes
+
+
+def box(axes, x: float, y: float, wide: float = 1, high: float = 1, text="", size: float = 9, **look) -> None:
+    """Draw a rectangle from its corner (x, y), with a text in its middle."""
+    look = matplotlib.cbook.normalize_kwargs(look, Rectangle)
+    axes.add_patch(
+        Rectangle((x, y), wide, high, **{"facecolor": "none", "edgecolor": "black", "linewidth": 0.8} | look)
+    )
+    axes.text(x + wide / 2, y + high / 2, text, ha="center", va="center", size=size)
+
+
+def blank(axes, **settings) -> None:
+    """Remove the ticks and the frame of axes, and change settings such as xlim."""
+    axes.set(**{"xticks": [], "yticks": []} | settings)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
 
 
 def slices(axes, mesh, spec, dims: str, title: str = "", colour_by: str | None = None) -> None:
@@ -290,13 +451,11 @@ def slices(axes, mesh, spec, dims: str, title: str = "", colour_by: str | None =
         holders.setdefault(piece, []).append(int(np.ravel_multi_index(place, mesh.devices.shape)))
     for (i, j), devices in holders.items():
         shade = 0.25 + 0.5 * ((i * across + j) / max(down * across - 1, 1))
-        axes.add_patch(Rectangle((j / across, 1 - (i + 1) / down), 1 / across, 1 / down, facecolor=colour, alpha=shade,
-                                 edgecolor="black", linewidth=0.8))  # fmt: skip
         text = ",".join(map(str, devices)) if len(devices) < 5 else f"{devices[0]}..{devices[-1]}"
-        axes.text((j + 0.5) / across, 1 - (i + 0.5) / down, text, ha="center", va="center", size=9)
-    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=[], yticks=[], title=title, xlabel=dims[-1])
+        place = j / across, 1 - (i + 1) / down, 1 / across, 1 / down
+        box(axes, *place, text, facecolor=colour, alpha=shade)
+    blank(axes, xlim=(0, 1), ylim=(0, 1), title=title, xlabel=dims[-1])
     axes.set_ylabel(dims[0] if len(dims) == 2 else "", rotation=0, labelpad=10)
-    axes.spines[:].set_visible(False)
 
 
 def _number(where: dict, mesh, axis) -> int:

@@ -37,13 +37,14 @@ class Scene:
 
     memory  GiB per device (or another unit) for each name in PARTS: one number if all devices hold the same, or a
             number per device
-    compute, network  what the busiest device does: (label, start in ms, length in ms, ..)
+    compute, network  what the busiest device does: (label, start in ms, length in ms), and the name of a mesh axis if
+                      the bar gets that axis's color
     """
 
     title: str
     memory: dict[str, float | Sequence[float]]
-    compute: Sequence[tuple[str, float, float]]
-    network: Sequence[tuple[str, float, float]]
+    compute: Sequence[tuple]
+    network: Sequence[tuple]
 
 
 def before_after(
@@ -97,9 +98,8 @@ def _draw_memory(axes, scene: Scene) -> None:
 
 def _draw_timeline(axes, scene: Scene, colour: str, rows) -> None:
     for row, (bars, fill) in enumerate(((scene.compute, NEUTRAL), (scene.network, colour))):
-        for label, start, length in bars:
-            axes.broken_barh(
-                [(start, length)], (row - 0.38, 0.76), facecolor=fill, alpha=0.6, edgecolor="black", lw=0.6
-            )
+        for label, start, length, *axis in bars:
+            look = dict(facecolor=COLORS[axis[0]] if axis else fill, alpha=0.6, edgecolor="black", lw=0.6)
+            axes.broken_barh([(start, length)], (row - 0.38, 0.76), **look)
             axes.text(start + length / 2, row, label, ha="center", va="center", fontsize=8)
     axes.set(yticks=(0, 1), yticklabels=rows, ylim=(1.6, -0.6))

@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import json
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +188,7 @@ def figures(found: list[Cell]) -> list[str]:
     drawn = [
         cell
         for cell in found
-        if re.search(r"plt\.(subplots|figure)\(|lesson\.slices\(", cell.text) and not cell.is_prose
+        if re.search(r"plt\.(subplots|figure)\(|lesson\.(slices|panels)\(", cell.text) and not cell.is_prose
     ]
     good = [cell for cell in found if len(cell.alt.split()) >= 5]
     faults = [] if len(good) >= 3 else [f"{len(good)} figures with alternative text of 5 words, fewer than 3"]
@@ -197,7 +199,8 @@ def figures(found: list[Cell]) -> list[str]:
 def draws(cell: Cell) -> bool:
     """Whether a cell draws a figure, and does not only define a function for it."""
     body = re.sub(r"(?m)^(def|class) .*\n((    .*)?\n)*", "", cell.text + "\n")
-    return bool(re.search(r"plt\.(subplots|figure)\(", body)) and not cell.is_hidden and not cell.is_prose
+    found = re.search(r"(plt\.(subplots|figure)|lesson\.panels)\(", body)
+    return bool(found) and not cell.is_hidden and not cell.is_prose
 
 
 def sections(found: list[Cell]) -> dict[str, list[Cell]]:
@@ -229,8 +232,8 @@ def exercises(found: list[Cell]) -> list[str]:
         order = [n for n, cell in enumerate(section) if "<summary>Solution</summary>" in cell.text]
         if not order or "<details>" not in text or "</details>" not in text:
             faults.append(f"{start}: no folded solution")
-        elif not any(cell.is_hidden and "assert" in cell.text for cell in section[order[0] :]):
-            faults.append(f"{start}: no remove-cell with asserts after the solution")
+        elif not any(cell.is_hidden and re.search("assert|lesson.expect", cell.text) for cell in section[order[0] :]):
+            faults.append(f"{start}: no remove-cell after the solution that tests the checker")
         if not any(prints_check(cell) for cell in section):
             faults.append(f"{start}: no `print(check_..(..))`")
         if start == "A bug to find" and not any(
@@ -385,7 +388,7 @@ print(check_answer(answer))
 # </details>
 
 # %% tags=["remove-cell"]
-assert "Right" in check_answer(lambda n: n)
+lesson.expect(check_answer, (lambda n: n, "Right"))
 
 """
 BUG = EXERCISE.format(title="A bug to find").replace("    return ...", "\n\n# %%\n".join(["x = 1\n" * 19] * 2))

@@ -1,11 +1,13 @@
 """What chapters tell a reader about a prediction and an answer."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import sharding
 from chapters import lesson
+from utils import UserError
 
 CASES, SQUARES = [(2, 3), (4, 5)], lambda x, n: x * x + n
 MISTAKES = [(lambda x, n: 2 * x + n, "doubled"), (lambda x, n: x * x, "the rest is lost")]
@@ -61,6 +63,76 @@ def test_messages_without_arguments_name_no_case():
 def test_an_answer_of_several_arrays_gets_a_line(got, want, words):
     """Catches a traceback about a tuple of an array and a number, and a line that says only that it is wrong."""
     assert words in lesson.diagnose(lambda n: got, [(1,)], lambda n: want, [], "right")
+
+
+def test_an_answer_may_be_run_before_it_is_checked():
+    """Catches a `run` that mistakes or the answer don't pass through, and an answer of None that is not NOTHING."""
+    halved = lesson.checker(CASES, lambda x, n: SQUARES(x, n) / 2, MISTAKES, "right",
+                            run=lambda function: lambda x, n: function(x, n) / 2)  # fmt: skip
+    lesson.expect(
+        halved, *MISTAKES, (SQUARES, "right"), (lambda x, n: None, lesson.NOTHING), (7, "expected a function")
+    )
+
+
+def test_a_reply_without_the_words_fails_the_test_of_a_checker():
+    """Catches an `expect` that accepts any reply, or keeps the results of a mistake for readers."""
+    computed = []
+    mistakes = [(lambda x, n: computed.append(x) or 2 * x + n, "doubled"), MISTAKES[1]]
+    counting = lesson.checker(CASES, SQUARES, mistakes, "right")
+    lesson.expect(counting, *MISTAKES)
+    assert computed == [2, 4], "each case once"
+    with pytest.raises(AssertionError, match="'doubled' is not in 'the rest is lost'"):
+        lesson.expect(counting, (MISTAKES[1][0], "doubled"))
+    assert counting(MISTAKES[0][0]) == "doubled" and len(computed) == 6
+
+
+@pytest.mark.parametrize("answer, message", [
+    (lambda: 3, "3"), (4, "4"), (..., lesson.NOTHING), (lambda: None, lesson.NOTHING),
+    (lambda: 1 / 0, "It stops: ZeroDivisionError: division by zero"), ("?", "The planner rejects this: no mesh"),
+])  # fmt: skip
+def test_a_verdict_on_a_value_is_one_line(answer, message):
+    """Catches a traceback, and an error of the reader's function that is taken for the planner's."""
+
+    @lesson.verdict
+    def check_value(value):
+        if value == "?":
+            raise UserError("no mesh\nin two lines")
+        return str(value)
+
+    assert check_value(answer) == message
+
+
+RATE = 2
+
+
+def faster(x):
+    return RATE * x
+
+
+class Step:
+    def go(self, x):
+        return faster(x)
+
+
+def train(x):
+    return Step().go(x)
+
+
+def test_the_code_of_a_reader_may_be_changed():
+    """Catches a change that has no effect or remains, and a piece of text that the code no longer has."""
+    assert lesson.replaced(faster, RATE=5)(3) == 15 and train(3) == 6
+    changed = lesson.rewritten(faster, Step, train)
+    assert changed(("RATE * x", "RATE * x + 1"))(3) == 7 and train(3) == 6
+    with pytest.raises(AssertionError, match="gone"):
+        changed(("gone", "here"))
+
+
+def test_results_of_devices_are_stacked():
+    """Catches an answer that runs once, or whose results are added up."""
+    mesh = sharding.make_mesh("fsdp=2")
+    program = lesson.on_each(lambda x: (2 * x, x.sum()), mesh, jax.P("fsdp"))
+    doubled, total = program(np.arange(4.0))
+    assert doubled.tolist() == [[0, 2], [4, 6]] and total.tolist() == [1, 5]
 
 
 def test_odd_answers_reach_every_checker():
