@@ -104,19 +104,9 @@ def chapter_page(path: Path) -> str:
         if any("image/svg+xml" in one.get("data", ()) for one in cell.get("outputs", ())):  # not the last value
             cell.outputs = [one for one in cell.outputs if one.output_type != "execute_result"]
         if cell.cell_type == "code" and "hide-input" in cell.metadata.get("tags", ()):
-            cell.metadata.setdefault("mystnb", {})["code_prompt_show"] = f"Show {folded_name(cell)}"
+            cell.metadata.setdefault("mystnb", {})["code_prompt_show"] = f"Show {notebooks.folded_name(cell)}"
     notebook.cells.insert(1, new_markdown_cell(run_box(path.stem), id="run-box"))
     return nbformat.writes(notebook)
-
-
-def folded_name(cell) -> str:
-    """Name what a folded cell has, so that a reader knows which ones to skip."""
-    if cell.source.startswith("from devices import"):
-        return "the imports"
-    if any("image/svg+xml" in one.get("data", ()) for one in cell.get("outputs", ())):
-        return "the code of the figure"
-    is_checker = re.search(r"def check_|HINTS|MISTAKES|BAD_|WRONG", cell.source)
-    return "the checker of the answer" if is_checker else "more code"
 
 
 # Old name of a chapter -> its name now. Old addresses redirect to the new page.

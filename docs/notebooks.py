@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated
 
 import tyro
 
+from chapters import folded
 from chapters.__main__ import select_chapters
 from utils import UserError, exit_status
 
@@ -28,7 +30,14 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 LONGEST_S = 600  # time limit of a cell
 HIDDEN = "remove-cell"  # tag of cells that test the answers of the exercises; readers don't see them
 
-TEST_CHECKERS = "from chapters import lesson\n\nlesson.check_all(dict(globals()))"
+TEST_CHECKERS = "lesson.check_all(dict(globals()))"
+RUN_APART = "from chapters import lesson\n\nlesson.run_apart({code!r}, globals())"
+
+LOAD = """\
+from chapters import folded
+
+# The code, with a right answer, is in chapters/{chapter}.py.
+exec(folded.code({chapter!r}, {name!r}, {number}))"""
 
 FIND_PROJECT = """\
 # This notebook uses the project's modules: it finds the checkout that contains it, or clones one, for example on Colab.
@@ -96,10 +105,40 @@ def read(path: Path, for_readers: bool = True):
     if for_readers:
         first = next(number for number, cell in enumerate(notebook.cells) if cell.cell_type == "code")
         notebook.cells = [cell for cell in notebook.cells if HIDDEN not in cell.metadata.get("tags", ())]
+        fold(notebook.cells, path.stem)
         notebook.cells.insert(first, new_code_cell(first_cell()))
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"  # jupytext's ids are random
     return notebook
+
+
+def fold(cells: list, chapter: str) -> None:
+    """Fold the cells that the site folds, in Jupyter and on Colab. VS Code shows all code, so load that of checkers."""
+    heading = ""
+    for cell in cells:
+        tags = cell.metadata.get("tags", ())
+        if cell.cell_type == "markdown":
+            heading = ["", heading, *re.findall(r"(?m)^## (.*)", cell.source)][-1]
+        elif "hide-input" in tags:
+            title = folded_name(cell)
+            names = folded.defined(cell.source)
+            if names and heading.startswith(("Exercise", "A bug")) and "mystnb" not in cell.metadata:
+                number = folded.sources(chapter, names[0]).index(cell.source)
+                cell.source = LOAD.format(chapter=chapter, name=names[0], number=number)
+            cell.source = f"# @title {title[0].upper()}{title[1:]}\n{cell.source}"
+            cell.metadata |= {"jupyter": {"source_hidden": True}, "cellView": "form"}
+        if "hide-output" in tags:
+            cell.metadata["jupyter"] = cell.metadata.get("jupyter", {}) | {"outputs_hidden": True}
+
+
+def folded_name(cell) -> str:
+    """Name what a folded cell has, so that a reader knows which ones to skip."""
+    if cell.source.startswith("from devices import"):
+        return "the imports"
+    if "mystnb" in cell.metadata:
+        return "the code of the figure"
+    is_checker = re.search(r"(?m)^(def )?check_|HINTS|MISTAKES|BAD_|WRONG", cell.source)
+    return "the checker of the answer" if is_checker else "more code"
 
 
 def execute(notebook, folder: Path):
@@ -120,8 +159,7 @@ def state(path: Path) -> str:
     rooms = [place for place in ROOT.glob("*/*.py") if place.parent.name not in ("chapters", "docs", "tests", "bench")]
     files = [
         path,
-        ROOT / "chapters" / "lesson.py",
-        ROOT / "chapters" / "opening.py",
+        *sorted((ROOT / "chapters").glob("[a-z]*.py")),
         ROOT / "bench" / "partition.py",
         ROOT / "requirements.txt",
         *sorted(ROOT.glob("*.py")),
@@ -145,6 +183,9 @@ def executed(path: Path, kept: Path, say=print, longest_s: float = math.inf):
         start, before = time.monotonic(), os.times()
         notebook = read(path, for_readers=False)
         notebook.cells.append(new_code_cell(TEST_CHECKERS, metadata={"tags": [HIDDEN]}))
+        for cell in notebook.cells:
+            if HIDDEN in cell.metadata.get("tags", ()):
+                cell.source = RUN_APART.format(code=cell.source)
         found = execute(notebook, ROOT)
         seconds, after = time.monotonic() - start, os.times()
         used = after.children_user + after.children_system - before.children_user - before.children_system
@@ -187,6 +228,8 @@ class Arguments:
 def main() -> None:
     args = tyro.cli(Arguments, prog="python -m docs.notebooks", description=HELP)
     print(*(f"wrote {file.relative_to(ROOT)}" for file in write(args.numbers)), sep="\n")
+    print("To open one, choose .venv/bin/python as its kernel in VS Code. For JupyterLab, first run .venv/bin/python "
+          "-m ipykernel install --user --name axis-by-axis")  # fmt: skip
 
 
 if __name__ == "__main__":

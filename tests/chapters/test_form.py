@@ -332,6 +332,38 @@ def test_the_by_hand_program_runs_alone(path):
         exec(program, {"__name__": "pasted"})
 
 
+def undefined_names(found: list[Cell]) -> list[str]:
+    """Return the names that cells use and none of the cells that readers get defines."""
+    code = "\n\n".join(cell.text for cell in found if not cell.is_prose and not cell.is_hidden)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "--output-format=json", "-"]
+    done = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
+    return sorted({fault["message"] for fault in json.loads(done.stdout)})
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_readers_get_every_name(path):
+    """Catches a checker in a notebook that needs a name from a cell that readers don't get."""
+    assert undefined_names(cells(path.read_text(encoding="utf-8"))) == []
+
+
+def test_names_that_readers_lack_are_found():
+    """Catches a check that misses a name in a function, or counts one that a removed cell or a later cell defines."""
+    text = """\
+# %%
+import math
+
+early = late
+# %% tags=["remove-cell"]
+right = lambda n: n
+# %% tags=["hide-input"]
+def check_answer(answer):
+    return answer(math.pi) == right(late)
+# %%
+late = 3
+"""
+    assert undefined_names(cells(text)) == ["Undefined name `late`", "Undefined name `right`"]
+
+
 def letters_without_meaning(found: list[Cell], known: set[str]) -> set[str]:
     """Return the unknown letters among single capitals in prose and capitals in array names."""
     text = re.sub(r"\]\([^)]*\)|C\+\+|[A-Z]\. (?=[A-Z])", " ", prose_of(found))  # not addresses, C++ or initials

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sharding
-from chapters import lesson
+from chapters import folded, lesson
 from utils import UserError
 
 CASES, SQUARES = [(2, 3), (4, 5)], lambda x, n: x * x + n
@@ -144,6 +144,39 @@ def test_odd_answers_reach_every_checker():
     with pytest.raises(AssertionError, match="no checker"):
         lesson.check_all({"squares": check})
     assert len(lesson.odd_answers()) == 20
+
+
+def test_a_removed_cell_gives_readers_no_name(monkeypatch):
+    """Catches a checker that passes the tests of the chapter, but stops with a NameError in a reader's notebook."""
+    monkeypatch.setattr(lesson, "APART", {})
+    shown: dict = {}
+    exec("def check_answer(n):\n    return n == right", shown)
+    lesson.run_apart("right = 3\nstep = lambda n: n + later", shown)
+    shown["later"] = 4
+    lesson.run_apart("assert step(right) == 7, 'names stay for later removed cells'", shown)
+    assert not {"right", "step"} & {*shown}
+    with pytest.raises(NameError, match="'right' is not defined") as error:
+        lesson.run_apart("check_answer(3)", shown)
+    assert "check_answer(3)" in str(error.traceback[-2].statement)
+    with lesson.edited(shown["check_answer"], later=5):
+        assert shown["later"] == 5
+    assert shown["later"] == 4
+
+
+def test_a_notebook_loads_the_code_of_a_checker(tmp_path, monkeypatch):
+    """Catches a cell that ends early, the wrong one of two cells, and an error without its line or its remedy."""
+    monkeypatch.setattr(folded, "CHAPTERS", tmp_path)
+    cells = ["HINTS = [1]", "HINTS += [2]\n\n\ndef check_it(answer):\n    return HINTS[answer]", "print(HINTS = 3)"]
+    (tmp_path / "07_x.py").write_text("".join(f'# %% tags=["hide-input"]\n{cell}\n\n' for cell in cells))
+    names: dict = {}
+    for number in range(2):
+        exec(folded.code("07_x", "HINTS", number), names)
+    assert names["HINTS"] == [1, 2] and names["check_it"](1) == 2
+    with pytest.raises(IndexError) as error:
+        names["check_it"](5)
+    assert "return HINTS[answer]" in str(error.traceback[-1].statement)
+    with pytest.raises(LookupError, match=r"07_x\.py defines check_that in 0 cells: .* `make notebooks`"):
+        folded.code("07_x", "check_that")
 
 
 @pytest.mark.parametrize("value, words", [

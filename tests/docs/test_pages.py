@@ -179,6 +179,17 @@ def test_help_lists_every_command():
     assert {f"python -m {name}" for name in modules - NOT_FOR_HELP} <= listed
 
 
+def test_writing_notebooks_ends_with_how_to_open_one(monkeypatch, capsys):
+    """Catches `make notebooks` that leaves a newcomer with files that nothing in .venv opens."""
+    monkeypatch.setattr(notebooks, "write", lambda numbers: [ROOT / f"notebooks/{n}.ipynb" for n in numbers])
+    monkeypatch.setattr(sys, "argv", ["docs.notebooks", "00", "01"])
+    assert notebooks.main() == 0
+    *files, last = capsys.readouterr().out.splitlines()
+    assert files == ["wrote notebooks/00.ipynb", "wrote notebooks/01.ipynb"]
+    assert ".venv/bin/python as its kernel in VS Code" in last and "-m ipykernel install" in last
+    assert "ipykernel" in {pin.split("==")[0] for pin in (ROOT / "requirements/site.txt").read_text().split()}
+
+
 # The parser of the pages -----------------------------------------------------------------------------------------
 
 PAGE = """\

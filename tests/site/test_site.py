@@ -174,6 +174,28 @@ def test_every_chapter_links_to_its_notebook(seen):
         assert notebooks.HIDDEN not in str(notebook(build.HTML / "notebooks" / f"{path.stem}.ipynb"))
 
 
+def test_a_notebook_shows_no_checker():
+    """Catches a notebook that shows a right answer next to its question, in an editor that folds cells or in one that
+    can't, and a notebook that runs other code than the site shows."""
+    for path in notebooks.chapters():
+        shown = [cell for cell in notebooks.read(path, for_readers=False).cells
+                 if notebooks.HIDDEN not in cell.metadata.get("tags", ())]  # fmt: skip
+        got = [cell for cell in notebooks.read(path).cells if cell.source != notebooks.first_cell()]
+        for cell, own in zip(shown, got, strict=True):
+            source = own.source
+            called = re.search(r"folded\.code\('(\w+)', '(\w+)', (\d+)\)", source)
+            if "hide-input" in cell.metadata.get("tags", ()):
+                assert own.metadata["jupyter"]["source_hidden"] and own.metadata["cellView"] == "form"
+                assert called or notebooks.folded_name(cell) != "the checker of the answer", source
+                title, _, source = source.partition("\n")
+                assert re.fullmatch(r"# @title (The|More) [a-z ]+", title), title
+            if called:
+                source = folded.sources(called[1], called[2])[int(called[3])]
+            assert source == cell.source, path.stem
+            if "hide-output" in cell.metadata.get("tags", ()):
+                assert own.metadata["jupyter"]["outputs_hidden"]
+
+
 def test_every_link_within_the_site_works(seen):
     """Catches a renamed page or heading."""
     found, lost = pages(seen), []
@@ -237,6 +259,9 @@ def test_a_slow_or_failing_chapter_stops_the_build(tmp_path):
     assert notebooks.executed(chapter, kept, messages.append).cells
     chapter.write_text(spin + "assert 1 == 2\n")
     with pytest.raises(Exception, match="assert 1 == 2"):
+        notebooks.executed(chapter, kept, messages.append)
+    chapter.write_text('# %% tags=["remove-cell"]\nhint = "Not yet."\n# %%\ncheck_answer = lambda answer: hint\n')
+    with pytest.raises(Exception, match="name 'hint' is not defined"):  # a reader's notebook has no such cell
         notebooks.executed(chapter, kept, messages.append)
 
 
