@@ -197,7 +197,6 @@ def array(axes, left, dims, title, parts):
     return left + wide
 
 
-# %% tags=["hide-input"]
 def arrow(axes, x, name, sent):
     axes.annotate("", (x + 2.45, 0), (x + 0.15, 0), arrowprops={"arrowstyle": "->"})
     axes.text(x + 1.3, 0.15, name, ha="center", va="bottom", size=9)
@@ -205,6 +204,7 @@ def arrow(axes, x, name, sent):
     return x + 2.6
 
 
+# %% tags=["hide-input"]
 def picture(title, x_spec, w_spec, *steps):
     """What device 2 stores, and then what each step gives it."""
     _, axes = plt.subplots(figsize=(6.6, 2.7))
@@ -314,16 +314,14 @@ lesson.predicted("elements of the result", my_prediction, blocks.size)
 # %% tags=["remove-cell"]
 assert blocks.size == B * F // n
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "A grid of eight by eight blocks of the result; only the eight blocks on the diagonal are filled."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "A grid of eight by eight blocks of the result; only the eight blocks on the diagonal are filled, each with its device number."}}
 _, axes = plt.subplots(figsize=(4.2, 2.6))
 y_BF, high, wide = x_BD @ w_DF, B // n, F // n
 for i, j in np.ndindex(n, n):
     there = y_BF[i * high :, j * wide :][:high, :wide]
     owners = [k for k in range(n) if np.allclose(blocks[k], there, atol=1e-4)]
-    style = OWN if owners else dict(facecolor="none")
-    axes.add_patch(plt.Rectangle((j, n - 1 - i), 1, 1, ec="black", lw=0.5, **style))
-    text = "".join(map(str, owners))
-    axes.text(j + 0.5, n - 0.5 - i, text, ha="center", va="center")
+    style = dict(lw=0.5, **OWN) if owners else dict(lw=0.5)
+    lesson.box(axes, j, n - 1 - i, text="".join(map(str, owners)), size=10, **style)
 axes.set(xlim=(0, n), ylim=(0, n), xticks=[], yticks=[], xlabel="F, columns of w")
 axes.set(ylabel="B, rows of x", title="Seven of eight blocks are computed by nobody")
 
@@ -345,9 +343,9 @@ lesson.listed(counted(case_4))
 # ## What it costs, and when it pays off
 #
 # Simulated devices show what is sent, but not how long it takes. So take a realistic size: 2,048 rows times a
-# 4,096 x 14,336 weight of Llama 3 8B, in *bfloat16*, with 2 bytes per element. `plan/hardware.py` lists each
-# chip's FLOP/s and its bandwidth, the bytes/s that a device can send. On `v4:2x2x2`, a chip has one neighbor
-# in each of three directions, and a link of 45 GB/s to each, so it sends 135 GB/s.
+# 4,096 x 14,336 weight of Llama 3 8B, in *bfloat16*, with 2 bytes per element. `plan/chips/hardware.py` lists
+# each chip's FLOP/s and its bandwidth, the bytes/s that a device can send. On `v4:2x2x2`, a chip has one
+# neighbor in each of three directions, and a link of 45 GB/s to each, so it sends 135 GB/s.
 
 # %% tags=["hide-input"]
 LATENCY = {"v4:2x2x2": 3e-6, "h100:8": 7 * 3.4e-6, "h100:16": 14 * 3.4e-6 + 14e-6}
@@ -424,23 +422,17 @@ for name, latency in LATENCY.items():
 
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Eight rows of numbers; next to them the same pairs of rows, side by side."}}
-def numbers(axes, x, title):
-    for (i, j), value in np.ndenumerate(x):
-        color = lesson.DEVICES[int(value) // 8]
-        axes.add_patch(plt.Rectangle((j, -i), 1, 1, color=color, alpha=0.5, lw=0))
-        axes.text(j + 0.5, 0.5 - i, int(value), size=9, ha="center", va="center")
-    axes.set(xlim=(0, x.shape[1]), ylim=(1 - len(x), 1), aspect="equal")
-    axes.set_title(title, size=10)
-    axes.set_axis_off()
-
-
 four, x_84 = sharding.make_mesh("fsdp=4"), np.arange(32.0).reshape(8, 4)
-figure, panels = plt.subplots(1, 2, figsize=(6.5, 2.7), width_ratios=(4, 16))
-for axes, spec in zip(panels, (rows, columns), strict=True):
-    joined = on_mesh(lambda x: x, rows, spec, four)(x_84)
-    numbers(axes, joined, f"out_specs={spec}:\n{joined.shape}")
 title = "The output spec decides how shards are concatenated (color: device)"
-figure.suptitle(title, x=0.02, ha="left")
+_, panels = lesson.panels(title, 1, 2, figsize=(6.5, 2.7), width_ratios=(4, 16))
+for axes, spec in zip(panels, (rows, columns), strict=True):
+    x = on_mesh(lambda x: x, rows, spec, four)(x_84)
+    for (i, j), value in np.ndenumerate(x):
+        look = dict(fc=lesson.DEVICES[int(value) // 8], alpha=0.5, lw=0)
+        lesson.box(axes, j, -i, text=int(value), **look)
+    axes.set(xlim=(0, x.shape[1]), ylim=(1 - len(x), 1), aspect="equal")
+    axes.set_title(f"out_specs={spec}:\n{x.shape}", size=10)
+    axes.set_axis_off()
 
 # %% [markdown]
 # `out_specs` sends nothing between devices. To get the *same* array sharded along its columns, devices must
@@ -509,21 +501,19 @@ def draw(axes, left, marks, devices=4):
             axes.text(x + 0.5, y + 0.44, bits[0] % devices, **where)
 
 
+title = "Color: the device that a value came from; stripes: a sum"
+
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Five panels: values on four devices, before and after each collective."}}
-figure, panels = plt.subplots(3, 2, figsize=(6.6, 6.4))
+figure, panels = lesson.panels(title, 3, 2, figsize=(6.6, 6.4))
 panels[2, 1].set_axis_off()
 for axes, name in zip(panels.flat, FIVE, strict=False):
     before, after = run_marked(name)
     draw(axes, 0, before)
     draw(axes, 5.5, after)
     axes.annotate("", (5.4, -1), (4.1, -1), arrowprops={"arrowstyle": "->"})
-    axes.set(xlim=(-0.1, 9.6), ylim=(-3.2, 1), yticks=[], title=name)
+    lesson.blank(axes, xlim=(-0.1, 9.6), ylim=(-3.2, 1), title=name)
     axes.set_xticks([0.5, 1.5, 2.5, 3.5, 6, 7, 8, 9], [*range(4)] * 2)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0)
 figure.supxlabel("device, before and after", size=10)
-title = "Color: the device that a value came from; stripes: a sum"
-figure.suptitle(title, x=0.02, ha="left")
 figure.get_layout_engine().set(wspace=0.1)
 
 # %% [markdown]
@@ -630,23 +620,18 @@ _ = in_branch("fsdp").lower(np.arange(8.0)).compile()  # compiled, and never run
 
 
 # %% tags=["hide-input"]
-def program_of(answer, devices, in_specs):
-    """The answer as a program that stacks what the devices return; and its mesh."""
-    stacked = lambda *slices: jnp.asarray(lesson.answered(answer)(*slices))[None]
-    small = sharding.make_mesh(f"fsdp={devices}")
-    return on_mesh(stacked, in_specs, rows, small), small
+on = lambda devices: sharding.make_mesh(f"fsdp={devices}")
 
 
 def run_answer(answer, devices, in_specs, *args):
-    return program_of(answer, devices, in_specs)[0](*args)
+    return lesson.on_each(answer, on(devices), in_specs)(*args)
 
 
 def ledger_of(answer, devices, in_specs, *args):
-    program, small = program_of(answer, devices, in_specs)
-    return lesson.compiled(program, small, *args)
+    program = lesson.on_each(answer, on(devices), in_specs)
+    return lesson.compiled(program, on(devices), *args)
 
 
-# %% tags=["hide-input"]
 def to_all(split, join):
     return lambda x: jax.lax.all_to_all(x, "fsdp", split, join, tiled=True)
 
@@ -656,6 +641,8 @@ own_columns = lambda x: sharding.own_slice(x, "fsdp", dim=1)
 added_columns = lambda x: sharding.reduce_scatter(x, "fsdp", dim=1)
 reshaped = lambda x: x.reshape(-1, x.shape[1] // jax.lax.axis_size("fsdp"))
 ALONG = "You split and concatenate the same dim. Which dim is whole before? After?"
+
+# %% tags=["hide-input"]
 COLUMN_HINTS = [
     (lambda x: x, "Those are your rows, unchanged."),
     (own_columns, "The right columns of your own rows. Where are the other rows?"),
@@ -667,16 +654,15 @@ COLUMN_HINTS = [
     (added_columns, "Rows of different devices were added, not concatenated."),
     (lambda x: added_columns(gather(x)), "n times too big: you added equal copies."),
 ]
-
-# %% tags=["hide-input"]
 ROWS = rows, normal(128, 24)
 
 
+# %% tags=["hide-input"]
 def check_to_columns(answer):
     run = lambda f: lambda devices: run_answer(f, devices, *ROWS)
-    hints = [(run(f), hint) for f, hint in COLUMN_HINTS]
     want = lambda devices: np.stack(np.split(ROWS[-1], devices, axis=1))
-    line = lesson.diagnose(run(answer), [(4,), (8,)], want, hints, "Right")
+    hints, cases = COLUMN_HINTS, [(4,), (8,)]
+    line = lesson.diagnose(answer, cases, want, hints, "Right", run=run)
     if line != "Right":
         return line
     sent = ledger_of(answer, 8, *ROWS).total.wire_bytes
@@ -702,15 +688,12 @@ print(check_to_columns(to_columns))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_to_columns(to_all(1, 0)).startswith("Right on")
-for wrong, hint in COLUMN_HINTS:
-    assert check_to_columns(wrong) == hint
 too_expensive = lambda x: own_columns(gather(x))
-assert "10,752 bytes" in check_to_columns(too_expensive)
-assert "(4, 24, 32), and should have (4, 128, 6)" in check_to_columns(lambda x: x.T)
-for nothing in (to_columns, lambda x: None, None, ...):
-    assert check_to_columns(nothing) == lesson.NOTHING
-assert "expected a function" in check_to_columns(3)
+lesson.expect(check_to_columns, *COLUMN_HINTS, (to_all(1, 0), "Right on"),
+              (too_expensive, "10,752 bytes"),
+              (to_columns, lesson.NOTHING),
+              (lambda x: x.T, "(4, 24, 32), and should have (4, 128, 6)"),
+              (3, "expected a function"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2: a ring reduce-scatter
@@ -817,21 +800,19 @@ def passed_on(size):
 
 
 fro = lambda x: sharding.shift(shift(around(-1, -1)(x)), "fsdp", -1)
-
-# %% tags=["remove-cell"]
-assert check_ring(around(-1, -1)) == "Right: 7 shifts and 504 bytes per device, on 8."
-assert check_ring(around(1, 1, by=-1)).startswith("Right: 7")
-assert check_ring(around(0, -1)) == check_ring(around(0, 1, by=-1)) == MOVED
-assert check_ring(around(-1, -1, more=-1)).startswith("6 shifts")
-assert check_ring(around(-1, -1, more=1)).startswith("8 shifts")
-assert "shards 3, 0, 1, 2 of devices" in check_ring(around(-1, 0))
-assert "shards 0, 1, 2, 3 of devices" in check_ring(passed_on("slice"))
-assert "shards 0, 2, 0, 2 of devices" in check_ring(around(1, 1))
-assert "4,032 bytes per device. Do you send" in check_ring(passed_on("whole"))
-assert "unsummed" in check_ring(cut)
-assert "with reduce-scatter" in check_ring(scatter)
-assert check_ring(fro).startswith("9 shifts")
-assert check_ring(ring_reduce_scatter) == lesson.NOTHING
+lesson.expect(check_ring, (around(-1, -1),
+                           "Right: 7 shifts and 504 bytes per device, on 8."),
+              (around(1, 1, by=-1), "Right: 7"), (around(0, -1), MOVED),
+              (around(0, 1, by=-1), MOVED),
+              (around(-1, -1, more=-1), "6 shifts"),
+              (around(-1, -1, more=1), "8 shifts"), (fro, "9 shifts"),
+              (around(-1, 0), "shards 3, 0, 1, 2 of devices"),
+              (passed_on("slice"), "shards 0, 1, 2, 3 of devices"),
+              (around(1, 1), "shards 0, 2, 0, 2 of devices"),
+              (passed_on("whole"), "4,032 bytes per device. Do you send"),
+              (cut, "unsummed"),
+              (scatter, "with reduce-scatter"),
+              (ring_reduce_scatter, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 3: choose what to send
@@ -858,9 +839,8 @@ OPERANDS = {size: (normal(*size[:2]), normal(*size[1:])) for size in LEAST}
 def check_product(answer):
     case = lambda size: (8, OPERAND_SPECS, *OPERANDS[size])
     run = lambda f: lambda *size: run_answer(f, *case(size))
-    hints = [(run(f), hint) for f, hint in PRODUCT_HINTS]
     want = lambda *size: np.matmul(*OPERANDS[size]).reshape(8, -1, size[-1])
-    line = lesson.diagnose(run(answer), [*LEAST], want, hints, "Right")
+    line = lesson.diagnose(answer, [*LEAST], want, PRODUCT_HINTS, "Right", run=run)
     for size in LEAST if line == "Right" else ():
         found = ledger_of(answer, *case(size))
         sent, kinds = found.total.wire_bytes, {one.kind for one in found.collectives}
@@ -908,15 +888,13 @@ def smaller(x_Bd, w_dF):
     return (add_results if results <= operands else move_operands)(x_Bd, w_dF)
 
 
-assert check_product(smaller).startswith("Right: it sends 1,344 and 2,240")
-assert "10,752 bytes at (128, 16, 24)" in check_product(add_results)
-assert "smaller there" in check_product(add_results)
-assert "5,824 bytes at (16, 64, 24)" in check_product(move_operands)
-psum_then_cut = check_product(lambda x, w: cut(psum(x @ w)))
-assert "2,688 bytes" in psum_then_cut and "kept 1/8" in psum_then_cut
-for wrong, hint in PRODUCT_HINTS:
-    assert check_product(wrong) == hint
-assert check_product(product) == lesson.NOTHING
+lesson.expect(check_product, *PRODUCT_HINTS,
+              (smaller, "Right: it sends 1,344 and 2,240"),
+              (add_results, "10,752 bytes at (128, 16, 24)"),
+              (add_results, "smaller there"),
+              (move_operands, "5,824 bytes at (16, 64, 24)"), (product, lesson.NOTHING),
+              (lambda x, w: cut(psum(x @ w)), "2,688 bytes"),
+              (lambda x, w: cut(psum(x @ w)), "kept 1/8"))  # fmt: skip
 
 # %% [markdown]
 # ## A bug to find
@@ -1086,17 +1064,8 @@ print(check_train(train))
 
 
 # %% tags=["remove-cell"]
-def with_mlp(new_init=init, new_mlp=gated_mlp, specs=SPECS):
-    def run(*args):
-        names = globals()
-        before = names["init"], names["gated_mlp"], names["SPECS"]
-        names["init"], names["gated_mlp"], names["SPECS"] = new_init, new_mlp, specs
-        try:
-            return train(*args)
-        finally:
-            names["init"], names["gated_mlp"], names["SPECS"] = before
-
-    return run
+def with_mlp(init=init, gated_mlp=gated_mlp, SPECS=SPECS):
+    return lesson.replaced(train, init=init, gated_mlp=gated_mlp, SPECS=SPECS)
 
 
 def halves(split, add=jax.lax.psum):
@@ -1105,11 +1074,6 @@ def halves(split, add=jax.lax.psum):
         return add((jax.nn.silu(gate_Bf) * up_Bf) @ weights["out"], "tensor")
 
     return gated_mlp
-
-
-def stacked():
-    gate_DF, up_DF, out_FD = drawn(0)
-    return {"in": np.stack([gate_DF, up_DF], axis=1), "out": out_FD}
 
 
 def interleaved(devices):
@@ -1123,21 +1087,22 @@ def interleaved(devices):
     return init
 
 
-# %% tags=["remove-cell"]
+def stacked():
+    return {"in": np.stack(drawn(0)[:2], axis=1), "out": drawn(0)[2]}
+
+
 own_dim = {"in": P(None, None, "tensor"), "out": P("tensor")}
 by_dim = lambda w, x: jnp.einsum("BD,DkF->kBF", x, w)
 by_half = lambda w, x: jnp.split(x @ w, 2, axis=1)
 by_pair = lambda w, x: jnp.moveaxis((x @ w).reshape(len(x), -1, 2), 2, 0)
-assert check_train(with_mlp(stacked, halves(by_dim), own_dim)).startswith("Fixed")
-assert check_train(with_mlp(interleaved(F), halves(by_pair))).startswith("Fixed")
 swapped = lambda w, x: by_dim(w, x)[::-1]
 wrong = [train, with_mlp(interleaved(8)), with_mlp(stacked, halves(swapped), own_dim)]
 wrong += [with_mlp(stacked, halves(by_dim, jax.lax.pmean), own_dim)]
 wrong += [with_mlp(init, halves(by_half, jax.lax.pmean))]
-for one, (_, hint) in zip(wrong, TRAIN_HINTS, strict=True):
-    assert check_train(one) == hint, (check_train(one), hint)
-for nothing in (lambda *_: ..., lambda *_: None, None):
-    assert check_train(nothing) == lesson.NOTHING
+lesson.expect(check_train, *zip(wrong, [hint for _, hint in TRAIN_HINTS], strict=True),
+              (with_mlp(stacked, halves(by_dim), own_dim), "Fixed"),
+              (with_mlp(interleaved(F), halves(by_pair)), "Fixed"),
+              (lambda *_: ..., lesson.NOTHING))  # fmt: skip
 again = train(8, 4, checkpoint)[0]  # without a jump
 assert max(again) < 0.2 and min(losses[:4]) > 2 * max(again), "no jump"
 
