@@ -313,10 +313,11 @@ def backward(function):
     return lambda x, dy: jax.vjp(function, x)[1](dy)[0]
 
 
-# %% tags=["hide-input"]
 rng = np.random.default_rng(1)
 draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
 SENDS = {}  # name: bytes forward, bytes backward, kinds backward
+
+# %% tags=["hide-input"]
 for name, (function, before, after) in SIX.items():
     x = draw(16, 3) if before == P() else draw(16 * n, 3)  # 192 bytes per device
     there = on_mesh(function, before, after)
@@ -452,7 +453,7 @@ for name, times in {"grad(partial)": "equal", "grad(total)": "8 times too big"}.
 #
 # ## What it costs
 #
-# Take the gradients of 8 billion weights, summed once per step in bfloat16 (2 bytes). `plan/hardware.py`
+# Take the gradients of 8 billion weights, summed once per step in bfloat16 (2 bytes). `plan/chips/hardware.py`
 # has the *bandwidth*: the bytes/s that a device can send. The backward pass needs 4 FLOPs per weight and
 # token:
 
@@ -497,7 +498,6 @@ squares_of = lambda w, x, y: (x @ w - y) ** 2
 masked = lambda w, x, y, m: (squares_of(w, x, y) * m[:, None]).sum() / F
 one_loss = lambda w, mask: masked(w, x_BD, y_BF, mask) / mask.sum()
 
-
 # %% tags=["hide-input"]
 MASK_HINTS = [
     (lambda *a: masked(*a) / a[3].sum(),
@@ -527,14 +527,12 @@ def check_loss(answer):
 
         return gradient
 
-    answer_of = lambda *args: lesson.answered(answer)(*args)
-    hints = [(run(loss), hint) for loss, hint in MASK_HINTS]
     right = lambda devices: grad(one_loss)(w_DF, MASKS[devices])
     done = "Right on 4 and 8 devices: all valid rows have the same weight."
-    line = lesson.diagnose(run(answer_of), [(4,), (8,)], right, hints, done)
+    line = lesson.diagnose(answer, [(4,), (8,)], right, MASK_HINTS, done, run=run)
     if line.startswith("Not yet: it"):
-        got = run(answer_of)(8)
-        line = f"Not yet. On 8 devices the gradient is {lesson.ratio(got, right(8))}."
+        ratio = lesson.ratio(run(answer)(8), right(8))
+        line = f"Not yet. On 8 devices the gradient is {ratio}."
     return line
 
 
@@ -561,13 +559,10 @@ print(check_loss(masked_loss))
 
 # %% tags=["remove-cell"]
 mask_right = lambda *a: masked(*a) / psum(a[3].sum())
-for right_one in (mask_right, lambda *a: psum(mask_right(*a))):
-    assert check_loss(right_one).startswith("Right on 4")
-for wrong, hint in MASK_HINTS:
-    assert check_loss(wrong) == hint, hint
 assert check_loss(lambda *a: psum(psum(mask_right(*a)))).endswith("is 8 times too big.")
-for nothing in (masked_loss, None, ...):
-    assert check_loss(nothing) == lesson.NOTHING
+lesson.expect(check_loss, *MASK_HINTS, (mask_right, "Right on 4"),
+              (lambda *a: psum(mask_right(*a)), "Right on 4"),
+              (masked_loss, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2: the backward pass of two matmuls
@@ -609,17 +604,24 @@ PAIR_HINTS = [
 
 
 # %% tags=["hide-input"]
+def run_pair(function):
+    def parts(devices):
+        small = sharding.make_mesh(f"tensor={devices}")
+        found = lesson.on_each(function, small, TENSOR_SPECS)(*PAIR[devices])
+        return dict(zip(("d_x", "d_w", "d_v"), found, strict=True))
+
+    return parts
+
+
+def right_pair(devices):
+    d_x, d_w, d_v = parts_of(*PAIR[devices])
+    columns, pieces = np.split(d_w, devices, axis=1), np.split(d_v, devices)
+    whole = {"d_x": [d_x] * devices, "d_w": columns, "d_v": pieces}
+    return {name: np.stack(parts) for name, parts in whole.items()}
+
+
+# %% tags=["hide-input"]
 def check_pair(answer):
-    def run(function):
-        def parts(devices):
-            small = sharding.make_mesh(f"tensor={devices}")
-            varying = lambda x: sharding.vary(jnp.asarray(x), "tensor")
-            stack = lambda *args: [varying(x)[None] for x in function(*args)]
-            found = on_mesh(stack, TENSOR_SPECS, P("tensor"), small)(*PAIR[devices])
-            return dict(zip(("d_x", "d_w", "d_v"), found, strict=True))
-
-        return parts
-
     def given(d_y, *args):
         parts = lesson.answered(answer)(d_y, *args)
         for name, got, like in zip("xwv", parts, args, strict=True):
@@ -628,23 +630,10 @@ def check_pair(answer):
                 raise ValueError(f"d_{name} has shape {shapes}")
         return parts
 
-    return verdict_on_pair(run, given)
-
-
-# %% tags=["hide-input"]
-def right_pair(devices):
-    d_x, d_w, d_v = parts_of(*PAIR[devices])
-    columns, pieces = np.split(d_w, devices, axis=1), np.split(d_v, devices)
-    whole = {"d_x": [d_x] * devices, "d_w": columns, "d_v": pieces}
-    return {name: np.stack(parts) for name, parts in whole.items()}
-
-
-def verdict_on_pair(run, given):
-    hints = [(run(function), hint) for function, hint in PAIR_HINTS]
-    done = "Right on 2 and 4 devices, with one psum."
-    line = lesson.diagnose(run(given), [(2,), (4,)], right_pair, hints, done)
+    cases, done = [(2,), (4,)], "Right on 2 and 4 devices, with one psum."
+    line = lesson.diagnose(given, cases, right_pair, PAIR_HINTS, done, run=run_pair)
     if line.startswith("Not yet"):
-        got, want = run(given)(4), right_pair(4)
+        got, want = run_pair(given)(4), right_pair(4)
         off = [f"{name}: {lesson.ratio(got[name], want[name])}" for name in want]
         line = "Not yet. On 4 devices, " + "; ".join(off) + "."
     return line
@@ -673,15 +662,13 @@ print(check_pair(pair_backward))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_pair(with_sums()).startswith("Right on 2")
-for wrong, hint in PAIR_HINTS:
-    assert check_pair(wrong) == hint, hint
 swap = lambda *args: with_sums()(*args)[:1] + with_sums()(*args)[:0:-1]
-assert "d_w has shape (4, 6), but w has shape (6, 4)" in check_pair(swap)
 half = lambda *args: (lambda d_x, d_w, d_v: (d_x, d_w / 2, d_v))(*with_sums()(*args))
-assert "d_x: equal; d_w: 1/2 of it; d_v: equal" in check_pair(half)
-for nothing in (pair_backward, lambda *args: None, None):
-    assert check_pair(nothing) == lesson.NOTHING
+lesson.expect(check_pair, *PAIR_HINTS, (with_sums(), "Right on 2"),
+              (swap, "d_w has shape (4, 6), but w has shape (6, 4)"),
+              (half, "d_x: equal; d_w: 1/2 of it; d_v: equal"),
+              (pair_backward, lesson.NOTHING),
+              (lambda *args: None, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 3: gradient accumulation with one sum
@@ -719,22 +706,15 @@ MICRO_HINTS = [
 
 # %% tags=["hide-input"]
 def check_once(answer):
-    def on(function, devices):
-        stacked = lambda *args: sharding.vary(function(*args), "fsdp")[None]
-        small = sharding.make_mesh(f"fsdp={devices}")
-        return on_mesh(stacked, MICRO_SPECS, rows, small)
-
+    small = lambda devices: sharding.make_mesh(f"fsdp={devices}")
+    on = lambda function, devices: lesson.on_each(function, small(devices), MICRO_SPECS)
     run = lambda function: lambda devices: on(function, devices)(w_DF, *MICRO)
     rows_of_all = [a.reshape(B, -1) for a in MICRO]
     right = lambda devices: np.stack([grad(partial_loss)(w_DF, *rows_of_all)] * devices)
-    hints = [(run(function), hint) for function, hint in MICRO_HINTS]
-    given = lambda *args: lesson.answered(answer)(*args)
-    line = lesson.diagnose(run(given), [(4,), (8,)], right, hints, "Right")
+    line = lesson.diagnose(answer, [(4,), (8,)], right, MICRO_HINTS, "Right", run=run)
     if line != "Right":
         return line
-    small = sharding.make_mesh("fsdp=8")
-    found = lesson.compiled(on(given, 8), small, w_DF, *MICRO)
-    sent = found.total.wire_bytes
+    sent = lesson.compiled(on(answer, 8), small(8), w_DF, *MICRO).total.wire_bytes
     if sent > 672:
         line = f"The right gradient, but a device sends {sent:,.0f} bytes, not 672."
         return line + " What do you add inside the loop?"
@@ -772,13 +752,10 @@ print(check_once(accumulate_once))
 
 # %% tags=["remove-cell"]
 once = loop(grad(partial_loss), psum, vary)
-assert check_once(once).startswith("Right: a device sends 672 bytes")
-assert "2,688 bytes, not 672" in check_once(EVERY_TIME)
 assert check_once(accumulate) == check_once(EVERY_TIME)
-for wrong, hint in MICRO_HINTS:
-    assert check_once(wrong) == hint, hint
-for nothing in (accumulate_once, None, ...):
-    assert check_once(nothing) == lesson.NOTHING
+lesson.expect(check_once, *MICRO_HINTS, (once, "Right: a device sends 672 bytes"),
+              (EVERY_TIME, "2,688 bytes, not 672"),
+              (accumulate_once, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## A bug to find
@@ -895,8 +872,9 @@ def one_device(weigh, microbatches):
     return jax.device_get(w)
 
 
-# %% tags=["hide-input"]
 all_of = lambda *d: sum(d)
+
+# %% tags=["hide-input"]
 ACCUMULATION_HINTS = [
     (lambda *d: d[-1],
      "The weights are the same as before your change. Compare the norms of the first "
@@ -912,7 +890,6 @@ ACCUMULATION_HINTS = [
 ]  # fmt: skip
 
 
-# %% tags=["hide-input"]
 def check_mend(train):
     hints = [(lambda z, f=f: one_device(f, z), hint) for f, hint in ACCUMULATION_HINTS]
     yours = lambda microbatches: jax.device_get(lesson.answered(train)(microbatches)[0])
@@ -949,63 +926,43 @@ print(check_mend(train))
 
 
 # %% tags=["remove-cell"]
-def collecting(collect_one, last=lambda micro, microbatches: True, scale=1.0):
-    """`train` with another `collect`, and another rule for the last microbatch."""
+def collecting(collect_one):
+    """`train` with another collect(gradients, d, microbatch, microbatches)."""
 
-    def changed(microbatches):
-        global collect
-        before, count = collect, iter(range(10**6))
-
-        def new(gradients, d, is_last=True):
-            is_last = last(next(count) % microbatches, microbatches)
-            d = each(lambda one: scale * one if scale != "Z" else microbatches * one, d)
-            return collect_one(gradients, d, is_last)
-
-        collect = new
-        try:
-            return train(microbatches)
-        finally:
-            collect = before
+    def changed(Z):
+        count = iter(range(10**6))
+        new = lambda gradients, d, _=True: collect_one(gradients, d, next(count) % Z, Z)
+        return lesson.replaced(train, collect=new)(Z)
 
     return changed
 
 
-def adding(gradients, d, is_last, clear=True):
+def adding(gradients, d, clear=True):
     partial = each(jnp.add, gradients[0], d)
     shard = each(lambda s, p: s + scatter(p), gradients[1], partial)
     return (each(jnp.zeros_like, partial) if clear else partial), shard
 
 
-def divided(gradients, d, is_last):
-    partial, shard = broken_collect(gradients, d, is_last)
-    return partial, each(lambda s: s / DIVISOR[0], shard) if is_last else shard
+def growing(gradients, d, *_):
+    total = each(jnp.add, gradients[0], d)
+    return total, each(scatter, total)
 
 
-# %% tags=["remove-cell"]
-broken_collect, DIVISOR = collect, [1]
-really_last = lambda micro, microbatches: micro == microbatches - 1
-growing = lambda *args: (each(jnp.add, args[0][0], args[1]),) + (
-    each(scatter, each(jnp.add, args[0][0], args[1])),)  # fmt: skip
-RIGHT = collecting(broken_collect, really_last), collecting(adding), collecting(growing)
-for right_one in RIGHT:
-    assert check_mend(right_one).startswith("Fixed")
-
-
-def averaged(microbatches):
-    DIVISOR[0] = microbatches
-    return collecting(divided, really_last)(microbatches)
-
-
+old_collect, times = collect, lambda factor, d: each(lambda one: factor * one, d)
+RIGHT = [lambda g, d, i, Z: old_collect(g, d, i == Z - 1),
+         lambda g, d, *_: adding(g, d), growing]  # fmt: skip
 WRONG = [
-    train, collecting(broken_collect, scale="Z"),
-    collecting(broken_collect, lambda micro, _: micro == 0),
-    collecting(broken_collect, lambda *_: False), averaged,
-    collecting(lambda *args: adding(*args, clear=False)),
-]  # fmt: skip
-for wrong, (_, hint) in zip(WRONG, ACCUMULATION_HINTS, strict=True):
-    assert check_mend(wrong) == hint, hint
-for nothing in (lambda microbatches: ..., lambda microbatches: None, None):
-    assert check_mend(nothing) == lesson.NOTHING
+    lambda g, d, i, Z: old_collect(g, times(Z, d), True),
+    lambda g, d, i, Z: old_collect(g, d, i == 0),
+    lambda g, d, *_: old_collect(g, d, False),
+    lambda g, d, i, Z: old_collect(g, times(1 / Z, d), i == Z - 1),
+    lambda g, d, *_: adding(g, d, clear=False),
+]
+answers = [train, *map(collecting, WRONG)]
+lesson.expect(check_mend, *zip(answers, [hint for _, hint in ACCUMULATION_HINTS],
+                               strict=True),
+              *[(collecting(right), "Fixed") for right in RIGHT],
+              (lambda microbatches: ..., lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## In one table

@@ -495,7 +495,8 @@ assert whole_bytes < counted < 1.02 * whole_bytes, "activations are no longer sm
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Six layers over the time of a step. Gathered once, all layers are unsharded from the start until their backward pass; gathered twice, each is unsharded only during its own forward and backward pass."}}
 L = len(w)
-figure, panels = plt.subplots(2, 1, figsize=(5, 4.6), sharex=True)
+title = "FSDP gathers a layer's weights only while it uses them"
+_, panels = lesson.panels(title, 2, 1, figsize=(5, 4.6), sharex=True)
 for axes, twice in zip(panels, (False, True), strict=True):
     for number in range(L):
         forward, backward = number, 2 * L - 1 - number
@@ -510,8 +511,6 @@ for axes, twice in zip(panels, (False, True), strict=True):
     axes.axvline(L, color="black", lw=0.8, ls=":")
 panels[0].set(title="gathered once: zero_3 above")
 panels[1].set(title="gathered twice: FSDP", xlabel="time in a step")
-title = "FSDP gathers a layer's weights only while it uses them"
-figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
 # The by-hand program, as the paper (section 7), gathers twice:
@@ -591,10 +590,14 @@ def schedule(tokens, prefetch, layers=3):
     return compute[1:], network
 
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Three timelines with a compute row and a network row. Without prefetching, matmuls wait for every gather. With prefetching and 8,192 tokens, nearly all communication overlaps. With 1,024 tokens the network is always busy and matmuls wait."}}
 style = dict(ec="black", lw=0.6)
+
+# %% tags=["hide-input"]
 FILL = {"all-gather": blue, "reduce-scatter": "#c3d3e7"}  # a tint of this blue
-figure, panels = plt.subplots(3, 1, figsize=(6.6, 5.4))
+title = "Prefetched gathers overlap with compute, if there is enough of it"
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Three timelines with a compute row and a network row. Without prefetching, matmuls wait for every gather. With prefetching and 8,192 tokens, nearly all communication overlaps. With 1,024 tokens the network is always busy and matmuls wait."}}
+figure, panels = lesson.panels(title, 3, 1, figsize=(6.6, 5.4))
 for axes, case in zip(panels, ((8192, False), (8192, True), (1024, True)), strict=True):
     compute, network = schedule(*case)
     for name, start, length in compute:
@@ -610,8 +613,6 @@ panels[1].set_xlim(panels[0].get_xlim())  # comparable
 panels[-1].set_xlabel("ms")
 boxes = [plt.Rectangle((0, 0), 1, 1, fc=fill, **style) for fill in FILL.values()]
 figure.legend(boxes, FILL, loc="outside lower center", ncols=2, fontsize=9)
-title = "Prefetched gathers overlap with compute, if there is enough of it"
-figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
 # ## When FSDP is limited by communication
@@ -677,11 +678,10 @@ assert enough == 1792
 cases = {"DDP: P()\non fsdp=8": ("fsdp=8", P()),
          "FSDP: P(FSDP)\non fsdp=8": ("fsdp=8", P(FSDP)),
          "HSDP: P(FSDP) on\ndata=2,fsdp=4": ("data=2,fsdp=4", P(FSDP))}  # fmt: skip
-figure, panels = plt.subplots(1, 3, figsize=(6.4, 2.6))
+title = "Each box is a shard; its numbers are the devices that store it"
+_, panels = lesson.panels(title, 1, 3, figsize=(6.4, 2.6))
 for axes, (name, (on, spec)) in zip(panels, cases.items(), strict=True):
     lesson.slices(axes, sharding.make_mesh(on), spec, "DD", name)
-title = "Each box is a shard; its numbers are the devices that store it"
-figure.suptitle(title, x=0.02, ha="left")
 
 # %% tags=["hide-input"]
 DENSE = {
@@ -705,11 +705,11 @@ def random_batch(B, T, V):
             "weights_BT": np.float32(real_BT)}  # fmt: skip
 
 
-# %% tags=["hide-input"]
 declared = model.declare(tiny("data=1", "layer").model)  # shapes and specs, no arrays
 weights = parameters.init(declared, sharding.make_mesh("data=1"), seed=0)
 
 
+# %% tags=["hide-input"]
 def train_on(name, gather="layer"):
     """Return loss, gradients and collectives of a step."""
     on = sharding.make_mesh(name)
@@ -746,25 +746,24 @@ for axes, moves in found.totals_by("axes").items():
 
 # %% tags=["hide-input"]
 @cache
-def norm_on(name, answer):
+def norm_on(answer, name):
     """Return the norm that each device gets."""
     on, (w, x_BD, y_BD) = sharding.make_mesh(name), problem(D=16, L=2)
 
     def local(w, x_bD, y_bD):
         gather = lambda w: [sharding.all_gather(one, FSDP, dim=0) for one in w]
         d = jax.grad(lambda w: partial_loss(gather(w), x_bD, y_bD))(w)
-        norm = jnp.asarray(lesson.answered(answer)(d), jnp.float32)
-        return sharding.vary(norm, (DATA, FSDP))[None]
+        return jnp.asarray(answer(d), jnp.float32)
 
-    rows, all_devices = P((DATA, FSDP)), P((DATA, FSDP))
-    specs = dict(in_specs=(P(FSDP), rows, rows), out_specs=all_devices)
-    return np.asarray(jax.jit(jax.shard_map(local, mesh=on, **specs))(w, x_BD, y_BD))
+    rows = P((DATA, FSDP))
+    return np.asarray(lesson.on_each(local, on, (P(FSDP), rows, rows))(w, x_BD, y_BD))
 
 
-# %% tags=["hide-input"]
 squares = lambda d: sum(jnp.sum(one**2) for one in d)
 norm_of = lambda reduce: lambda d: reduce(squares(d))
 add_up = lambda x: sharding.psum(x, FSDP)
+
+# %% tags=["hide-input"]
 NORM_HINTS = [
     (norm_of(jnp.sqrt), "Each device has the norm of its own shards."),
     (norm_of(lambda s: add_up(jnp.sqrt(s))), "Too large: norms cannot be added."),
@@ -782,17 +781,16 @@ NORM_HINTS = [
 ]  # fmt: skip
 
 
-# %% tags=["hide-input"]
-def check_norm(answer):
-    def right(name):
-        w, x_BD, y_BD = problem(D=16, L=2)
-        d = jax.grad(partial_loss)(w, x_BD, y_BD)
-        return np.full(sharding.make_mesh(name).size, float(jnp.sqrt(squares(d))))
+def right_norm(name):
+    w, x_BD, y_BD = problem(D=16, L=2)
+    d = jax.grad(partial_loss)(w, x_BD, y_BD)
+    return np.full(sharding.make_mesh(name).size, float(jnp.sqrt(squares(d))))
 
-    run = lambda function: lambda name: norm_on(name, function)
-    hints = [(run(wrong), hint) for wrong, hint in NORM_HINTS]
-    cases = [("fsdp=8",), ("data=2,fsdp=4",)]
-    return lesson.diagnose(run(answer), cases, right, hints, "Right on two meshes.")
+
+# %% tags=["hide-input"]
+check_norm = lesson.checker(
+    [("fsdp=8",), ("data=2,fsdp=4",)], right_norm, NORM_HINTS, "Right on two meshes.",
+    run=lambda answer: lambda name: norm_on(answer, name))  # fmt: skip
 
 
 # %%
@@ -814,13 +812,11 @@ print(check_norm(gradient_norm))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_norm(norm_of(lambda s: jnp.sqrt(add_up(s)))).startswith("Right")
-for wrong, hint in NORM_HINTS:
-    assert check_norm(wrong) == hint, hint
 both_axes = norm_of(lambda s: jnp.sqrt(sharding.psum(s, (DATA, FSDP))))
-assert "It stops" in check_norm(both_axes)
-for nothing in (gradient_norm, lambda d: None, ...):
-    assert check_norm(nothing) == lesson.NOTHING
+lesson.expect(check_norm, *NORM_HINTS, (norm_of(lambda s: jnp.sqrt(add_up(s))),
+                                        "Right"), (both_axes, "It stops"),
+              (gradient_norm, lesson.NOTHING),
+              (lambda d: None, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2: which axis first?
@@ -843,18 +839,18 @@ def two_axes(answer, name):
         rows = 128 // on.shape[FSDP]
         if result.shape not in ((rows, 128), (128, 128)):
             raise ValueError(f"your shape is {result.shape}, not ({rows}, 128)")
-        return result[None]  # each device's result
+        return result
 
-    specs = dict(in_specs=P((DATA, FSDP)), out_specs=P((DATA, FSDP)))
-    function = jax.jit(jax.shard_map(local, mesh=on, **specs))
+    function = lesson.on_each(local, on, P((DATA, FSDP)))
     found = lesson.compiled(function, on, PARTIAL).collectives
     slow = sum(one.wire_bytes for one in found if DATA in one.axes)
     return np.asarray(function(PARTIAL)), slow
 
 
-# %% tags=["hide-input"]
 scattered = lambda x: sharding.reduce_scatter(x, FSDP, dim=0)
 my_shard = lambda x: sharding.own_slice(x, FSDP, dim=0)
+
+# %% tags=["hide-input"]
 TWO_AXES_HINTS = [
     (lambda x: sharding.psum(my_shard(x), DATA),
      "You dropped rows before the sum, so addends along fsdp are missing."),
@@ -869,23 +865,19 @@ TWO_AXES_HINTS = [
      "An eighth of the sum. Partial sums are added, not averaged."),
     (lambda x: jax.lax.pmean(scattered(x), DATA), "A mean over data, not a sum."),
 ]  # fmt: skip
-
-
-# %% tags=["hide-input"]
 # The fewest bytes that a device can send over DATA.
 LEAST = {"data=2,fsdp=4": 16_384, "data=4,fsdp=2": 49_152}
 
 
+# %% tags=["hide-input"]
 def check_two_axes(answer):
-    run = lambda f: lambda name: two_axes(f, name)[0]
-    hints = [(run(wrong), hint) for wrong, hint in TWO_AXES_HINTS]
-
     def right(name):  # the rows of every device, in order
         data, fsdp = (sharding.make_mesh(name).shape[axis] for axis in (DATA, FSDP))
         return np.tile(PARTIAL.sum(0).reshape(fsdp, -1, 128), (data, 1, 1))
 
     cases = [(name,) for name in LEAST]
-    line = lesson.diagnose(run(answer), cases, right, hints, "Right")
+    run = lambda f: lambda name: two_axes(f, name)[0]
+    line = lesson.diagnose(answer, cases, right, TWO_AXES_HINTS, "Right", run=run)
     for name, least in LEAST.items() if line == "Right" else ():
         if (slow := two_axes(answer, name)[1]) > least:
             return (f"The right sum. On {name} it sends {slow:,} bytes over data; "
@@ -912,23 +904,20 @@ print(check_two_axes(slice_of_sum))
 
 # %% tags=["remove-cell"]
 answer_2 = lambda x: sharding.psum(scattered(x), DATA)
-assert check_two_axes(answer_2).startswith("Right on two")
-for wrong, hint in TWO_AXES_HINTS:
-    assert check_two_axes(wrong) == hint, hint
 thin = lambda x, axes: sharding.reduce_scatter(x, axes, dim=0)
-assert "your shape is (16, 128)" in check_two_axes(lambda x: thin(x, (DATA, FSDP)))
-assert "your shape is" in check_two_axes(lambda x: sharding.psum(thin(x, DATA), FSDP))
 slow_first = lambda x: scattered(sharding.psum(x, DATA))
-assert "65,536 bytes" in check_two_axes(slow_first)
 at_once = lambda x: my_shard(sharding.psum(x, (DATA, FSDP)))
-assert "114,688 bytes" in check_two_axes(at_once)
 back = lambda x: sharding.all_gather(x, DATA, dim=0)
 in_two = lambda x: back(thin(scattered(x), DATA))
-assert check_two_axes(in_two).startswith("Right on two")
 join = lambda x: sharding.all_gather(x[None], DATA, dim=0)
-assert "98,304 bytes" in check_two_axes(lambda x: jnp.sum(join(scattered(x)), axis=0))
-for nothing in (slice_of_sum, lambda x: None, ...):
-    assert check_two_axes(nothing) == lesson.NOTHING
+lesson.expect(check_two_axes, *TWO_AXES_HINTS, (answer_2, "Right on two"),
+              (lambda x: thin(x, (DATA, FSDP)), "your shape is (16, 128)"),
+              (lambda x: sharding.psum(thin(x, DATA), FSDP), "your shape is"),
+              (slow_first, "65,536 bytes"),
+              (at_once, "114,688 bytes"), (in_two, "Right on two"),
+              (lambda x: jnp.sum(join(scattered(x)), axis=0), "98,304 bytes"),
+              (slice_of_sum, lesson.NOTHING),
+              (lambda x: None, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## Left to the compiler
@@ -978,18 +967,15 @@ ONCE = 3.32  # seconds of compute, if nothing is recomputed
 BATCH = {"data.batch_size": 4096, "data.seq_len": 512}
 FIRST = {"work.gather": "layer", "work.remat": "full", "work.device_batch": 64}
 preset = lambda found: config.preset("llama3_8b", **BATCH | FIRST | found)
+TOO_LARGE = {
+    ("parameters", "optimizer"): "Mostly weights and moments. Which axis shards them?",
+    ("weights", "gradients"): "Mostly gathered weights and gradients. Keep them?",
+    ("saved", "at work"): "Mostly activations. How many tokens are in memory at once?",
+}
 
 
-# %% tags=["hide-input"]
-def check_settings(answer):
-    try:
-        found = answer() if callable(answer) else answer
-        return lesson.NOTHING if found is None or found is ... else verdict_on(found)
-    except Exception as error:  # show any error as one line
-        return f"The planner rejects this: {error!s:.200}".splitlines()[0]
-
-
-def verdict_on(found):
+@lesson.verdict
+def check_settings(found):
     if not isinstance(found, dict) or {*found} - {*FREE} or "mesh" not in found:
         return f"Return a dict with a mesh; its keys: {', '.join(FREE)}."
     for name, values in FREE.items():
@@ -999,13 +985,6 @@ def verdict_on(found):
 
 
 # %% tags=["hide-input"]
-TOO_LARGE = {
-    ("parameters", "optimizer"): "Mostly weights and moments. Which axis shards them?",
-    ("weights", "gradients"): "Mostly gathered weights and gradients. Keep them?",
-    ("saved", "at work"): "Mostly activations. How many tokens are in memory at once?",
-}
-
-
 def judged(plan):
     mesh, gib, took = plan.cfg.mesh, plan.peak_bytes / 2**30, plan.seconds(alone=True)
     if mesh.data * mesh.fsdp < 64:
@@ -1045,30 +1024,28 @@ print(check_settings(settings))
 SLICED, STEP = {"mesh": "fsdp=64"}, {"work.gather": "step"}
 EACH = "work.device_batch"
 DOTS, NONE = SLICED | {"work.remat": "dots"}, SLICED | {"work.remat": "none"}
-assert check_settings(lambda: NONE | STEP | {EACH: 4}).startswith("Right: 3.47 s")
-assert "81 GiB" in check_settings(NONE | STEP | {EACH: 4})
 for size in (1, 2, 4, 8):
     assert check_settings(DOTS | STEP | {EACH: size}).startswith("Right: 3.")
-assert check_settings(lambda: SLICED).startswith("4.20 s")
-assert "15 GiB. Compute" in check_settings(SLICED)
-assert "Compute:" in check_settings(SLICED | STEP | {EACH: 8})
-assert check_settings(DOTS | {EACH: 16}).startswith("3.79 s")
-for each in (DOTS | {EACH: 16}, DOTS | {EACH: 1}, NONE | {EACH: 8}):
-    assert "how often" in check_settings(each)
-assert "Mostly weights and moments" in check_settings({"mesh": "data=64"})
-assert "Mostly activations" in check_settings(NONE)
-assert "Mostly activations" in check_settings(DOTS | STEP)
 whole = planner.plan(preset(NONE | STEP | {EACH: 4}), "v5p:4x4x4")
 assert abs(whole.seconds()["compute"] - ONCE) < 0.005
 size = whole.memory_bytes
 assert round((size["weights"] + size["gradients"]) / 2**30) == 45
 smallest = preset(SLICED | STEP | {"work.remat": "full", EACH: 1})
 assert not planner.plan(smallest, "v4:4x4x4").fits
-assert "rejects" in check_settings({"mesh": "fsdp=32"})
-assert "Later chapters" in check_settings({"mesh": "fsdp=32,tensor=2"})
-assert "a dict" in check_settings(64) and "a dict" in check_settings({"mash": 1})
-assert "one of none, dots, full" in check_settings(SLICED | {"work.remat": "all"})
-assert check_settings(settings) == check_settings(None) == lesson.NOTHING
+lesson.expect(check_settings, (lambda: NONE | STEP | {EACH: 4}, "Right: 3.47 s"),
+              (NONE | STEP | {EACH: 4}, "81 GiB"),
+              (lambda: SLICED, "4.20 s"), (SLICED, "15 GiB. Compute"),
+              (SLICED | STEP | {EACH: 8}, "Compute:"),
+              (DOTS | {EACH: 16}, "3.79 s"), (DOTS | {EACH: 16}, "how often"),
+              (DOTS | {EACH: 1}, "how often"),
+              (NONE | {EACH: 8}, "how often"),
+              ({"mesh": "data=64"}, "Mostly weights and moments"),
+              (NONE, "Mostly activations"), (DOTS | STEP, "Mostly activations"),
+              ({"mesh": "fsdp=32"}, "rejects"),
+              ({"mesh": "fsdp=32,tensor=2"}, "Later chapters"), (64, "a dict"),
+              ({"mash": 1}, "a dict"),
+              (SLICED | {"work.remat": "all"}, "one of none, dots, full"),
+              (settings, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## A bug to find
@@ -1181,7 +1158,6 @@ def alone(update, parts):
     return jax.device_get(w)
 
 
-# %% tags=["hide-input"]
 size_of = jnp.linalg.norm
 whole_update = lambda m, n: newton_schulz(m, size_of(m), len(m))
 
@@ -1257,24 +1233,11 @@ print(check_mend(train))
 
 
 # %% tags=["remove-cell"]
-def with_update(function):
-    """`train` with another `orthogonalized`."""
-
-    def changed(name):
-        global orthogonalized
-        before, orthogonalized = orthogonalized, function
-        try:
-            return train(name)
-        finally:
-            orthogonalized = before
-
-    return changed
-
-
 unsplit = lambda m: sharding.all_gather(m, FSDP, dim=0)
 my_rows = lambda x: sharding.own_slice(x, FSDP, dim=0)
 n_of = lambda: sharding.axis_size(FSDP)
 whole_norm = lambda m: jnp.sqrt(sharding.psum(jnp.sum(m**2), FSDP))
+with_update = lambda function: lesson.replaced(train, orthogonalized=function)
 
 
 def without_gather(m):
@@ -1285,12 +1248,9 @@ def without_gather(m):
     return x * max(1, len(m) * n_of() / m.shape[1]) ** 0.5
 
 
-# %% tags=["remove-cell"]
 after_gather = orthogonalized
 mended = lambda m: my_rows(after_gather(unsplit(m)))
-for right_one in (mended, without_gather):
-    assert check_mend(with_update(right_one)).startswith("Fixed")
-WRONG = [
+WRONG = map(with_update, [
     orthogonalized,
     lambda m: newton_schulz(m, whole_norm(m), len(m)),
     lambda m: newton_schulz(m, whole_norm(m), len(m) * n_of()),
@@ -1299,13 +1259,13 @@ WRONG = [
     lambda m: m,
     lambda m: m / whole_norm(m),
     lambda m: n_of() * mended(m),
-]  # fmt: skip
-for wrong, (_, hint) in zip(WRONG, MUON_HINTS, strict=True):
-    assert check_mend(with_update(wrong)) == hint, hint
-assert check_mend(train) == MUON_HINTS[0][1]
-assert "It stops" in check_mend(with_update(lambda m: after_gather(unsplit(m))))
-for nothing in (lambda name: ..., lambda name: None, ...):
-    assert check_mend(nothing) == lesson.NOTHING
+])  # fmt: skip
+lesson.expect(check_mend, *zip(WRONG, [hint for _, hint in MUON_HINTS], strict=True),
+              (with_update(mended), "Fixed"),
+              (with_update(without_gather), "Fixed"), (train, MUON_HINTS[0][1]),
+              (lambda name: ..., lesson.NOTHING),
+              (with_update(lambda m: after_gather(unsplit(m))),
+               "It stops"))  # fmt: skip
 
 # %% [markdown]
 # ## In one table

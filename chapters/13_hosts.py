@@ -744,10 +744,7 @@ print(check_feed(feeds))
 
 # %% tags=["remove-cell"]
 answer_1 = lambda p, d, t, B: (p // t * B // d, (p // t + 1) * B // d)
-assert check_feed(answer_1).startswith("Right")
-for wrong, hint in FEED_HINTS:
-    assert check_feed(wrong) == hint, (hint, check_feed(wrong))
-assert check_feed(feeds) == lesson.NOTHING == check_feed(...)
+lesson.expect(check_feed, *FEED_HINTS, (answer_1, "Right"), (feeds, lesson.NOTHING))
 
 # %% [markdown]
 # ## Exercise 2: what differs?
@@ -786,15 +783,12 @@ def check_differ(answer):
     cases = [(hosts_with({}),), (hosts_with({(1, "lr"): 0.2}),)]
     cases += [(hosts_with({(3, "lr"): 0.2, (3, "seed"): 7}),)]
     cases += [(hosts_with({(3, "clip"): 1.0}),), (hosts_with({}, [(1, "seed")]),)]
-    words = lambda f: lambda hosts: say(lesson.answered(f)(hosts))
+    words = lambda f: lambda hosts: ", ".join(map(str, f(hosts))) or "none"
     right = words(lambda hosts: by_keys(hosts, every(hosts)))
-    hints = [(words(wrong), hint) for wrong, hint in DIFFER_HINTS]
     done = "Right: a name tells the user what to fix."
-    return lesson.diagnose(words(answer), cases, right, hints, done) if callable(
-        answer) else lesson.NOTHING  # fmt: skip
+    return lesson.diagnose(answer, cases, right, DIFFER_HINTS, done, run=words)
 
 
-say = lambda names: ", ".join(map(str, names)) or "none"
 DIFFER_HINTS = [
     (lambda h: by_keys(h, every(h), ()), "The rank may differ. Use MAY_DIFFER."),
     (lambda h: by_keys(h[:2], every(h[:2])), "You compare only two hosts."),
@@ -820,10 +814,9 @@ print(check_differ(differing))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_differ(lambda hosts: by_keys(hosts, every(hosts))).startswith("Right")
-for wrong, hint in DIFFER_HINTS:
-    assert check_differ(wrong) == hint, (hint, check_differ(wrong))
-assert check_differ(differing) == lesson.NOTHING == check_differ(...)
+lesson.expect(check_differ, *DIFFER_HINTS,
+              (lambda hosts: by_keys(hosts, every(hosts)), "Right"),
+              (differing, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 3: find the cause
@@ -836,10 +829,9 @@ assert check_differ(differing) == lesson.NOTHING == check_differ(...)
 
 # %% tags=["hide-input"]
 def check_blame(answer):
-    late, even = [20, 20, 19, 20], [20, 20, 20, 20]
-    cases = [(late, [100.0, 100.2, 99.9, 100.1], 130.0, 10.0)]
-    cases += [(late, [100.0, 100.2, 99.9, 100.1], 101.0, 10.0)]
-    cases += [(even, [100.0, 100.2, 99.9, 100.1], 130.0, 10.0)]
+    late, wrote = [20, 20, 19, 20], [100.0, 100.2, 99.9, 100.1]
+    cases = [(late, wrote, 130.0, 10.0), (late, wrote, 101.0, 10.0)]
+    cases += [([20, 20, 20, 20], wrote, 130.0, 10.0)]
     cases += [([19, 20, 20, 19], [99.0, 100.0, 100.0, 99.9], 110.5, 10.0)]
     cases += [([20, 21, 20, 21], [91.0, 100.0, 91.1, 100.0], 102.0, 10.0)]
     done = "Right: check first that the run is stuck, then which process is behind."
@@ -851,11 +843,12 @@ def right_blame(steps, wrote, now, limit):
     return [int(stuck and step < max(steps)) for step in steps]
 
 
-# %% tags=["hide-input"]
 one = lambda n: [int(k == n) for k in range(4)]
 hung = lambda w, now, limit: now - max(w) > limit
 if_hung = lambda which: lambda s, w, now, limit: (
     which(s, w) if hung(w, now, limit) else [0] * 4)  # fmt: skip
+
+# %% tags=["hide-input"]
 BLAME_HINTS = [
     (lambda s, w, now, limit: [int(now - x > limit) for x in w],
      "You use only the time, but processes that wait are silent as long."),
@@ -890,10 +883,8 @@ print(check_blame(to_blame))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_blame(right_blame).startswith("Right")
-for wrong, hint in BLAME_HINTS:
-    assert check_blame(wrong) == hint, (hint, check_blame(wrong))
-assert check_blame(to_blame) == lesson.NOTHING == check_blame(...)
+lesson.expect(check_blame, *BLAME_HINTS, (right_blame, "Right"),
+              (to_blame, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## What it costs
