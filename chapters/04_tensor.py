@@ -19,6 +19,8 @@ from devices import simulate_devices
 
 simulate_devices(8)
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -55,19 +57,17 @@ before = opening.Scene(
     "FSDP: seven GPUs have no tokens",
     stored | {"weights": master + copy, "activations": [saved] + [0] * 7},
     [("forward", 0, forward), ("backward", forward, 3 * forward)],
-    [("", 0, weights_ms), ("", forward, weights_ms)]
-    + [("", 4 * forward - weights_ms, weights_ms)])  # fmt: skip
+    [("", at, weights_ms, "fsdp") for at in (0, forward, 4 * forward - weights_ms)],
+)
 after = opening.Scene(
     "Tensor parallelism: all eight work",
     stored | {"weights": master + copy / eight, "activations": saved / eight + streams},
     compute, network)  # fmt: skip
+title = "One sequence on eight GPUs: a quarter of the time"
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "With FSDP, one GPU of eight computes for 7.2 ms and holds all activations. With tensor parallelism, all eight compute for 0.9 ms and communicate for 0.7 ms."}}
-title = "One sequence on eight GPUs: a quarter of the time"
 opening.before_after(before, after, title, "tensor")
 left, right = plt.gcf().axes[2:]
-for bar in left.collections[2:]:
-    bar.set_facecolor(lesson.COLORS["fsdp"])
 left.text(4.5, 1, "overlapped", ha="center", va="center", size=8)
 zoom = right.inset_axes([0.3, 0.3, 0.7, 0.62])  # the same bars, enlarged
 for row, (bars, axis) in enumerate(((compute, ""), (network, "tensor"))):
@@ -156,24 +156,21 @@ print("by columns, concatenated: off by", error(product(x_ND, w_up_DF), y_NF))
 print("by rows, device 0 alone:  off by", error(partial_nNF[0], y_NF))
 print("by rows, sum of all four: off by", error(partial_nNF.sum(0), y_NF))
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "With w sharded by columns, x is replicated and y is sharded; by rows, x is sharded and each device has a full-size partial sum of y."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "With w sharded by columns, x is replicated and y is sharded; by rows, x is sharded and y is a partial sum."}}
 mesh, red = devices(n), lesson.COLORS[TENSOR]
-figure, panels = plt.subplots(2, 3, figsize=(6, 3.9))
+title = "Sharded columns need no communication; sharded rows need a sum"
+_, panels = lesson.panels(title, 2, 3, figsize=(6, 3.9))
 lesson.slices(panels[0, 0], mesh, everywhere, "ND", "x")
 lesson.slices(panels[0, 1], mesh, columns, "DF", "w by columns")
 lesson.slices(panels[0, 2], mesh, columns, "NF", "y")
 lesson.slices(panels[1, 0], mesh, columns, "ND", "x")
 lesson.slices(panels[1, 1], mesh, rows, "DF", "w by rows")
 axes = panels[1, 2]
-axes.set(xticks=[], yticks=[], xlabel="F", title="y", ylabel="")
-axes.spines[:].set_visible(False)
-look = dict(fc="#f3cfd0", ec="black", hatch="///")  # as in chapter 01
-axes.add_patch(plt.Rectangle((0, 0), 1, 1, **look))
+lesson.blank(axes, xlabel="F", title="y")
+lesson.box(axes, 0, 0, fc="#f3cfd0", lw=1, hatch="///")  # as in chapter 01
 paper = {"facecolor": "white", "edgecolor": "none", "pad": 2}
 says = "0, 1, 2, 3:\neach its own\npartial sum"
-axes.text(0.5, 0.5, says, size=9, ha="center", va="center", bbox=paper)
-title = "Sharded columns need no communication; sharded rows need a sum"
-title = figure.suptitle(title, x=0.02, ha="left")
+text = axes.text(0.5, 0.5, says, size=9, ha="center", va="center", bbox=paper)
 
 # %% [markdown]
 # By columns, each device has all D terms of its sums. So it computes complete columns of `y`, and sends
@@ -217,9 +214,8 @@ for size in (1, 4):
 # Would you notice in training? Here are two tasks: predict cos(3x) of each coordinate of x, or of a mix of
 # all coordinates.
 
+
 # %% tags=["hide-input"]
-
-
 def train(network, w, x, y, other=None, steps=300, rate=0.01):
     """Adam. Returns weights, losses, and losses of the same weights in `other`."""
     mean = lambda network, w: jnp.mean((network(w, x) - y) ** 2)
@@ -254,7 +250,8 @@ for task, seen in {"each coordinate": x, "a mix of all": x @ turn}.items():
 print(f"predicting 0: {jnp.mean(y**2):.2f}")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "On both tasks all training losses fall. On the first, the wrong network's loss falls further than the correct one's; on one device its weights get worse and worse."}}
-figure, panels = plt.subplots(1, 2, figsize=(6, 3.4), sharey=True)
+title = "Both learn, and the wrong network may learn faster"
+figure, panels = lesson.panels(title, 1, 2, figsize=(6, 3.4), sharey=True)
 for axes, (task, (correct, broken, moved)) in zip(panels, curves.items(), strict=True):
     axes.plot(correct, color=lesson.NEUTRAL, label="correct, tensor=4")
     axes.plot(broken, color=red, label="summed at the end, tensor=4")
@@ -262,7 +259,6 @@ for axes, (task, (correct, broken, moved)) in zip(panels, curves.items(), strict
     axes.set(xlabel="step", ylim=(0, 1.5), title=f"cos(3x) of {task}")
     assert broken[-1] < broken[0] / 2 and moved[-1] > 1.5 * broken[-1]
 panels[0].set_ylabel("mean squared error")
-figure.suptitle("Both learn, and the wrong network may learn faster", x=0.02, ha="left")
 figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left")
 assert curves["each coordinate"][1][-1] < curves["each coordinate"][0][-1]
 assert all(curve[2][-1] > jnp.mean(y**2) for curve in curves.values())
@@ -342,18 +338,14 @@ STEPS = [("x_BtD", "norm, residual sum", 1), ("x_BTD", "all_gather", 4),
 
 def holdings(axes, left, y, i, look):
     """Draw what device i of n holds of an array of positions and width."""
-    box = {"fc": "none", "ec": lesson.NEUTRAL, "ls": ":"}
-    axes.add_patch(plt.Rectangle((left, y), 1, 0.9, **box))
+    lesson.box(axes, left, y, 1, 0.9, ec=lesson.NEUTRAL, ls=":", lw=1)
     part = (left, y, 1, 0.9)
     if look == 1:
         part = left, y + 0.9 * (1 - (i + 1) / n), 1, 0.9 / n
     elif look == 2:
         part = left + i / n, y, 1 / n, 0.9
     fill = "#f3cfd0" if look == 3 else "#e08486"  # tints of the color of `tensor`
-    axes.add_patch(plt.Rectangle(part[:2], *part[2:], fc=fill, ec="k"))
-    if look == 3:
-        centered = dict(ha="center", va="center", size=8)
-        axes.text(left + 0.5, y + 0.45, "partial\nsum", **centered)
+    lesson.box(axes, *part, "partial\nsum" if look == 3 else "", 8, fc=fill, lw=1)
 
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four devices, one per column: each holds a quarter of the positions; after the gather all positions; then a quarter of the heads or hidden units; a full-size partial sum; after the reduce-scatter a quarter of the positions again."}}
@@ -684,51 +676,54 @@ for function in (gathered, ring_matmul):
 # output, [B, T, D]. Return this device's shard of the result, [B, t, D].
 
 # %% tags=["hide-input"]
-stream_BTD, bias_D = draw(5, 4, 24, D), draw(7, D)
-slice_of = lambda i, n, size: slice(i * size // n, (i + 1) * size // n)
+stream_BTD, bias_D, axis_size = draw(5, 4, 24, D), draw(7, D), jax.lax.axis_size
+scatter = lambda y, dim=1: psum_scatter(y, TENSOR, scatter_dimension=dim, tiled=True)
+on_first = lambda b: b * (axis_index(TENSOR) == 0)
+
+
+def own_slice(y):
+    t = y.shape[1] // axis_size(TENSOR)
+    return jax.lax.dynamic_slice_in_dim(y, axis_index(TENSOR) * t, t, axis=1)
 
 
 def partial_sums(n):
     """Each device's partial sum, stacked: [n, B, T, D]."""
-    parts = [slice_of(i, n, F) for i in range(n)]
     up_DF, down_FD = start
-    return jnp.stack([dense(up_DF[:, f], down_FD[f], stream_BTD) for f in parts])
+    parts = zip(jnp.split(up_DF, n, axis=1), jnp.split(down_FD, n), strict=True)
+    return jnp.stack([dense(*part, stream_BTD) for part in parts])
 
 
+# %% tags=["hide-input"]
+FINISH_HINTS = [
+    (lambda y, b: scatter(y + b),
+     "The sum is right, but an offset grows with n. How often is the bias added?"),
+    (lambda y, b: scatter(y), "The bias is missing."),
+    (lambda y, b: scatter(y) / axis_size(TENSOR) + b,
+     "A mean of partial sums is 1/n of the sum."),
+    (lambda y, b: psum(y, TENSOR) + b,
+     "All positions are right. Return only this device's own positions."),
+    (lambda y, b: y + b, "Every device returns its own partial sum."),
+    (lambda y, b: own_slice(y) + b, "The right shape, but nothing added."),
+    (lambda y, b: scatter(y) + on_first(b),
+     "Device 0's positions have the bias. What about the other devices?"),
+]  # fmt: skip
+
+
+# %% tags=["hide-input"]
+@cache
 def finished(answer, n):
     """Compile what each of n devices returns, of shape [n, B, T/n, D]."""
-    branch = lambda partials, bias_D: lesson.answered(answer)(partials[0], bias_D)[None]
-    return on_devices(branch, (P(TENSOR), everywhere), P(TENSOR), n)
+    branch = lambda partials, bias_D: lesson.answered(answer)(partials[0], bias_D)
+    return lesson.on_each(branch, devices(n), (P(TENSOR), everywhere))
 
 
-# %% tags=["hide-input"]
-def mistaken(b):
-    """The right answer, and wrong ones with their hints; each is a function of n."""
-    ways = lambda n: [slice_of(i, n, stream_BTD.shape[1]) for i in range(n)]
-    cut = lambda y, n: jnp.stack([y[:, t] for t in ways(n)])  # the right shards
-    own = lambda y_nBTD, n: jnp.stack([y_nBTD[i, :, t] for i, t in enumerate(ways(n))])
-    y_BTD = partial_sums(1)[0]
-    grows = "The sum is right, but an offset grows with n. How often is the bias added?"
-    whole = "All positions are right. Return only this device's own positions."
-    first = "Device 0's positions have the bias. What about the other devices?"
-    return lambda n: cut(y_BTD + b, n), [
-        (lambda n: cut(y_BTD + n * b, n), grows),
-        (lambda n: cut(y_BTD, n), "The bias is missing."),
-        (lambda n: cut(y_BTD / n + b, n), "A mean of partial sums is 1/n of the sum."),
-        (lambda n: jnp.stack([y_BTD + b] * n), whole),
-        (lambda n: partial_sums(n) + b, "Every device returns its own partial sum."),
-        (lambda n: own(partial_sums(n), n) + b, "The right shape, but nothing added."),
-        (lambda n: cut(y_BTD, n).at[0].add(b), first),
-    ]
-
-
-# %% tags=["hide-input"]
 def check_finish(answer):
-    run = lambda n: finished(answer, n)(partial_sums(n), bias_D)
-    right, mistakes = mistaken(bias_D)
-    line = lesson.diagnose(run, [(2,), (4,)], right, mistakes, "Right")
+    run = lambda answer: lambda n: finished(answer, n)(partial_sums(n), bias_D)
+    right = lambda n: jnp.stack(jnp.split(partial_sums(1)[0] + bias_D, n, axis=1))
+    cases = [(2,), (4,)]
+    line = lesson.diagnose(answer, cases, right, FINISH_HINTS, "Right", run=run)
     if line.startswith("Not yet: it is wrong"):
-        return f"{line} On 4 devices it is {lesson.ratio(run(4), right(4))}."
+        return f"{line} On 4 devices it is {lesson.ratio(run(answer)(4), right(4))}."
     if line != "Right":
         return line
     found = lesson.compiled(finished(answer, 4), devices(4), partial_sums(4), bias_D)
@@ -758,38 +753,17 @@ print(check_finish(finish_row_parallel))
 # </details>
 
 # %% tags=["remove-cell"]
-scatter = lambda y, dim=1: psum_scatter(y, TENSOR, scatter_dimension=dim, tiled=True)
-parts = lambda: jax.lax.axis_size(TENSOR)
-on_first = lambda b: b * (axis_index(TENSOR) == 0)
-
-
-def own_slice(y):
-    t = y.shape[1] // parts()
-    return jax.lax.dynamic_slice_in_dim(y, axis_index(TENSOR) * t, t, axis=1)
-
-
-for answer, hint in [
-    (lambda y, b: scatter(y) + b, "Right on"),
-    (lambda y, b: scatter(y + b / parts()), "Right on"),
-    (lambda y, b: scatter(y + on_first(b)), "Right on"),
-    (lambda y, b: own_slice(psum(y, TENSOR)) + b, "2 times the bytes"),
-    (lambda y, b: own_slice(psum(y, TENSOR) + b), "2 times the bytes"),
-    (lambda y, b: scatter(y + b), "offset grows"),
-    (lambda y, b: scatter(y) + psum(b, TENSOR), "offset grows"),
-    (lambda y, b: scatter(y), "missing"),
-    (lambda y, b: scatter(y) / parts() + b, "A mean"),
-    (lambda y, b: own_slice(y) + b, "The right shape"),
-    (lambda y, b: psum(y, TENSOR) + b, "Return only"),
-    (lambda y, b: y + b, "its own partial sum"),
-    (lambda y, b: scatter(y) + on_first(b), "What about the other"),
-    (lambda y, b: 3 * (scatter(y) + b), "3 times too big"),
-    (lambda y, b: (scatter(y) + b) / parts(), "1/4 of it"),
-    (lambda y, b: ..., "Nothing there"),
-    (lambda y, b: None, "Nothing there"),
-    (lambda y, b: scatter(y, 3) + b, "It stops"),
-    (lambda y, b: jnp.concatenate([y, y], 1) + b, "your result has shape"),
-]:
-    assert hint in check_finish(answer), (hint, check_finish(answer))
+lesson.expect(check_finish, *FINISH_HINTS, (finish_row_parallel, "Nothing there"),
+              (lambda y, b: scatter(y) + b, "Right on"),
+              (lambda y, b: scatter(y + b / axis_size(TENSOR)), "Right on"),
+              (lambda y, b: scatter(y + on_first(b)), "Right on"),
+              (lambda y, b: own_slice(psum(y, TENSOR)) + b, "2 times the bytes"),
+              (lambda y, b: scatter(y) + psum(b, TENSOR), "offset grows"),
+              (lambda y, b: 3 * (scatter(y) + b), "3 times too big"),
+              (lambda y, b: (scatter(y) + b) / axis_size(TENSOR), "1/4 of it"),
+              (lambda y, b: scatter(y, 3) + b, "It stops"),
+              (lambda y, b: jnp.concatenate([y, y], 1) + b,
+               "your result has shape"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2: two matrices in one
@@ -810,40 +784,39 @@ networks = {n: on_devices(fused, (columns, rows, everywhere), n=n) for n in (1, 
 both_D2F, back_FD, rows_ND = draw(8, 6, 24), draw(9, 12, 6), draw(10, 10, 6)
 
 
-def run_fused(order, F, n):
-    places = jnp.ravel(jnp.asarray(lesson.answered(order)(F, n)))
-    if sorted(places.tolist()) != list(range(2 * F)):
-        raise ValueError(f"return the numbers 0 to {2 * F - 1}, each once")
-    return networks[n](both_D2F[:, places], back_FD, rows_ND)
+def run_fused(order):
+    def run(F, n):
+        places = jnp.ravel(jnp.asarray(order(F, n)))
+        if sorted(places.tolist()) != list(range(2 * F)):
+            raise ValueError(f"return the numbers 0 to {2 * F - 1}, each once")
+        return networks[n](both_D2F[:, places], back_FD, rows_ND)
+
+    return run
 
 
-def diagnosed(order, hints):
-    run = lambda order: lambda F, n: run_fused(order, F, n)
-    right = lambda F, n: networks[1](both_D2F, back_FD, rows_ND)
-    done = "Right on 2 and 4 devices. To load this checkpoint, what must you know?"
-    mistakes = [(run(order), hint) for order, hint in hints]
-    return lesson.diagnose(run(order), [(12, 2), (12, 4)], right, mistakes, done)
-
+pieces = lambda F, n: jnp.arange(2 * F).reshape(2, n, F // n)  # matrix, device, ..
+inverse = lambda F, n: jnp.arange(2 * F).reshape(n, 2, F // n)
+strided = lambda F, n: jnp.arange(2 * F).reshape(2, F // n, n).transpose(0, 2, 1)
+by_device = lambda pieces: pieces.transpose(1, 0, 2)
+OTHER = "Gates match ups, but are not on the device with their row of `w_down_fD`."
 
 # %% tags=["hide-input"]
-def check_order(order):
-    pieces = lambda F, n: jnp.arange(2 * F).reshape(2, n, F // n)  # matrix, device, ..
-    inverse = lambda F, n: jnp.arange(2 * F).reshape(n, 2, F // n)
-    strided = lambda F, n: jnp.arange(2 * F).reshape(2, F // n, n).transpose(0, 2, 1)
-    by_device = lambda pieces: pieces.transpose(1, 0, 2)
-    back = "Right on 2 devices, wrong on 4. Is this the order, or its inverse?"
-    pairs = "Every gate is next to its up. Where does `fused` expect them?"
-    other = "Gates match ups, but are not on the device with their row of `w_down_fD`."
-    hints = [
-        (pieces, "This is the original order. With n = 2, what does device 0 get?"),
-        (lambda F, n: pieces(F, n)[::-1], "Up before gate, still on two devices."),
-        (lambda F, n: pieces(F, n).reshape(2, F).T, pairs),
-        (lambda F, n: by_device(inverse(F, n)), back),
-        (lambda F, n: by_device(pieces(F, n)[::-1]), "Right pairs, but up is first."),
-        (lambda F, n: by_device(pieces(F, n)[:, ::-1]), other),
-        (lambda F, n: by_device(strided(F, n)), other),
-    ]
-    return diagnosed(order, hints)
+ORDER_HINTS = [
+    (pieces, "This is the original order. With n = 2, what does device 0 get?"),
+    (lambda F, n: pieces(F, n)[::-1], "Up before gate, still on two devices."),
+    (lambda F, n: pieces(F, n).reshape(2, F).T,
+     "Every gate is next to its up. Where does `fused` expect them?"),
+    (lambda F, n: by_device(inverse(F, n)),
+     "Right on 2 devices, wrong on 4. Is this the order, or its inverse?"),
+    (lambda F, n: by_device(pieces(F, n)[::-1]), "Right pairs, but up is first."),
+    (lambda F, n: by_device(pieces(F, n)[:, ::-1]), OTHER),
+    (lambda F, n: by_device(strided(F, n)), OTHER),
+]  # fmt: skip
+check_order = lesson.checker(
+    [(12, 2), (12, 4)], lambda F, n: networks[1](both_D2F, back_FD, rows_ND),
+    ORDER_HINTS,
+    "Right on 2 and 4 devices. To load this checkpoint, what must you know?",
+    run=run_fused)  # fmt: skip
 
 
 # %%
@@ -869,23 +842,13 @@ print(check_order(order))
 # </details>
 
 # %% tags=["remove-cell"]
-blocks = lambda F, n: jnp.arange(2 * F).reshape(2, n, F // n)
-for answer, hint in [
-    (lambda F, n: blocks(F, n).transpose(1, 0, 2).ravel(), "Right on 2 and 4"),
-    (lambda F, n: blocks(F, n).transpose(1, 0, 2), "Right on 2 and 4"),
-    (lambda F, n: ..., "Nothing"),
-    (lambda F, n: [...], "Nothing"),
-    (lambda F, n: list(range(2 * F)), "original order"),
-    (lambda F, n: [*range(F, 2 * F), *range(F)], "Up before gate"),
-    (lambda F, n: blocks(F, n).reshape(2, F).T.ravel(), "Every gate"),
-    (lambda F, n: blocks(F, n).reshape(n, 2, -1).swapaxes(0, 1).ravel(), "its inverse"),
-    (lambda F, n: blocks(F, n)[::-1].transpose(1, 0, 2).ravel(), "but up is first"),
-    (lambda F, n: blocks(F, n)[:, ::-1].transpose(1, 0, 2).ravel(), "not on the"),
-    (lambda F, n: blocks(F, F // n).transpose(2, 0, 1), "not on the"),
-    (lambda F, n: blocks(F, 2).transpose(1, 0, 2), "though not in every case"),
-    (lambda F, n: jnp.arange(F), "each once"),
-]:
-    assert hint in check_order(answer), (hint, check_order(answer))
+lesson.expect(check_order, *ORDER_HINTS, (order, lesson.NOTHING),
+              (lambda F, n: [...], "Nothing"),
+              (lambda F, n: by_device(pieces(F, n)), "Right on 2 and 4"),
+              (lambda F, n: by_device(pieces(F, n)).ravel(), "Right on 2 and 4"),
+              (lambda F, n: list(range(2 * F)), "original order"),
+              (lambda F, n: by_device(pieces(F, 2)), "though not in every case"),
+              (lambda F, n: jnp.arange(F), "each once"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 3: the most likely token
@@ -897,51 +860,67 @@ for answer, hint in [
 
 # %% tags=["hide-input"]
 logits_NV = jnp.round(4 * draw(11, 24, 32)) / 4  # coarse, so that some are equal
-ids_N, (tokens, vocabulary) = jnp.argmax(logits_NV, axis=1), logits_NV.shape
+ids_N = jnp.argmax(logits_NV, axis=1)
+best = lambda x: jnp.argmax(x, axis=1)
+lowest = lambda loser: lambda id, mine: pmin(jnp.where(mine, id, loser), TENSOR)
 
 
-def sampler(argmax_sharded, n):
+@cache
+def sampler(answer, n):
     """What each of n devices returns, of shape [n, N]."""
-    answer = lambda logits_Nv: lesson.answered(argmax_sharded)(logits_Nv)[None]
-    return on_devices(answer, (columns,), P(TENSOR), n)
+    return lesson.on_each(answer, devices(n), (columns,))
 
 
-split = lambda n: logits_NV.reshape(tokens, n, vocabulary // n)
-local = lambda n: jnp.argmax(split(n), axis=2)  # counted from the device's first id
-ids = lambda n: local(n) + jnp.arange(n) * (vocabulary // n)
-top = lambda n: split(n).max(2) == logits_NV.max(1, keepdims=True)
-won = lambda x, n, otherwise: jnp.where(top(n), x(n), otherwise)
+def by_id(reduce, offset=1):
+    """An answer; `reduce` gets a device's best id, and if its logit is the largest."""
+
+    def argmax_sharded(x):
+        top, v = jnp.max(x, axis=1), x.shape[1]
+        id = best(x) + offset * axis_index(TENSOR) * v
+        return reduce(id, top == pmax(top, TENSOR))
+
+    return argmax_sharded
 
 
-# %% tags=["hide-input"]
-from_0 = "Every device counts its ids from 0, and you return that count."
-MISTAKES = [
-    (lambda n: local(n).max(1), "The largest of the ids. Whose logit is largest?"),
-    (lambda n: ids(n).max(1), "Always the last device's id: ids are not logits."),
-    (lambda n: ids(n).min(1), "Always the first device's id: ids are not logits."),
-    (lambda n: ids(n).sum(1), "A sum of ids is not an id."),
-    (lambda n: ids_N % (vocabulary // n), from_0),
-    (lambda n: won(local, n, 999).min(1), from_0),
-    (lambda n: won(ids, n, 0).sum(1), "Fine until two devices share the maximum."),
-    (lambda n: won(ids, n, 0).max(1), "Right, except for equal logits."),
-    (lambda n: won(ids, n, 0).min(1), "0 is an id, too. What should others send?"),
-    (lambda n: won(ids, n, vocabulary // n).min(1), "Others send a valid id."),
-    (lambda n: logits_NV.max(1), "These are logits. Which ids have them?"),
-]
-
+OWN = "Each device returns its own best id. Which has the largest logit?"
+FROM_0 = "Every device counts its ids from 0, and you return that count."
 
 # %% tags=["hide-input"]
-def check_argmax(argmax_sharded):
-    run = lambda n: sampler(argmax_sharded, n)(logits_NV)
-    same = lambda ids: lambda n: jnp.stack([ids(n)] * n)
-    own = "Each device returns its own best id. Which has the largest logit?"
-    mistakes = [(lambda n: local(n).T, own), (lambda n: ids(n).T, own)]
-    mistakes += [(same(ids), hint) for ids, hint in MISTAKES]
-    line = lesson.diagnose(run, [(2,), (4,)], same(lambda n: ids_N), mistakes, "Right")
+ID_HINTS = [
+    (best, OWN), (lambda x: best(x) + axis_index(TENSOR) * x.shape[1], OWN),
+    (by_id(lambda id, mine: pmax(id, TENSOR), 0),
+     "The largest of the ids. Whose logit is largest?"),
+    (by_id(lambda id, mine: pmax(id, TENSOR)),
+     "Always the last device's id: ids are not logits."),
+    (by_id(lambda id, mine: pmin(id, TENSOR)),
+     "Always the first device's id: ids are not logits."),
+    (by_id(lambda id, mine: psum(id, TENSOR)), "A sum of ids is not an id."),
+    (lambda x: by_id(lowest(999))(x) % x.shape[1], FROM_0),
+    (by_id(lowest(999), offset=0), FROM_0),
+    (by_id(lambda id, mine: psum(id * mine, TENSOR)),
+     "Fine until two devices share the maximum."),
+]  # fmt: skip
+
+# %% tags=["hide-input"]
+ID_HINTS += [
+    (by_id(lambda id, mine: pmax(id * mine, TENSOR)),
+     "Right, except for equal logits."),
+    (by_id(lambda id, mine: pmin(id * mine, TENSOR)),
+     "0 is an id, too. What should others send?"),
+    (lambda x: by_id(lowest(x.shape[1]))(x), "Others send a valid id."),
+    (lambda x: pmax(jnp.max(x, axis=1), TENSOR),
+     "These are logits. Which ids have them?"),
+]  # fmt: skip
+
+
+def check_argmax(answer):
+    run = lambda answer: lambda n: sampler(answer, n)(logits_NV)
+    right = lambda n: jnp.stack([ids_N] * n)
+    line = lesson.diagnose(answer, [(2,), (4,)], right, ID_HINTS, "Right", run=run)
     if line != "Right":
         return line
-    found = lesson.compiled(sampler(argmax_sharded, 4), devices(4), logits_NV)
-    sent = found.total.wire_bytes / tokens
+    found = lesson.compiled(sampler(answer, 4), devices(4), logits_NV)
+    sent = found.total.wire_bytes / len(ids_N)
     verdict = "at most 16." if sent <= 16 else "that is over 16. What must you send?"
     return f"The right ids, with {sent:.0f} bytes per token on 4 devices: {verdict}"
 
@@ -966,42 +945,12 @@ print(check_argmax(argmax_sharded))
 # </details>
 
 # %% tags=["remove-cell"]
-lowest = lambda loser: lambda word, mine: pmin(jnp.where(mine, word, loser), TENSOR)
-smallest = lowest(2**30)
-best = lambda x: jnp.argmax(x, axis=1)
 whole = lambda x, **to: all_gather(x, TENSOR, axis=1, tiled=True, **to)
-
-
-def solution(reduce=smallest, offset=1):
-    def argmax_sharded(x):
-        top, v = jnp.max(x, axis=1), x.shape[1]
-        word = jnp.argmax(x, axis=1) + offset * axis_index(TENSOR) * v
-        return reduce(word, top == pmax(top, TENSOR))
-
-    return argmax_sharded
-
-
-for answer, hint in [
-    (solution(), "with 12 bytes"),
-    (lambda x: best(whole(x, to="invarying")), "What must you send"),
-    (lambda x: best(whole(x)), "What must you send"),
-    (lambda x: ..., "Nothing"),
-    (best, "its own best"),
-    (lambda x: best(x) + axis_index(TENSOR) * x.shape[1], "its own best"),
-    (solution(lambda word, mine: pmax(word, TENSOR), 0), "largest of the ids"),
-    (solution(lambda word, mine: pmax(word, TENSOR)), "last device"),
-    (solution(lambda word, mine: pmin(word, TENSOR)), "first device"),
-    (solution(lambda word, mine: psum(word, TENSOR)), "sum of ids"),
-    (lambda x: solution()(x) % x.shape[1], "from 0"),
-    (solution(offset=0), "from 0"),
-    (solution(lambda word, mine: psum(word * mine, TENSOR)), "Fine until"),
-    (solution(lambda word, mine: pmax(word * mine, TENSOR)), "equal logits"),
-    (solution(lambda word, mine: pmin(word * mine, TENSOR)), "What should others"),
-    (lambda x: solution(lowest(x.shape[1]))(x), "send a valid id"),
-    (lambda x: pmax(jnp.max(x, axis=1), TENSOR), "These are logits"),
-    (lambda x: pmax(x), "It stops"),
-]:
-    assert hint in check_argmax(answer), (hint, check_argmax(answer))
+lesson.expect(check_argmax, *ID_HINTS, (by_id(lowest(2**30)), "with 12 bytes"),
+              (lambda x: best(whole(x, to="invarying")), "What must you send"),
+              (lambda x: best(whole(x)), "What must you send"),
+              (argmax_sharded, "Nothing"),
+              (lambda x: pmax(x), "It stops"))  # fmt: skip
 
 # %% [markdown]
 # ## A bug to find
@@ -1204,18 +1153,15 @@ def mended(add_up, names=KV):
 sharded = [name for name, dim in SPLIT.items() if dim is not None]
 from_first = lambda g: psum(jnp.where(axis_index(TENSOR) == 0, g, 0), TENSOR)
 over = lambda g: psum(g, TENSOR)
-for answer, hint in [
-    (mended(over), "match a single-device run"),
-    (gradients, "have not changed"),
-    (mended(lambda g: over(g) / jax.lax.axis_size(TENSOR)), "1/n of the sum"),
-    (mended(from_first), "device 0's"),
-    (mended(lambda g: over(over(g))), "added twice"),
-    (mended(over, [*sharded, *KV]), "Different shards"),
-    (mended(over, SPLIT), "Gains twice"),
-    (mended(lambda g: 3 * over(g)), "Not yet"),
-    (lambda *_: ..., "Nothing there"),
-]:
-    assert hint in check_gradients(answer), (hint, check_gradients(answer))
+lesson.expect(check_gradients, (mended(over), "match a single-device run"),
+              (gradients, "have not changed"),
+              (mended(from_first), "device 0's"),
+              (mended(lambda g: over(g) / axis_size(TENSOR)), "1/n of the sum"),
+              (mended(lambda g: over(over(g))), "added twice"),
+              (mended(over, [*sharded, *KV]), "Different shards"),
+              (mended(over, SPLIT), "Gains twice"),
+              (mended(lambda g: 3 * over(g)), "Not yet"),
+              (lambda *_: ..., "Nothing there"))  # fmt: skip
 
 # %% [markdown]
 # ## In the project

@@ -186,7 +186,8 @@ for params, activations in partition.PARTITIONINGS:
     print(f"{params}D parameters, {activations}D activations: w {w_spec}, x {x_spec}")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Eight small boxes: for each of the four partitionings, which devices hold which shard of a weight (above) and of the activations between layers (below)."}}
-figure, panels = plt.subplots(2, 4, figsize=(6.6, 3.6))
+title = "Which devices hold a shard (0 to 3: data=0, 4 to 7: data=1)"
+_, panels = lesson.panels(title, 2, 4, figsize=(6.6, 3.6))
 for column, (params, activations) in enumerate(partition.PARTITIONINGS):
     above, below = panels[:, column]
     table = partition.rules(params, activations)
@@ -201,8 +202,6 @@ for column, (params, activations) in enumerate(partition.PARTITIONINGS):
     below.title.set_size(9)
 panels[0, 0].set_ylabel("w\nD", rotation=0, labelpad=12)
 panels[1, 0].set_ylabel("x\nB", rotation=0, labelpad=12)
-title = "Which devices hold a shard (0 to 3: data=0, 4 to 7: data=1)"
-title = figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
 # These are the four partitionings of the T5X paper ([arXiv:2203.17189](https://arxiv.org/abs/2203.17189),
@@ -420,8 +419,6 @@ def check_names(answer):
 
     if answer is None or answer is ...:
         return lesson.NOTHING
-    if not callable(answer):
-        return "Pass a function of a table and names."
     hints = [(text(wrong), hint) for wrong, hint in NAME_HINTS]
     done = "Right: every mesh axis shards at most one dim."
     cases = [(names,) for names in NAMES]
@@ -461,10 +458,8 @@ def solution_1(table, names):
     return tuple(axes)
 
 
-assert check_names(solution_1).startswith("Right")
-for wrong, hint in NAME_HINTS:
-    assert check_names(wrong) == hint, hint
-assert check_names(mesh_axes) == check_names(...) == lesson.NOTHING
+lesson.expect(check_names, *NAME_HINTS, (solution_1, "Right"),
+              (mesh_axes, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2: the bytes of each partitioning
@@ -508,13 +503,13 @@ BYTES_HINTS = [
     (lambda *a: right_bytes(*a) / 4, "Bytes, not elements: float32 has four."),
 ]  # fmt: skip
 
-
 # %% tags=["hide-input"]
-def check_bytes(answer):
-    cases = [(1, 1, 4, 48, 64, 192, 2, 4), (1, 2, 3, 40, 64, 128, 4, 2),
-             (2, 1, 4, 48, 64, 192, 2, 4), (2, 2, 5, 48, 32, 192, 4, 2)]  # fmt: skip
-    done = "Right for all four partitionings: the compiled programs above send this."
-    return lesson.diagnose(answer, cases, right_bytes, BYTES_HINTS, done)
+check_bytes = lesson.checker(
+    [(1, 1, 4, 48, 64, 192, 2, 4), (1, 2, 3, 40, 64, 128, 4, 2),
+     (2, 1, 4, 48, 64, 192, 2, 4), (2, 2, 5, 48, 32, 192, 4, 2)],
+    right_bytes, BYTES_HINTS,
+    "Right for all four partitionings: the compiled programs above send this.",
+)  # fmt: skip
 
 
 # %%
@@ -535,10 +530,8 @@ print(check_bytes(step_bytes))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_bytes(right_bytes).startswith("Right")
-for wrong, hint in BYTES_HINTS:
-    assert check_bytes(wrong) == hint, hint
-assert check_bytes(step_bytes) == lesson.NOTHING
+lesson.expect(check_bytes, *BYTES_HINTS, (right_bytes, "Right"),
+              (step_bytes, lesson.NOTHING))  # fmt: skip
 small = partition.SMALL
 sizes = small.layers, small.batch * small.seq_len // 2, small.width, small.hidden
 for dims in partition.PARTITIONINGS:
@@ -579,10 +572,6 @@ def memory_and_bytes(between):
 
 
 # %% tags=["hide-input"]
-def one_line(error):
-    return f"It stops: {type(error).__name__}: {str(error).partition(chr(10))[0][:150]}"
-
-
 def check_between(between):
     if between is None or between is ...:
         return lesson.NOTHING
@@ -594,7 +583,7 @@ def check_between(between):
             return "The values have changed: return x_BTD itself, pinned."
         memory, sent = memory_and_bytes(between)
     except Exception as error:
-        return one_line(error)
+        return lesson.stopped(error)
     text = f"{memory:,} bytes of memory, {sent:,} bytes sent"
     return f"{text}: {memory_hint(memory)}"
 
@@ -627,16 +616,16 @@ print(check_between(between))
 # </details>
 
 # %% tags=["remove-cell"]
-assert "right" in check_between(lambda x: pin(x, "data", None, "model"))
-assert check_between(lambda x: pin(x, "data", None, "model")).startswith("229,760")
-assert check_between(lambda x: pin(x, "data", "model")).startswith("196,984")
-assert "right" in check_between(lambda x: pin(x, ("data", "model")))
-assert "same program" in check_between(lambda x: x)
-assert "more than before" in check_between(lambda x: pin(x))
-assert "not enough" in check_between(lambda x: pin(x, "model"))
-assert "values have changed" in check_between(lambda x: 2 * x)
-assert check_between(lambda x: pin(x, "nodel")).startswith("It stops")
-assert check_between(between) == check_between(None) == lesson.NOTHING
+lesson.expect(check_between, (lambda x: pin(x, "data", None, "model"), "right"),
+              (lambda x: pin(x, "data", None, "model"), "229,760"),
+              (lambda x: pin(x, "data", "model"), "196,984"),
+              (lambda x: pin(x, ("data", "model")), "right"),
+              (lambda x: x, "same program"),
+              (lambda x: pin(x), "more than before"),
+              (lambda x: pin(x, "model"), "not enough"),
+              (lambda x: 2 * x, "values have changed"),
+              (lambda x: pin(x, "nodel"), "It stops"),
+              (between, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## A bug to find
@@ -761,7 +750,7 @@ def check_program(program):
     try:
         (stored, sent), losses = stored_and_sent(program), trained(program)
     except Exception as error:
-        return one_line(error)
+        return lesson.stopped(error)
     text = f"{stored:,} bytes stored, {sent:,} sent"
     if not lesson.same(losses, losses_alone(), 1e-5):
         return f"{text}, but other losses. Which columns take part in the softmax?"
@@ -827,13 +816,11 @@ def variant(padding=0, masked=False, tables=TABLES):
     return program
 
 
-assert "Print the sharding" in check_program(program)
-assert check_program(variant(2, masked=True)).startswith("Fixed")
 other_dim = variant(tables=((None, "hidden"), ("hidden", None)))
-assert check_program(other_dim).startswith("Fixed")
-assert "softmax" in check_program(variant(2))
-assert check_program(lambda: 1 / 0).startswith("It stops: ZeroDivisionError")
-assert check_program(None) == lesson.NOTHING
+lesson.expect(check_program, (program, "Print the sharding"),
+              (variant(2, masked=True), "Fixed"),
+              (other_dim, "Fixed"), (variant(2), "softmax"),
+              (lambda: 1 / 0, "It stops: ZeroDivisionError"))  # fmt: skip
 
 # %% [markdown]
 # ## In one table
