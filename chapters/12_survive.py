@@ -17,7 +17,6 @@ from devices import simulate_devices
 
 simulate_devices(8)
 
-import inspect
 
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -164,7 +163,8 @@ print("8, 8: identical; 8, 4: differ by", np.abs(moved / straight[20:] - 1).max(
 # devices sum in a different order, so the losses differ by rounding.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Left, a square split into eight strips, one for each of devices 0 to 7; middle, one unsplit square, the checkpoint; right, four strips for devices 0 to 3."}}
-figure, panels = plt.subplots(1, 3, figsize=(6.2, 2.4))
+title = "The checkpoint does not depend on the mesh (numbers: devices)"
+_, panels = lesson.panels(title, 1, 3, figsize=(6.2, 2.4))
 for n, axes in ((8, panels[0]), (4, panels[2])):
     on = jax.make_mesh((n,), ("fsdp",), (AxisType.Auto,), devices=jax.devices()[:n])
     lesson.slices(axes, on, spec, "DD", f"w, m, v on fsdp={n}")
@@ -176,8 +176,6 @@ for x, name in ((-0.2, "save"), (1.02, "load")):
     style = dict(xycoords="axes fraction", textcoords="axes fraction")
     style |= dict(arrowprops=dict(arrowstyle="->"), va="center", annotation_clip=False)
     panels[1].annotate(name, (x + 0.3, 0.5), (x - 0.1, 0.5), size=9, **style)
-title = "The checkpoint does not depend on the mesh (numbers: devices)"
-figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
 # ## What if you forget something?
@@ -227,11 +225,11 @@ class Killed(BaseException):
     """The process was killed, or the power failed."""
 
 
-class Disk:
-    """`files` is what processes see, `safe` is what survives a power failure."""
+# %% tags=["hide-input"]
+class Process:
+    """A process that is killed before operation `dies`, counted from 0."""
 
     def __init__(self, dies):
-        self.files, self.safe = {"state": "old state"}, {"state": "old state"}
         self.left = dies
 
     def work(self):
@@ -241,7 +239,13 @@ class Disk:
 
 
 # %% tags=["hide-input"]
-class Disk(Disk):
+class Disk(Process):
+    """`files` is what processes see, `safe` is what survives a power failure."""
+
+    def __init__(self, dies):
+        super().__init__(dies)
+        self.files, self.safe = {"state": "old state"}, {"state": "old state"}
+
     def write(self, name, data):
         for part in (data[: len(data) // 2], data):
             self.work()
@@ -289,7 +293,6 @@ def check_save(answer):
     return lesson.diagnose(left_by(answer), cases, right, hints, done)
 
 
-# %% tags=["hide-input"]
 def doing(*words):
     """A save with these operations: doing("write tmp", "rename tmp state")."""
 
@@ -304,6 +307,8 @@ def doing(*words):
 GAP = "If stopped between two of your operations, there is no state file at all."
 LATE = "It survives a kill. After a power failure, the bytes may not be on disk."
 TORN = "If stopped during `write`, the only state file is incomplete."
+
+# %% tags=["hide-input"]
 SAVE_HINTS = [
     (doing("write state"), TORN), (doing("write state", "sync state"), TORN),
     (doing("remove state", "write state", "sync state"), TORN),
@@ -333,12 +338,10 @@ print(check_save(atomic_save))
 
 # %% tags=["remove-cell"]
 answer_1 = doing("write tmp", "sync tmp", "rename tmp state")
-assert check_save(answer_1).startswith("Right")
-for wrong, hint in SAVE_HINTS:
-    assert check_save(wrong) == hint, (hint, check_save(wrong))
-assert check_save(atomic_save) == lesson.NOTHING == check_save(...)
-assert check_save(lambda disk, data: None).startswith("Never incomplete")
-assert check_save(doing("write state", "remove tmp")).startswith("It stops")
+lesson.expect(check_save, *SAVE_HINTS, (answer_1, "Right"),
+              (atomic_save, lesson.NOTHING),
+              (lambda disk, data: None, "Never incomplete"),
+              (doing("write state", "remove tmp"), "It stops"))  # fmt: skip
 
 # %% [markdown]
 # ## kill -9
@@ -696,23 +699,19 @@ def found_by(answer):
     def local(w_DD):
         w_DD = jax.lax.pcast(w_DD, "data", to="varying")
         bits_DD = jax.lax.bitcast_convert_type(w_DD, jnp.uint32)
-        said = lesson.answered(answer)(jnp.sum(bits_DD, dtype=jnp.uint32))
-        said = jnp.asarray(said, jnp.int32) + 0 * jax.lax.axis_index("data")
-        return jnp.reshape(said, (1,))
+        said = answer(jnp.sum(bits_DD, dtype=jnp.uint32))
+        return jnp.reshape(jnp.asarray(said, jnp.int32), ())
 
-    kinds = dict(mesh=replicas, in_specs=P(), out_specs=P("data"))
-    on_all = jax.jit(jax.shard_map(local, **kinds))
+    on_all = lesson.on_each(local, replicas, P())
     return lambda odd: np.asarray(on_all(flipped(None if odd < 0 else 12, odd)))
 
 
 def check_odd(answer):
     cases, right = [(odd,) for odd in (-1, 0, 5, 7)], lambda odd: np.full(8, odd)
-    hints = [(found_by(wrong), hint) for wrong, hint in ODD_HINTS]
     done = "Right, with 4 bytes per replica."
-    return lesson.diagnose(found_by(answer), cases, right, hints, done)
+    return lesson.diagnose(answer, cases, right, ODD_HINTS, done, run=found_by)
 
 
-# %% tags=["hide-input"]
 everyone = lambda mine: jax.lax.all_gather(mine, "data")
 number = lambda: jax.lax.axis_index("data")
 where_any = lambda odd: jnp.where(jnp.any(odd), jnp.argmax(odd), -1)
@@ -720,6 +719,8 @@ middle = lambda one: jnp.sort(everyone(one))[4]
 OWN = "Each replica assumes that it is right. What does the bad one return?"
 FIRST = "You assume that replica 0 is right. What if it is the bad one?"
 SPREAD = "You detect *that* replicas differ, but not which one."
+
+# %% tags=["hide-input"]
 ODD_HINTS = [
     (lambda one: where_any(everyone(one) != one), OWN),
     (lambda one: jnp.argmax(everyone(one) != one), OWN),
@@ -752,10 +753,7 @@ print(check_odd(odd_one))
 
 # %% tags=["remove-cell"]
 answer_2 = lambda one: where_any(everyone(one) != middle(one))
-assert check_odd(answer_2).startswith("Right")
-for wrong, hint in ODD_HINTS:
-    assert check_odd(wrong) == hint, (hint, check_odd(wrong))
-assert check_odd(odd_one) == lesson.NOTHING == check_odd(...)
+lesson.expect(check_odd, *ODD_HINTS, (answer_2, "Right"), (odd_one, lesson.NOTHING))
 
 # %% [markdown]
 # ## How often to save
@@ -860,16 +858,6 @@ assert abs(best / (young(c, host_mtbf_s / 1024) / 60) - 1) < 0.2
 
 
 # %% tags=["hide-input"]
-def check_interval(answer):
-    year = 365.0 * DAY
-    cases = [(60.0, 5.0, year, 64), (2.0, 30.0, 0.5 * year, 1024)]
-    cases += [(1.0, 900.0, year, 4096), (30.0, 2000.0, 0.3 * year, 4096)]
-    right = lambda c, w, m, hosts: max(young(c, m / hosts), w)
-    done = "Right: Young's rule, but never faster than the disk."
-    return lesson.diagnose(answer, cases, right, INTERVAL_HINTS, done, 0.02)
-
-
-# %% tags=["hide-input"]
 NO_FLOOR = "With a slow disk, a save would begin while the last one is still written."
 ONE_HOST = "You count the failures of one host. There are more hosts."
 HALF = "How much of an interval is lost on average?"
@@ -886,6 +874,14 @@ INTERVAL_HINTS = [
     (lambda c, w, m, h: max(young(c + w, m / h), w), BOTH),
     (lambda c, w, m, h: young(c, m / h) + w, "The two times overlap."),
 ]
+year = 365.0 * DAY
+
+# %% tags=["hide-input"]
+check_interval = lesson.checker(
+    [(60.0, 5.0, year, 64), (2.0, 30.0, 0.5 * year, 1024),
+     (1.0, 900.0, year, 4096), (30.0, 2000.0, 0.3 * year, 4096)],
+    lambda c, w, m, hosts: max(young(c, m / hosts), w), INTERVAL_HINTS,
+    "Right: Young's rule, but never faster than the disk.", share=0.02)  # fmt: skip
 
 
 # %%
@@ -904,10 +900,8 @@ print(check_interval(interval))
 
 # %% tags=["remove-cell"]
 by_rule = lambda c, w, m, h: max((2 * c * m / h) ** 0.5, w)
-assert check_interval(by_rule).startswith("Right")
-for wrong, hint in INTERVAL_HINTS:
-    assert check_interval(wrong) == hint, (hint, check_interval(wrong))
-assert check_interval(interval) == lesson.NOTHING == check_interval(...)
+lesson.expect(check_interval, *INTERVAL_HINTS, (by_rule, "Right"),
+              (interval, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## A bug to find
@@ -1056,24 +1050,7 @@ print(check_run(run_offloaded))
 
 
 # %% tags=["remove-cell"]
-def class_source(kind):  # inspect.getsource(kind) fails in a notebook
-    methods = [inspect.getsource(one) for one in vars(kind).values() if callable(one)]
-    return f"class {kind.__name__}:\n" + "\n".join(methods)
-
-
-BUGGY = [class_source(HostAdam), class_source(Writer), inspect.getsource(run_offloaded)]
-BUGGY = "\n\n".join(BUGGY)
-
-
-def changed(*swaps):
-    space, text = dict(globals()), BUGGY
-    for old, new in swaps:
-        assert old in text, old
-        text = text.replace(old, new)
-    exec(text, space)
-    return space["run_offloaded"]
-
-
+changed = lesson.rewritten(HostAdam, Writer, run_offloaded)
 TO_HOST = "jax.tree.map(np.asarray, state)"
 copied = changed((TO_HOST, "jax.tree.map(np.array, state)"))
 new_m = ("self.m *= 0.9\n", "self.m = 0.9 * self.m\n")
@@ -1081,22 +1058,15 @@ new_v = ("self.v *= 0.99\n", "self.v = 0.99 * self.v\n")
 late = ("self.waiting.pop(0))", "jax.tree.map(np.array, self.waiting.pop(0)))")
 no_m = ('HostAdam(state["m"].copy()', 'HostAdam(0 * state["m"]')
 at_once = ("self.waiting.append((step, on_host))", "save(self.path, (step, on_host))")
-for answer, hint in (
-    (run_offloaded, "Unchanged"),
-    (copied, "Right"),
-    (changed(new_m, new_v), "Right"),
-    (changed(late), "Unchanged"),
-    (changed((TO_HOST, "state")), "Unchanged"),
-    (changed(new_m), "One of the arrays"),
-    (changed(("m=adam.m,", "m=adam.m.copy(),")), "One of the arrays"),
-    (changed(new_v), "One of the arrays"),
-    (changed(at_once), "training waits"),
-    (changed(no_m), "Not yet"),
-    (lambda path, stop, slow: None, "Nothing there"),
-    (..., "Nothing there"),
-    (3, "It stops"),
-):
-    assert hint in check_run(answer), (hint, check_run(answer))
+lesson.expect(check_run, (run_offloaded, "Unchanged"), (copied, "Right"),
+              (changed(new_m, new_v), "Right"),
+              (changed(late), "Unchanged"), (changed((TO_HOST, "state")), "Unchanged"),
+              (changed(new_m), "One of the arrays"),
+              (changed(("m=adam.m,", "m=adam.m.copy(),")), "One of the arrays"),
+              (changed(new_v), "One of the arrays"),
+              (changed(at_once), "training waits"), (changed(no_m), "Not yet"),
+              (lambda path, stop, slow: None, "Nothing there"),
+              (3, "It stops"))  # fmt: skip
 assert not resumed[0].any() and np.abs(resumed[5]).max() > 0.01, "no visible symptom"
 
 # %% [markdown]
@@ -1108,14 +1078,14 @@ assert not resumed[0].any() and np.abs(resumed[5]).max() > 0.01, "no visible sym
 #
 # | event | how you detect it | what it costs | in this project |
 # |---|---|---|---|
-# | a process dies | it exits, or sends no heartbeat for a minute | half an interval, and r | all processes stop and restart from the latest valid checkpoint (`train/watchdog.py`, `launcher.sh`) |
+# | a process dies | it exits, or sends no heartbeat for a minute | half an interval, and r | all processes stop and restart from the latest valid checkpoint (`train/hosts/watchdog.py`, `launcher.sh`) |
 # | killed during a save | the final name is missing, or the sha256 is wrong | one more interval | `40.saving` is renamed to `40` last; a manifest with each file's sha256 (`train/checkpoint.py`) |
 # | fewer devices | the mesh changes | rounding differences, 1e-7 per step | arrays are stored by name; any mesh can load them |
 # | a NaN | loss or gradients, summed over all devices | one step | the step is skipped and reported; ten in a row stop the run (`train/guard.py`) |
 # | a loss spike | loss or gradient norm against its median | the batches, or a rollback | gradients are clipped; you decide to go back: `--run.restart newest --data.skip 40:42` |
 # | a replica differs | checksums compared over `data`, 4 bytes each | each check reads 4 P bytes of memory | not checked |
 # | a chip computes wrongly | repeating a step on other chips | a step | `--replay N` compares with the log, bit for bit |
-# | a slow host (straggler) | its time for a fixed matmul | all hosts wait for it | reported (`train/pace.py`) |
+# | a slow host (straggler) | its time for a fixed matmul | all hosts wait for it | reported (`train/hosts/pace.py`) |
 #
 # | here | JAX | PyTorch | Megatron-LM |
 # |---|---|---|---|
