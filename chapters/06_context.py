@@ -43,16 +43,16 @@ alone, shared = [saved] + [0] * 7, saved / 8
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Memory bars of eight devices and a timeline, before and after: device 0 alone holds 9.3 GiB and computes for 64 ms; with context=8 every device holds 1.9 GiB and computes for 8 ms."}}
 opening.before_after(
     opening.Scene("FSDP: device 0 has the sequence", weights | {"activations": alone},
-                  [("device 0: forward pass", gather, work)], [("", 0, gather)]),
+                  [("device 0: forward pass", gather, work)],
+                  [("", 0, gather, "fsdp")]),
     opening.Scene("context=8: each has an eighth", weights | {"activations": shared},
-                  [("", gather, work / 8)], [("", 0, gather), ("", 2 * gather, kv_ms)]),
+                  [("", gather, work / 8)],
+                  [("", 0, gather, "fsdp"), ("", 2 * gather, kv_ms)]),
     f"One sequence of {T:,} positions: an eighth of the time", "context")  # fmt: skip
 axes, style = plt.gcf().axes, dict(va="center", size=8)
 text = axes[2].text(3, 1, "weights", **style)
 text = axes[3].text(4, 1, "weights, then keys and values", **style)
 text = axes[3].text(11, 0, "all 8 devices", **style)
-for gathered_weights in (axes[2].collections[1], axes[3].collections[1]):
-    gathered_weights.set_facecolor(lesson.COLORS["fsdp"])
 
 # %% [markdown]
 # The figure shows one layer of Llama 3 8B on eight H100s. Weights are sharded as in FSDP (chapter 03) and
@@ -110,8 +110,7 @@ cut = P("context")
 
 
 def on_mesh(device):
-    four = jax.shard_map(device, mesh=mesh, in_specs=(cut,) * 4, out_specs=cut)
-    return jax.jit(four)
+    return jax.jit(jax.shard_map(device, mesh=mesh, in_specs=(cut,) * 4, out_specs=cut))
 
 
 naive = on_mesh(lambda q, k, v, at_s: attend(q, k, v, at_s, at_s))
@@ -137,14 +136,13 @@ PANELS = {
     "a ring: one more row at a time": lambda row, column: {1: 0.6, 0: 0.3}.get(row, 0),
     "all-to-all: a part of the heads": lambda row, column: 0.6 * (column == 1),
 }
+tint = lambda shade: (*plt.matplotlib.colors.to_rgb(green), shade)
 figure, axes = plt.subplots(2, 2, figsize=(5.4, 5))
 for ax, (title, shade) in zip(axes.flat, PANELS.items(), strict=True):
     for row, column in np.ndindex(4, 4):
-        face = (*plt.matplotlib.colors.to_rgb(green), shade(row, column))
-        box = dict(facecolor=face, edgecolor=lesson.NEUTRAL, linewidth=0.5)
-        ax.add_patch(plt.Rectangle((column, row), 1, 1, **box))
-        if (column if "all-to-all" in title else row) == 1:
-            ax.text(column + 0.5, row + 0.5, "q", ha="center", va="center")
+        query = "q" if (column if "all-to-all" in title else row) == 1 else ""
+        look = dict(fc=tint(shade(row, column)), ec=lesson.NEUTRAL, lw=0.5)
+        lesson.box(ax, column, row, text=query, size=10, **look)
     ax.set(xlim=(0, 4), ylim=(4, 0), xticks=[], yticks=[], ylabel="positions")
     ax.set(xlabel="heads")
     title = ax.set_title(title, size=9)
@@ -403,10 +401,8 @@ assert sends(jax.checkpoint) == 3 * (5 + 3), "a checkpointed step repeats its se
 # %% tags=["hide-input"] mystnb={"image": {"alt": "A table of four devices by four steps of the ring: each cell has the device whose keys have arrived and the number of allowed pairs; device 0 has no work after its first step, device 3 has 256 pairs in each later step."}}
 figure, ax = plt.subplots(figsize=(5.4, 3))
 for i, r in np.ndindex(n, n):
-    face = (*plt.matplotlib.colors.to_rgb(green), 0.75 * float(pairs[i, r]) / 256)
-    ax.add_patch(plt.Rectangle((r, i), 1, 1, facecolor=face, edgecolor="black", lw=0.6))
     says = f"keys of {(i - r) % n}\n{pairs[i, r]} pairs"
-    ax.text(r + 0.5, i + 0.5, says, ha="center", va="center", size=9)
+    lesson.box(ax, r, i, text=says, fc=tint(0.75 * float(pairs[i, r]) / 256), lw=0.6)
 middle = np.arange(n) + 0.5
 ax.set(xlim=(0, n), ylim=(n, 0), xticks=middle, yticks=middle, ylabel="device")
 ax.set(xticklabels=[f"step {r}" for r in range(n)], yticklabels=range(n))
@@ -432,15 +428,12 @@ print("device 0 holds positions", *at_S[:16])
 print(pairs_zz)
 assert np.ptp(np.asarray(pairs_zz), axis=0).max() == 0, "unequal work in a step"
 
-# %% tags=["hide-input"]
-orders = {"in order": np.arange(S), "zig-zag": at_S}
-shades = [(*plt.matplotlib.colors.to_rgb(green), 0.25 + 0.22 * i) for i in range(n)]
-
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Two triangles of queries against keys, shaded by the device that works on them: plain stripes that grow downwards, and zig-zag with an early and a late stripe each; next to them bars of the work of each device, unequal and equal."}}
+orders = {"in order": np.arange(S), "zig-zag": at_S}
+shades = [tint(0.25 + 0.22 * i) for i in range(n)]
 figure, axes = plt.subplots(2, 2, figsize=(5.6, 5), width_ratios=(1.3, 1))
 for (ax, bars), (name, order) in zip(axes, orders.items(), strict=True):
-    owner_S = np.empty(S, int)
-    owner_S[order] = np.repeat(np.arange(n), S // n)
+    owner_S = np.argsort(order) // (S // n)
     picture = np.zeros((S, S, 4))
     for place in range(S):
         picture[place, : place + 1] = shades[owner_S[place]]
@@ -459,7 +452,8 @@ title = figure.suptitle("Early and late chunks give all devices equal work", siz
 
 # %% [markdown]
 # Now every device has the same work in each step, 136 and then 128 pairs: about half of all 16 x 16. The work
-# is balanced in total *and* in each step. Llama 3 was trained this way ([section
+# is balanced in total *and* in each step. Llama 3 used this order, with an
+# all-gather ([section
 # 3.3.2](https://arxiv.org/abs/2407.21783)). The all-to-all does not need zig-zag: each device has all
 # positions, so the work is equal for any mask.
 #
@@ -505,9 +499,7 @@ def costs(owner_S):
 
 
 def owners(order_S):
-    owner_S = np.empty(LONG, int)
-    owner_S[order_S] = np.repeat(np.arange(MANY), LONG // MANY)
-    return owner_S
+    return np.argsort(order_S) // (LONG // MANY)
 
 
 # %% [markdown]
@@ -589,9 +581,9 @@ title = figure.suptitle("A step waits for its busiest device (boxed; titles: mea
 #
 # ## What it costs, in seconds
 #
-# These times are not measured, but computed from the peak speeds in `plan/hardware.py`, for the forward pass
-# of one layer of Llama 3 8B and one sequence of 131,072 positions in bfloat16. A pair costs 4HK FLOPs. In a
-# step of the ring with zig-zag, half of s times s pairs are allowed: 2HKs² FLOPs. Meanwhile a device sends
+# These times are not measured, but computed from the peak speeds in `plan/chips/hardware.py`, for the forward
+# pass of one layer of Llama 3 8B and one sequence of 131,072 positions in bfloat16. A pair costs 4HK FLOPs. In
+# a step of the ring with zig-zag, half of s times s pairs are allowed: 2HKs² FLOPs. Meanwhile a device sends
 # the keys and values of s positions for the next step, 4GKs bytes. This overlaps fully if it takes less time
 # than the matmuls:
 #
@@ -696,6 +688,7 @@ def merged(a_HsK, a_Hs, b_HsK, b_Hs):
 ONWARD = [(i, (i + 1) % n) for i in range(n)]
 
 
+@functools.cache
 def ring_with(merge, times):
     """Attention on 4 devices with `merge`, with queries multiplied by `times`."""
 
@@ -718,36 +711,35 @@ def by_shares(share, log_sum):
     return merge
 
 
-# %% tags=["hide-input"]
 both, ones = jnp.logaddexp, jnp.ones_like
 rescaled = lambda a, b: (jnp.exp(a - both(a, b)), jnp.exp(b - both(a, b)))
 FIRST = "The first merge is right. Then: "
-BAD_MERGES = {
-    "A plain mean. But one may have seen 48 keys, and the other none.":
-        by_shares(lambda a, b: (ones(a) / 2, ones(b) / 2), both),
-    "A sum. Each is already a mean: what do its weights add up to?":
-        by_shares(lambda a, b: (ones(a), ones(b)), both),
-    "You swapped the weights.": by_shares(lambda a, b: rescaled(b, a), both),
-    "Weighted by the logarithms of the sums, not by the sums.":
-        by_shares(lambda a, b: (a / (a + b), b / (a + b)), both),
-    FIRST + "is the log of a sum the sum of the logs?":
-        by_shares(rescaled, lambda a, b: a + b),
-    FIRST + "the larger log is that of one sum only.": by_shares(rescaled, jnp.maximum),
-    FIRST + "your logsumexp ignores a.": by_shares(rescaled, lambda a, b: b),
-}  # fmt: skip
-made_by = functools.cache(lambda hint, times: ring_with(BAD_MERGES[hint], times))
+
+# %% tags=["hide-input"]
+MERGE_HINTS = [
+    (by_shares(lambda a, b: (ones(a) / 2, ones(b) / 2), both),
+     "A plain mean. But one may have seen 48 keys, and the other none."),
+    (by_shares(lambda a, b: (ones(a), ones(b)), both),
+     "A sum. Each is already a mean: what do its weights add up to?"),
+    (by_shares(lambda a, b: rescaled(b, a), both), "You swapped the weights."),
+    (by_shares(lambda a, b: (a / (a + b), b / (a + b)), both),
+     "Weighted by the logarithms of the sums, not by the sums."),
+    (by_shares(rescaled, lambda a, b: a + b),
+     FIRST + "is the log of a sum the sum of the logs?"),
+    (by_shares(rescaled, jnp.maximum),
+     FIRST + "the larger log is that of one sum only."),
+    (by_shares(rescaled, lambda a, b: b), FIRST + "your logsumexp ignores a."),
+]  # fmt: skip
+merged_by = lambda merge: lambda times: ring_with(merge, times)
 
 
 # %% tags=["hide-input"]
 def check_merged(answer):
-    if answer is None or answer is ...:
-        return lesson.NOTHING
-    run = functools.cache(lambda times: ring_with(lesson.answered(answer), times))
-    mistakes = [(functools.partial(made_by, hint), hint) for hint in BAD_MERGES]
     right = lambda times: one_device(times * q_SHK, k_SHK, v_SHK)
     done = "Right, on four devices, also with scores in the hundreds."
-    said = lesson.diagnose(run, [(1.0,), (60.0,)], right, mistakes, done, share=1e-3)
-    if said.startswith("Not yet") and lesson.same(run(1.0), right(1.0)):
+    more = dict(share=1e-3, run=merged_by)
+    said = lesson.diagnose(answer, [(1.0,), (60.0,)], right, MERGE_HINTS, done, **more)
+    if said.startswith("Not yet") and lesson.same(merged_by(answer)(1.0), right(1.0)):
         return "Right for small scores. For large ones exp overflows: subtract first."
     return said
 
@@ -763,14 +755,11 @@ print(check_merged(merged))
 # </details>
 
 # %% tags=["remove-cell"]
-assert "Right, on four" in check_merged(by_shares(rescaled, both))
-for hint, merge in BAD_MERGES.items():
-    assert check_merged(merge) == hint, (hint, check_merged(merge))
 part = lambda a, b: jnp.exp(a) / (jnp.exp(a) + jnp.exp(b))
 naive_share = lambda a, b: (part(a, b), part(b, a))
-assert "overflows" in check_merged(by_shares(naive_share, both))
-assert check_merged(merged) == lesson.NOTHING
-assert "It stops" in check_merged(lambda *_: 1 / 0)
+lesson.expect(check_merged, *MERGE_HINTS, (by_shares(rescaled, both), "Right, on four"),
+              (by_shares(naive_share, both), "overflows"), (merged, lesson.NOTHING),
+              (lambda *_: 1 / 0, "It stops"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2: more devices than KV heads
@@ -802,13 +791,11 @@ def counted_trade(n, s, H, G, K):
     return sum(one.count * one.wire_bytes for one in traded)
 
 
-# %% tags=["hide-input"]
 def by_formula(of_heads, share=lambda n: (n - 1) / n):
     return lambda n, s, H, G, K: share(n) * s * K * 4 * of_heads(n, H, G)
 
 
 ALL_FOUR = lambda n, H, G: 2 * H + 2 * max(n, G)
-
 
 # %% tags=["hide-input"]
 BAD_TRADES = [
@@ -830,12 +817,11 @@ BAD_TRADES = [
     (by_formula(lambda n, H, G: 2 * max(n, G)), "Queries and results are missing."),
 ]  # fmt: skip
 
-
 # %% tags=["hide-input"]
-def check_trade(answer):
-    cases = [(4, 16, 8, 4, 8), (8, 8, 16, 2, 4), (4, 6, 8, 2, 8), (2, 8, 16, 4, 8)]
-    done = "Right: the bytes of the compiled program in all four cases."
-    return lesson.diagnose(answer, cases, counted_trade, BAD_TRADES, done)
+check_trade = lesson.checker(
+    [(4, 16, 8, 4, 8), (8, 8, 16, 2, 4), (4, 6, 8, 2, 8), (2, 8, 16, 4, 8)],
+    counted_trade, BAD_TRADES,
+    "Right: the bytes of the compiled program in all four cases.")  # fmt: skip
 
 
 print(check_trade(trade_bytes))
@@ -850,11 +836,9 @@ print(check_trade(trade_bytes))
 # </details>
 
 # %% tags=["remove-cell"]
-assert "Right" in check_trade(by_formula(ALL_FOUR))
-for wrong, hint in BAD_TRADES:
-    assert check_trade(wrong) == hint, (hint, check_trade(wrong))
-assert check_trade(trade_bytes) == lesson.NOTHING
-assert "Not yet" in check_trade(lambda n, s, H, G, K: 1)
+lesson.expect(check_trade, *BAD_TRADES, (by_formula(ALL_FOUR), "Right"),
+              (trade_bytes, lesson.NOTHING),
+              (lambda n, s, H, G, K: 1, "Not yet"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 3: sliding-window attention
@@ -878,8 +862,7 @@ def window_of(steps):
         in_flight, scores, values, pairs = (k_sHK, v_sHK, at_s), [], [], 0
         for step in range(steps + 1):
             if step:
-                send = lambda x: jax.lax.ppermute(x, "context", ONWARD)
-                in_flight = list(map(send, in_flight))
+                in_flight = [jax.lax.ppermute(x, "context", ONWARD) for x in in_flight]
             k, v, at = in_flight
             seen = (at_s[:, None] >= at) & (at_s[:, None] - at < WINDOW)
             score = jnp.einsum("sHK,SHK->HsS", q_sHK, k) / K**0.5
@@ -915,13 +898,8 @@ def why_not(order, steps):
 
 
 # %% tags=["hide-input"]
-def check_window(answer):
-    try:
-        chosen = answer() if callable(answer) else answer
-    except Exception as error:  # show any error in the reader's code as one line
-        return f"It stops: {type(error).__name__}."
-    if chosen is None or chosen is ...:
-        return lesson.NOTHING
+@lesson.verdict
+def check_window(chosen):
     if not isinstance(chosen, tuple) or len(chosen) != 2 or np.ndim(chosen[1]):
         return "Return two things: the positions, device after device, and an integer."
     order, steps = np.asarray(chosen[0]), chosen[1]
@@ -945,17 +923,16 @@ print(check_window(windowed))
 # </details>
 
 # %% tags=["remove-cell"]
-assert "Right, with 2 sends" in check_window(lambda: (np.arange(S), 2))
-assert "no query sees" in check_window(lambda: (np.arange(S), 3))
-assert "Position 16 is" in check_window(lambda: (np.arange(S), 0))
-assert "Position 32 is" in check_window(lambda: (np.arange(S), 1))
-assert "all the way" in check_window(lambda: (zigzag(n, S), 3))
-assert "is wrong" in check_window(lambda: (zigzag(n, S), 2))
-assert "once" in check_window(lambda: (np.zeros(S), 2))
-assert "0 to 3" in check_window(lambda: (np.arange(S), 4))
-assert "two things" in check_window(lambda: 2)
-assert check_window(windowed) == lesson.NOTHING
-assert "It stops" in check_window(lambda: 1 / 0)
+lesson.expect(check_window, (lambda: (np.arange(S), 2), "Right, with 2 sends"),
+              (lambda: (np.arange(S), 3), "no query sees"),
+              (lambda: (np.arange(S), 0), "Position 16 is"),
+              (lambda: (np.arange(S), 1), "Position 32 is"),
+              (lambda: (zigzag(n, S), 3), "all the way"),
+              (lambda: (zigzag(n, S), 2), "is wrong"),
+              (lambda: (np.zeros(S), 2), "once"),
+              (lambda: (np.arange(S), 4), "0 to 3"), (lambda: 2, "two things"),
+              (windowed, lesson.NOTHING),
+              (lambda: 1 / 0, "It stops"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 4: targets
@@ -972,43 +949,55 @@ def targets_of(tokens_S, order):
 
 # %% tags=["hide-input"]
 WORDS = np.random.default_rng(5).permutation(S)  # all words differ
-ends_of = lambda n: np.arange(S).reshape(2 * n, -1)[:, -1]  # of the chunks
-rolled = lambda n: np.roll(WORDS[zigzag(n, S)].reshape(n, -1), -1, 1).reshape(-1)
-in_text = lambda n: np.roll(WORDS, -1)[zigzag(n, S)]
-not_last = lambda n: zigzag(n, S) < S - 1
-whole_ends = lambda n: ~np.isin(zigzag(n, S), zigzag(n, S)[S // n - 1 :: S // n])
-pair_of = lambda targets, mask: (np.where(mask, targets, -1), np.asarray(mask, bool))
-BAD_TARGETS = {
-    "What follows the last word that a device holds?": (rolled, not_last),
-    "The next device's words follow only if positions are sharded in order.":
-        (lambda n: np.roll(WORDS[zigzag(n, S)], -1), not_last),
-    "You masked one end per device. But a device has two chunks.":
-        (rolled, lambda n: whole_ends(n) & not_last(n)),
-    "No wrong targets, but the model never learns the words at chunk ends.":
-        (in_text, lambda n: ~np.isin(zigzag(n, S), ends_of(n))),
-    "The target of a word is that word.": (lambda n: WORDS[zigzag(n, S)], not_last),
-}  # fmt: skip
+devices_of = lambda order: 4 if order[7] == 7 else 8
+following = lambda tokens, order: np.roll(tokens, -1)[order]
+in_text = lambda order: order < S - 1
+in_place = lambda order: np.arange(S) < S - 1
+rolled = lambda tokens, order: np.roll(
+    tokens[order].reshape(devices_of(order), -1), -1, 1).reshape(-1)  # fmt: skip
+
+
+def without_ends(chunks):
+    """Masks the last position of each chunk, with so many chunks per device."""
+    last = lambda order: order.reshape(chunks * devices_of(order), -1)[:, -1]
+    return lambda order: ~np.isin(order, last(order))
+
+
+pair = lambda targets, mask: lambda tokens, order: (targets(tokens, order), mask(order))
+
+# %% tags=["hide-input"]
+TARGET_HINTS = [
+    (pair(rolled, in_text), "What follows the last word that a device holds?"),
+    (pair(lambda tokens, order: np.roll(tokens[order], -1), in_text),
+     "The next device's words follow only if positions are sharded in order."),
+    (pair(rolled, lambda order: without_ends(1)(order) & in_text(order)),
+     "You masked one end per device. But a device has two chunks."),
+    (pair(following, without_ends(2)),
+     "No wrong targets, but the model never learns the words at chunk ends."),
+    (pair(lambda tokens, order: tokens[order], in_text),
+     "The target of a word is that word."),
+    (pair(following, lambda order: np.ones(S, bool)),
+     "Right targets. But which word follows the last one of the sequence?"),
+    (pair(following, in_place),
+     "You masked the last place of the last device. Where is the last position?"),
+    (pair(lambda tokens, order: np.roll(tokens, -1), in_place),
+     "The right targets, in the order of the text."),
+]  # fmt: skip
 
 
 # %% tags=["hide-input"]
-BAD_TARGETS |= {
-    "Right targets. But which word follows the last one of the sequence?":
-        (in_text, lambda n: np.ones(S, bool)),
-    "You masked the last place of the last device. Where is the last position?":
-        (in_text, lambda n: np.arange(S) < S - 1),
-    "The right targets, in the order of the text.":
-        (lambda n: np.roll(WORDS, -1), lambda n: np.arange(S) < S - 1),
-}  # fmt: skip
-
-
-def check_targets(answer):
+def targets_on(answer):
     def run(n):
-        return pair_of(*lesson.answered(answer)(WORDS, zigzag(n, S)))
+        targets, mask = answer(WORDS, zigzag(n, S))
+        return np.where(mask, targets, -1), np.asarray(mask, bool)
 
-    made = lambda targets, mask: lambda n: pair_of(targets(n), mask(n))
-    mistakes = [(made(*one), hint) for hint, one in BAD_TARGETS.items()]
-    done = "Right, on four and on eight devices."
-    return lesson.diagnose(run, [(4,), (8,)], made(in_text, not_last), mistakes, done)
+    return run
+
+
+# %% tags=["hide-input"]
+check_targets = lesson.checker(
+    [(4,), (8,)], targets_on(pair(following, in_text)), TARGET_HINTS,
+    "Right, on four and on eight devices.", run=targets_on)  # fmt: skip
 
 
 print(check_targets(targets_of))
@@ -1031,17 +1020,14 @@ print(check_targets(targets_of))
 # </details>
 
 # %% tags=["remove-cell"]
-solved = lambda tokens, order: (np.roll(tokens, -1)[order], order < len(order) - 1)
-assert "Right, on" in check_targets(solved)
-for hint, (targets, mask) in BAD_TARGETS.items():
-
-    def given(_, order, targets=targets, mask=mask):
-        devices = 4 if order[7] == 7 else 8
-        return targets(devices), mask(devices)
-
-    assert check_targets(given) == hint, (hint, check_targets(given))
-assert check_targets(targets_of) == lesson.NOTHING
-assert (rolled(8) != in_text(8))[not_last(8)].sum() == 14, "the text says 14 of 63"
+lesson.expect(
+    check_targets,
+    *TARGET_HINTS,
+    (pair(following, in_text), "Right, on"),
+    (targets_of, lesson.NOTHING),
+)
+wrong = rolled(WORDS, zigzag(8, S)) != following(WORDS, zigzag(8, S))
+assert wrong[in_text(zigzag(8, S))].sum() == 14, "the text says 14 of 63"
 
 # %% [markdown]
 # ## A bug to find
@@ -1144,19 +1130,17 @@ def tune(devices, w, seeds, rate=0.005):
     return jax.tree.map(np.asarray, run(w))
 
 
-draw_one = np.random.default_rng(0)
-draw_w = lambda: np.float32(0.6 * draw_one.normal(size=(V, WIDTH)))
-random_w = {name: draw_w() for name in ("words", "q", "k", "v", "out")}
+draws = np.float32(0.6 * np.random.default_rng(0).normal(size=(5, V, WIDTH)))
+random_w = dict(zip(("words", "q", "k", "v", "out"), draws, strict=True))
 (pretrained, _), _ = tune(1, random_w, range(1500))
-
-
-# %% tags=["hide-input"]
 first = {}
 for many in (1, 4, 8):
     loss = jax.jit(packed_loss(many))
     for documents in (1, 5):
         losses = [loss(pretrained, *row(i, documents)) for i in range(9000, 9010)]
         first[many, documents] = np.mean(losses)
+
+# %% tags=["hide-input"]
 print("first loss, mean of 10 rows:  one document  packed")
 for many in (1, 4, 8):
     print(f"{many} devices {first[many, 1]:31.4f} {first[many, 5]:7.4f}")
@@ -1172,71 +1156,43 @@ ends = {many: curve[-50:].mean() for many, curve in curves.items()}
 assert 1.08 * ends[1] < ends[4] < curves[4][:20].mean(), "it falls, and stays higher"
 
 
-# %% tags=["remove-cell"]
+# %% tags=["hide-input"]
+@jax.jit
+@jax.value_and_grad
 def masked_loss(w, seen_SS, tokens_S, document_S, target_S, counts_S):
     x_SD = w["words"][tokens_S]
     mixed_SD, sum_S, _ = block(*(x_SD @ w[name] for name in "qkv"), seen_SS)
     log_p_SV = jax.nn.log_softmax((mixed_SD / sum_S[:, None]) @ w["out"])
-    losses_S = -jnp.take_along_axis(log_p_SV, target_S[:, None], axis=1)[:, 0]
-    return jnp.sum(losses_S * counts_S) / jnp.sum(counts_S)
+    return -jnp.sum(log_p_SV[np.arange(S), target_S] * counts_S) / jnp.sum(counts_S)
 
 
-graded = jax.jit(jax.value_and_grad(masked_loss))
-
-
-def dense_loss(mask):
-    """fn(devices, documents) -> one device's loss and gradient, for seen pairs."""
-
-    def of(devices, documents):
+# Loss and gradient on one device, if ids are right in so many steps of a ring.
+def with_ids(right, *more):
+    def on_one(devices, documents):
         one = row(77, documents)
-        return graded(pretrained, mask(devices, one[1]), *one)
+        seen_SS = lesson.seen_in_ring(zigzag(devices, S), devices, one[1], right, *more)
+        return masked_loss(pretrained, seen_SS, *one)
 
-    return of
-
-
-# %% tags=["remove-cell"]
-def ids_after(steps_right, compare=True):
-    """fn(devices, document_S) -> pairs seen if the ids are right for so many steps."""
-
-    def mask(devices, document_S):
-        order, places = zigzag(devices, S), np.arange(S).reshape(devices, -1)
-        at, ids = order[places], document_S[order[places]]
-        seen_SS = np.zeros((S, S), bool)
-        for i, r in np.ndindex(devices, devices):
-            j = (i - r) % devices  # holds the keys of step r
-            used = ids[j] if r <= steps_right else ids[(i - steps_right) % devices]
-            same = (ids[i][:, None] == used) | (r > 0 and not compare)
-            seen_SS[np.ix_(at[i], at[j])] = (at[i][:, None] >= at[j]) & same
-        return seen_SS
-
-    return mask
+    return on_one
 
 
 # %% tags=["hide-input", "hide-output"]
-def own_only(devices, document_S):
-    owner_S = np.argsort(zigzag(devices, S)) // (S // devices)
-    return ids_after(S)(devices, document_S) & (owner_S[:, None] == owner_S)
-
-
-BAD_RINGS = {
-    "Unchanged.": ids_after(0),
-    "The ids are right in the first step of the ring, and stay those in later steps.":
-        ids_after(1),
-    "Now queries attend to all documents of the other devices.": ids_after(0, False),
-    "Now queries attend to keys of their own device only. Look at a single document.":
-        own_only,
-}  # fmt: skip
+BAD_RINGS = [
+    (with_ids(0), "Unchanged."),
+    (with_ids(1),
+     "The ids are right in the first step of the ring, and stay those in later steps."),
+    (with_ids(0, False), "Now queries attend to all documents of the other devices."),
+    (with_ids(S, True, 0),
+     "Now queries attend to keys of their own device only. Look at a single document."),
+]  # fmt: skip
 
 
 def check_packed(answer):
-    @functools.cache
-    def meshed(devices):
-        return jax.jit(jax.value_and_grad(lesson.answered(answer)(devices)))
-
+    of = lambda devices: jax.value_and_grad(lesson.answered(answer)(devices))
+    meshed = functools.cache(lambda devices: jax.jit(of(devices)))
     run = lambda devices, documents: meshed(devices)(pretrained, *row(77, documents))
-    mistakes = [(dense_loss(mask), hint) for hint, mask in BAD_RINGS.items()]
     cases, done = [(4, 5), (2, 5), (4, 1)], "Right: loss and gradient match one device."
-    return lesson.diagnose(run, cases, dense_loss(ids_after(S)), mistakes, done, 1e-3)
+    return lesson.diagnose(run, cases, with_ids(S), BAD_RINGS, done, 1e-3)
 
 
 print(check_packed(packed_loss))
@@ -1270,12 +1226,8 @@ def repaired(body):
 
     def of(devices):
         def call(w, *row):
-            global ring_attention
-            kept, ring_attention = ring_attention, body
-            try:
+            with lesson.edited(packed_loss, ring_attention=body):
                 return packed_loss(devices)(w, *row)
-            finally:
-                ring_attention = kept
 
         return call
 
@@ -1300,13 +1252,11 @@ def ring_body(same=None, steps=S):
     return repaired(ring)
 
 
-hints = list(BAD_RINGS)
-assert check_packed(packed_loss) == hints[0], check_packed(packed_loss)
-assert check_packed(ring_body()).startswith("Right"), check_packed(ring_body())
-assert check_packed(ring_body(same="once")) == hints[1]
-assert check_packed(ring_body(same="causal")) == hints[2]
-assert check_packed(ring_body(steps=1)) == hints[3]
-assert check_packed(lambda n: ...) == lesson.NOTHING
+hints = [hint for _, hint in BAD_RINGS]
+lesson.expect(check_packed, (packed_loss, hints[0]), (ring_body(), "Right"),
+              (ring_body(same="once"), hints[1]),
+              (ring_body(same="causal"), hints[2]), (ring_body(steps=1), hints[3]),
+              (lambda n: ..., lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## In one table

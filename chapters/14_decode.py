@@ -17,7 +17,6 @@ from devices import simulate_devices
 
 simulate_devices(8)
 
-import inspect
 import re
 from types import SimpleNamespace
 
@@ -303,12 +302,12 @@ for S, shade in ((512, 1), (2048, 0.7), (8192, 0.5), (32768, 0.35)):
             ax.annotate(f"B = {B}" if S == 512 else "", (x, y), (-8, 4), **where)
 ax.set(xlabel="latency, ms per token", ylabel="throughput, tokens/s of one H100")
 ax.set(xlim=(3.2, 45), ylim=(100, 60_000), title="Weights are shared, caches are not")
-
-# %% tags=["hide-input"]
 ax.set_xticks([5, 10, 20, 40], ["5", "10", "20", "40"])
 ax.set_xticks([], minor=True)
 ax.text(3.4, 120, "low latency", size=9)
 words = ax.text(44, 45_000, "many tokens per dollar", ha="right", va="top", size=9)
+
+# %% tags=["hide-input"]
 for S in (512, 2048, 8192, 32768):
     fits, step_s, cache_s = curve(S)
     print(f"S = {S:6,}: {fits[-1]:3} sequences fit, {fits[-1] / step_s[-1]:6,.0f} "
@@ -438,9 +437,10 @@ def ways(n, B, cache, hops):
     }  # fmt: skip
 
 
-# %% tags=["hide-input"]
 HOPS = {"v5e:4x4": 12, "v5p:2x2x2": 6, "h100:8": 14}  # of an all-reduce
 table = {}
+
+# %% tags=["hide-input"]
 for where, n in (("v5e:4x4", 16), ("v5p:2x2x2", 8), ("h100:8", 8)):
     topology = Topology.parse(where)
     chip, link = topology.chip, layout(config.MeshConfig(tensor=n), topology)["tensor"]
@@ -658,12 +658,10 @@ BAD_BYTES = [
 ]  # fmt: skip
 
 
-# %% tags=["hide-input"]
-def check_bytes(answer):
-    cases = [(32, 8, 128, 4, 4096, 4, 1), (80, 8, 128, 32, 8192, 16, 2)]
-    cases += [(126, 8, 64, 3, 512, 8, 4)]
-    done = "Right, even with more devices than heads."
-    return lesson.diagnose(answer, cases, kept_by, BAD_BYTES, done)
+check_bytes = lesson.checker(
+    [(32, 8, 128, 4, 4096, 4, 1), (80, 8, 128, 32, 8192, 16, 2),
+     (126, 8, 64, 3, 512, 8, 4)], kept_by, BAD_BYTES,
+    "Right, even with more devices than heads.")  # fmt: skip
 
 
 print(check_bytes(device_bytes))
@@ -678,10 +676,8 @@ print(check_bytes(device_bytes))
 # </details>
 
 # %% tags=["remove-cell"]
-assert "Right" in check_bytes(kept_by)
-for wrong, hint in BAD_BYTES:
-    assert check_bytes(wrong) == hint, (hint, check_bytes(wrong))
-assert check_bytes(device_bytes) == lesson.NOTHING
+lesson.expect(check_bytes, *BAD_BYTES, (kept_by, "Right"),
+              (device_bytes, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2: the largest batch
@@ -712,7 +708,6 @@ def otherwise(**change):
     return lambda *args: most_sequences(*args, **change)
 
 
-# %% tags=["hide-input"]
 BAD_BATCHES = [
     (otherwise(time=False), "It fits, but it is too slow. What does a step read?"),
     (otherwise(memory=False), "Fast enough, but does it fit?"),
@@ -725,15 +720,13 @@ BAD_BATCHES = [
     (otherwise(each=1 / 2), "Twice too many: the cache has two bytes per number."),
 ]  # fmt: skip
 
-
 # %% tags=["hide-input"]
 CASES = [(v5e, 16, 8192, 0.015), (v5e, 16, 8192, 0.1)]
 CASES += [(h100, 8, 8192, 0.01), (h100, 8, 16384, 1.0)]
-
-
-def check_batch(answer):
-    done = "Right: 19 or 48 sequences on 16 v5e, 47 on 8 H100, or 69 long ones."
-    return lesson.diagnose(answer, CASES, most_sequences, BAD_BATCHES, done, share=1e-9)
+check_batch = lesson.checker(
+    CASES, most_sequences, BAD_BATCHES, share=1e-9,
+    done="Right: 19 or 48 sequences on 16 v5e, 47 on 8 H100, or 69 long ones.",
+)  # fmt: skip
 
 
 print(check_batch(largest_batch))
@@ -748,12 +741,14 @@ print(check_batch(largest_batch))
 # </details>
 
 # %% tags=["remove-cell"]
-assert "Right" in check_batch(most_sequences)
 found_ = [most_sequences(*case) for case in CASES]
 assert found_ == [19, 48, 47, 69], f"the checker's text is wrong: {found_}"
-for wrong, hint in BAD_BATCHES:
-    assert check_batch(wrong) == hint, (hint, check_batch(wrong))
-assert check_batch(largest_batch) == lesson.NOTHING
+lesson.expect(
+    check_batch,
+    *BAD_BATCHES,
+    (most_sequences, "Right"),
+    (largest_batch, lesson.NOTHING),
+)
 full_s = [round(1e3 * c.memory_bytes / c.hbm_bytes_per_s) for c in (v5e, h100)]
 assert full_s == [21, 19], full_s
 
@@ -788,9 +783,10 @@ def came_out(accept):
     return run
 
 
-# %% tags=["hide-input"]
 kept_of = lambda p, q: np.minimum(1, p / q)
 surplus = lambda p, q: unit(positive(p - q))
+
+# %% tags=["hide-input"]
 BAD_RULES = [
     (lambda p, q: (kept_of(p, q), p), "You replace from all of p. But tokens that are "
      "drafted often enough need no replacement."),
@@ -801,9 +797,6 @@ BAD_RULES = [
     (lambda p, q: (0 * p, p), "The distribution is right, but you accept no draft."),
     (lambda p, q: (p, surplus(p, q)), "A draft is accepted with p, but drawn with q."),
 ]  # fmt: skip
-
-
-# %% tags=["hide-input"]
 NEVER = "You reject every draft of a token that is drafted too often. Keep a part."
 HALF = "If p = q, every draft is right, but you reject half of them."
 for of in (surplus, lambda p, q: p):
@@ -811,12 +804,13 @@ for of in (surplus, lambda p, q: p):
     BAD_RULES += [(lambda p, q, of=of: (p / (p + q), of(p, q)), HALF)]
 
 
+# %% tags=["hide-input"]
 def check_accept(answer):
     cases = [(np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5]))]
     cases += [(np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.25, 0.25, 0.1]))]
-    mistakes = [(came_out(wrong), hint) for wrong, hint in BAD_RULES]
     done = "Right: distributed as p, with 70% and 65% of the drafts accepted."
-    return lesson.diagnose(came_out(answer), cases, came_out(rule), mistakes, done)
+    right = came_out(rule)
+    return lesson.diagnose(answer, cases, right, BAD_RULES, done, run=came_out)
 
 
 print(check_accept(accept))
@@ -831,10 +825,7 @@ print(check_accept(accept))
 # </details>
 
 # %% tags=["remove-cell"]
-assert "Right: dist" in check_accept(rule)
-for wrong, hint in BAD_RULES:
-    assert check_accept(wrong) == hint, (hint, check_accept(wrong))
-assert check_accept(accept) == lesson.NOTHING
+lesson.expect(check_accept, *BAD_RULES, (rule, "Right: dist"), (accept, lesson.NOTHING))
 
 # %% [markdown]
 # ## A bug to find
@@ -934,12 +925,12 @@ def fault_of(words, data):
     return ""
 
 
-# %% tags=["hide-input"]
 CARRY = ("The scan fails: the words no longer vary along tensor, but the first word is "
          "declared to. That is good news. Which line declares it?")  # fmt: skip
 DIFFER = "The scan fails: JAX sees that the words differ along tensor. Why do they?"
 
 
+# %% tags=["hide-input"]
 def stops(error):
     text = str(error)
     if "input carry" not in text:
@@ -996,19 +987,8 @@ print(check_sequences(sequences_on))
 
 
 # %% tags=["remove-cell"]
-PARTS = next_logits, sample, generate, sequences_on
-BUGGY = "\n\n".join(map(inspect.getsource, PARTS))
+changed = lesson.rewritten(next_logits, sample, generate, sequences_on)
 CAST = 'first_b = jax.lax.pcast(first_b, "tensor", to="varying")'
-
-
-def changed(*swaps):
-    space, text = dict(globals()), BUGGY
-    for old, new in swaps:
-        assert old in text, old
-        text = text.replace(old, new)
-    exec(text, space)
-    return space["sequences_on"]
-
 
 BOTH = 'axis_index(("data", "tensor"))'
 by_data, by_tensor = (BOTH, 'axis_index("data")'), (BOTH, 'axis_index("tensor")')
@@ -1017,18 +997,16 @@ draws = "sample(key, next_logits(w, word_b), temperature)"
 agreed = (draws, f'jax.lax.pmax({draws}, "tensor")')
 mine = f'jnp.where(jax.lax.axis_index("tensor") == 0, {draws}, 0)'
 sent = (draws, f'jax.lax.psum({mine}, "tensor")')
-assert "the same word?" in check_sequences(sequences_on)
-assert "same word" in check_sequences(changed(by_tensor))
-assert check_sequences(changed(by_data, plain)).startswith("Right")
-assert check_sequences(changed(sent, plain)).startswith("Right")
-assert check_sequences(changed(by_data)) == CARRY
-assert check_sequences(changed(plain)) == DIFFER
-assert "write the same" in check_sequences(changed(one_key, plain))
-assert "the larger is drawn" in check_sequences(changed(agreed, plain))
 at_0 = ("temperature == 0", "temperature < 0")
-assert "At temperature 0" in check_sequences(changed(by_data, plain, at_0))
-assert check_sequences(lambda *_, **__: ...) == lesson.NOTHING
-assert "It stops" in check_sequences(lambda *_: 1 / 0)
+lesson.expect(check_sequences, (sequences_on, "the same word?"),
+              (changed(by_tensor), "same word"),
+              (changed(by_data, plain), "Right"), (changed(sent, plain), "Right"),
+              (changed(by_data), CARRY),
+              (changed(plain), DIFFER), (changed(one_key, plain), "write the same"),
+              (changed(agreed, plain), "the larger is drawn"),
+              (changed(by_data, plain, at_0), "At temperature 0"),
+              (lambda *_, **__: ..., lesson.NOTHING),
+              (lambda *_: 1 / 0, "It stops"))  # fmt: skip
 
 # %% [markdown]
 # ## In one table
