@@ -46,10 +46,10 @@ opening.before_after(
     opening.Scene("FSDP: weights go to the tokens", weights(total),
                   [("", all_ms, attend_ms),
                    ("experts", all_ms + attend_ms, experts_ms)],
-                  [("all-gather", 0, all_ms)]),
+                  [("all-gather", 0, all_ms, "fsdp")]),
     opening.Scene("EP: tokens go to the weights", weights(attention + mlp),
                   [("", own_ms, attend_ms), ("experts", there, experts_ms)],
-                  [("", 0, own_ms), ("", there - all_to_all_ms, all_to_all_ms),
+                  [("", 0, own_ms, "fsdp"), ("", there - all_to_all_ms, all_to_all_ms),
                    ("", there + experts_ms, all_to_all_ms)]),
     "One layer with 8 experts, 2 per token", "expert")  # fmt: skip
 left, right = plt.gcf().axes[2:]
@@ -58,8 +58,6 @@ for at, says in ((there + 0.3, "dispatch"), (there + experts_ms + 0.5, "combine"
 for ax, at in ((left, all_ms), (right, own_ms)):
     ax.text(at + attend_ms / 2, -0.45, "attention", ha="center", size=8)
     ax.set_ylim(1.6, -0.85)
-for gathered_weights in (left.collections[2], right.collections[2]):
-    gathered_weights.set_facecolor(lesson.COLORS["fsdp"])
 
 # %% [markdown]
 # The figure shows the attention of Llama 3 8B with eight MLPs of its size, as in Mixtral 8x7B, on eight H100s
@@ -134,9 +132,8 @@ for device, experts in CHOSEN.items():
 def slot(ax, x, y, says, expert, sent):
     purple = plt.matplotlib.colors.to_rgb(lesson.COLORS["expert"])
     shade = (*purple, 0.25 + 0.4 * (expert // 2)) if says else "none"
-    edge = dict(edgecolor=purple if sent else "black", lw=3 if sent else 0.8)
-    ax.add_patch(plt.Rectangle((x, y), 0.88, 0.7, facecolor=shade, **edge))
-    ax.text(x + 0.45, y + 0.35, says or "empty", ha="center", va="center", size=8)
+    look = dict(fc=shade, ec=purple if sent else "black", lw=3 if sent else 0.8)
+    lesson.box(ax, x, y, 0.88, 0.7, says or "empty", 8, **look)
 
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Slots of two devices for four experts with two slots each. Before the all-to-all, token A5 finds expert 1 full and is dropped, and seven of sixteen slots are empty; eight slots with thick borders change devices; after it, device A has all slots of experts 0 and 1, and device B those of experts 2 and 3."}}
@@ -486,30 +483,24 @@ for name, copies in transfers.items():
     print(f"{name:19} {copies:.2f} transfers between nodes per token, {kB:5.1f} kB")
 assert transfers["one per node"] < 0.67 * transfers["one per expert"]
 
-# %% tags=["hide-input"]
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two nodes of four GPUs, twice. Above, GPU 0 sends a token to three GPUs of the other node in three transfers. Below, it sends the token once, and the receiving GPU forwards it to two others in its node."}}
 WAYS = {
     "One copy per expert: 3 transfers between nodes": ((0, 2), (0, 5), (0, 6), (0, 8)),
     "One copy per node: 1 transfer between nodes": ((0, 2), (0, 5), (5, 6), (5, 8)),
 }
-
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Two nodes of four GPUs, twice. Above, GPU 0 sends a token to three GPUs of the other node in three transfers. Below, it sends the token once, and the receiving GPU forwards it to two others in its node."}}
 figure, axes = plt.subplots(2, figsize=(5.8, 4.2))
 for ax, (title, hops) in zip(axes, WAYS.items(), strict=True):
     for x in (0, 1, 2, 3, 5, 6, 7, 8):
-        box = dict(facecolor="none", edgecolor="black", lw=0.8)
-        ax.add_patch(plt.Rectangle((x - 0.35, -0.35), 0.7, 0.7, **box))
         says = "token" if x == 0 else "expert" if x in (2, 5, 6, 8) else ""
-        ax.text(x, 0, says, ha="center", va="center", size=8)
+        lesson.box(ax, x - 0.35, -0.35, 0.7, 0.7, says, 8)
     for a, b in hops:
         between = a < 4 < b  # InfiniBand; else NVLink
         colour = lesson.COLORS["expert"] if between else lesson.NEUTRAL
         arrow = dict(arrowstyle="-|>", color=colour, lw=2 if between else 1)
         arrow["connectionstyle"] = "arc3,rad=-0.35"
         ax.annotate("", (b, 0.38), (a, 0.38), arrowprops=arrow)
-    ax.set(title=title, xlim=(-0.6, 8.6), ylim=(-0.5, 2.4), yticks=[])
+    lesson.blank(ax, title=title, xlim=(-0.6, 8.6), ylim=(-0.5, 2.4))
     ax.set_xticks((1.5, 6.5), ("node 0, four GPUs", "node 1, four GPUs"))
-    ax.spines[:].set_visible(False)
-    ax.tick_params(length=0)
 
 # %% [markdown]
 # A token now takes at most 4 x 7/8 = 3.5 transfers, and the plain all-to-all takes 8 x 7/8 = 7, twice the
@@ -757,28 +748,23 @@ def slots_of(factor, tokens, devices, experts, k):
 
 # %% tags=["hide-input"]
 down = lambda x: math.floor(round(x, 6))
-SLOTS = {  # f: factor, t: tokens, n: devices
-    "How many experts does each token choose?":
-        lambda f, t, n, E, k: down(f * t / n / E),
-    "That is the number for all devices together. Each device has its own slots.":
-        lambda f, t, n, E, k: down(f * k * t / E),
-    "That counts all devices, and one choice per token. Check both.":
-        lambda f, t, n, E, k: down(f * t / E),
-    "That is the number of choices per device. Over how many experts?":
-        lambda f, t, n, E, k: down(f * k * t / n),
-    "Megatron-LM rounds up, too. This page and `model.py` round down.":
-        lambda f, t, n, E, k: math.ceil(f * k * t / n / E),
-    "Almost: it must be an integer.": lambda f, t, n, E, k: f * k * t / n / E,
-}  # fmt: skip
-
-
-def check_slots(answer):
-    cases = [(1.0, 512, 8, 16, 2), (1.5, 4096, 4, 64, 6), (1.25, 1000, 8, 32, 4)]
-    right = lambda f, t, n, E, k: down(f * k * t / n / E)
-    done = "Right: k t/E times the factor, rounded down."
-    hints = [(mistake, hint) for hint, mistake in SLOTS.items()]
-    return lesson.diagnose(answer, cases, right, hints, done)
-
+SLOT_HINTS = [  # f: factor, t: tokens, n: devices
+    (lambda f, t, n, E, k: down(f * t / n / E),
+     "How many experts does each token choose?"),
+    (lambda f, t, n, E, k: down(f * k * t / E),
+     "That is the number for all devices together. Each device has its own slots."),
+    (lambda f, t, n, E, k: down(f * t / E),
+     "That counts all devices, and one choice per token. Check both."),
+    (lambda f, t, n, E, k: down(f * k * t / n),
+     "That is the number of choices per device. Over how many experts?"),
+    (lambda f, t, n, E, k: math.ceil(f * k * t / n / E),
+     "Megatron-LM rounds up, too. This page and `model.py` round down."),
+    (lambda f, t, n, E, k: f * k * t / n / E, "Almost: it must be an integer."),
+]  # fmt: skip
+check_slots = lesson.checker(
+    [(1.0, 512, 8, 16, 2), (1.5, 4096, 4, 64, 6), (1.25, 1000, 8, 32, 4)],
+    lambda f, t, n, E, k: down(f * k * t / n / E), SLOT_HINTS,
+    "Right: k t/E times the factor, rounded down.")  # fmt: skip
 
 # %%
 print(check_slots(slots_of))
@@ -792,16 +778,9 @@ print(check_slots(slots_of))
 # </details>
 
 # %% tags=["remove-cell"]
-said = lambda form: check_slots(lambda f, t, n, E, k: form(f, t, n, E, k))
-assert said(lambda f, t, n, E, k: f * k * t // (n * E)).startswith("Right")
-assert "each token choose" in said(lambda f, t, n, E, k: int(f * t / n / E))
-assert "all devices together" in said(lambda f, t, n, E, k: int(f * k * t / E))
-assert "Check both" in said(lambda f, t, n, E, k: int(f * t / E))
-assert "Over how many" in said(lambda f, t, n, E, k: int(f * k * t / n))
-assert "round down" in said(lambda f, t, n, E, k: math.ceil(f * k * t / (n * E)))
-assert "integer" in said(lambda f, t, n, E, k: f * k * t / n / E)
-assert "Not yet" in said(lambda f, t, n, E, k: 7)
-assert check_slots(slots_of) == lesson.NOTHING
+lesson.expect(check_slots, *SLOT_HINTS, (slots_of, lesson.NOTHING),
+              (lambda f, t, n, E, k: f * k * t // (n * E), "Right"),
+              (lambda f, t, n, E, k: 7, "Not yet"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2: update the selection bias on eight devices
@@ -819,56 +798,46 @@ def moved(bias_E, own_load_E):
 
 
 # %% tags=["hide-input"]
+@functools.cache
 def after_step(answer):
     """fn(bias_E, load_nE) -> the new bias on each of 8 devices, [n, E]."""
-
-    def device(bias_E, load_1E):
-        return lesson.answered(answer)(bias_E, load_1E[0])[None]
-
-    specs = P(), P("expert")
-    return jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P("expert"))
+    device = lambda bias_E, load_1E: answer(bias_E, load_1E[0])
+    return lesson.on_each(device, mesh, (P(), P("expert")))
 
 
-all_step = lambda b, step: b + RATE * np.broadcast_to(step, (n, E))
-above = lambda x: np.sign(x.mean(-1, keepdims=True) - x)
+total = lambda x: jax.lax.psum(x, "expert")
+mean = lambda x: jax.lax.pmean(x, "expert")
 gap = lambda x: x.mean() - x
-DEVICES = {
-    "Each device has a different bias, because it counts only its own tokens.":
-        lambda b, x: all_step(b, above(x)),
-    "Up to 8 steps at once: you sum the signs over the devices.":
-        lambda b, x: all_step(b, above(x).sum(0)),
-    "You average the signs over the devices. What should you take the sign of?":
-        lambda b, x: all_step(b, above(x).mean(0)),
-}  # fmt: skip
+by = lambda change: lambda b, x: b + RATE * change(x)
+MOVE_HINTS = [
+    (by(lambda x: jnp.sign(gap(x))),
+     "Each device has a different bias, because it counts only its own tokens."),
+    (by(lambda x: total(jnp.sign(gap(x)))),
+     "Up to 8 steps at once: you sum the signs over the devices."),
+    (by(lambda x: mean(jnp.sign(gap(x)))),
+     "You average the signs over the devices. What should you take the sign of?"),
+]  # fmt: skip
 
 # %% tags=["hide-input"]
-DEVICES |= {
-    "The sign is reversed: overloaded experts get even more tokens.":
-        lambda b, x: all_step(b, -above(x.sum(0))),
-    "You step by the difference. Use only its sign: the step has a fixed size.":
-        lambda b, x: all_step(b, gap(x.sum(0))),
-    "You step by a difference of means. Use only its sign: the step has a fixed size.":
-        lambda b, x: all_step(b, gap(x.mean(0))),
-    "You compare loads of 8 devices with the mean of one, so nearly all go down.":
-        lambda b, x: all_step(b, np.sign(x.mean(1, keepdims=True) - x.sum(0))),
-    "The step size should be RATE.": lambda b, x: all_step(b, above(x.sum(0)) / RATE),
-    "That is only the change. Add it to the old bias.":
-        lambda b, x: all_step(0 * b, above(x.sum(0))),
-}  # fmt: skip
-
-
-# %% tags=["hide-input"]
-def check_moved(answer):
-    if answer is None or answer is ...:
-        return lesson.NOTHING
-    rng = np.random.default_rng(3)
-    load_nE = lambda: np.float32(rng.integers(0, 40, (n, E)) * 1.01 ** np.arange(E))
-    cases = [(np.float32(rng.normal(size=E)), load_nE()) for _ in range(2)]
-    right = lambda b, x: all_step(b, above(x.sum(0)))
-    hints = [(mistake, hint) for hint, mistake in DEVICES.items()]
-    done = "Right, and identical on all devices."
-    return lesson.diagnose(after_step(answer), cases, right, hints, done)
-
+MOVE_HINTS += [
+    (by(lambda x: -jnp.sign(gap(total(x)))),
+     "The sign is reversed: overloaded experts get even more tokens."),
+    (by(lambda x: gap(total(x))),
+     "You step by the difference. Use only its sign: the step has a fixed size."),
+    (by(lambda x: gap(mean(x))),
+     "You step by a difference of means. Use only its sign: a step has a fixed size."),
+    (by(lambda x: jnp.sign(x.mean() - total(x))),
+     "You compare loads of 8 devices with the mean of one, so nearly all go down."),
+    (lambda b, x: b + jnp.sign(gap(total(x))), "The step size should be RATE."),
+    (lambda b, x: RATE * jnp.sign(gap(total(x))),
+     "That is only the change. Add it to the old bias."),
+]  # fmt: skip
+random = np.random.default_rng(3)
+loads_of = lambda: np.float32(random.integers(0, 40, (n, E)) * 1.01 ** np.arange(E))
+check_moved = lesson.checker(
+    [(np.float32(random.normal(size=E)), loads_of()) for _ in range(2)],
+    lambda b, x: b + RATE * np.broadcast_to(np.sign(gap(x.sum(0))), (n, E)),
+    MOVE_HINTS, "Right, and identical on all devices.", run=after_step)  # fmt: skip
 
 # %%
 print(check_moved(moved))
@@ -888,24 +857,10 @@ print(check_moved(moved))
 
 
 # %% tags=["remove-cell"]
-def stepped(how):
-    return check_moved(lambda b, x: b + RATE * how(x))
-
-
-whole = lambda x: jax.lax.psum(x, "expert")
-assert "Right" in stepped(lambda x: jnp.sign(whole(x).mean() - whole(x)))
-assert "Right" in stepped(lambda x: jnp.sign(1 / E - whole(x) / whole(x).sum()))
-assert "its own tokens" in stepped(lambda x: jnp.sign(x.mean() - x))
-assert "8 steps" in stepped(lambda x: whole(jnp.sign(x.mean() - x)))
-signs = lambda x: jnp.sign(x.mean() - x)
-assert "average the signs" in stepped(lambda x: jax.lax.pmean(signs(x), "expert"))
-assert "reversed" in stepped(lambda x: jnp.sign(whole(x) - whole(x).mean()))
-assert "by the difference" in stepped(lambda x: whole(x).mean() - whole(x))
-assert "the mean of one" in stepped(lambda x: jnp.sign(x.mean() - whole(x)))
-sign = lambda x: jnp.sign(whole(x).mean() - whole(x))
-assert "should be RATE" in check_moved(lambda b, x: b + sign(x))
-assert "only the change" in check_moved(lambda b, x: RATE * sign(x))
-assert check_moved(moved) == lesson.NOTHING == check_moved(None)
+lesson.expect(check_moved, *MOVE_HINTS, (moved, lesson.NOTHING),
+              (by(lambda x: jnp.sign(gap(total(x)))), "Right"),
+              (by(lambda x: jnp.sign(1 / E - total(x) / total(x).sum())),
+               "Right"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 3: the width of an expert
@@ -938,14 +893,11 @@ WIDTHS = [
     (width(2, 6, False), "You count one direction, and no choice stays local."),
     (lambda peak, bw, n: 1.5 * n / (n - 1) * bw / peak, "Inverted: the units?"),
 ]
-
-
-# %% tags=["hide-input"]
-def check_narrowest(answer):
-    chips = [(989e12, 56.25e9, 64), (459e12, 157.5e9, 8), (2250e12, 900e9, 4)]
-    done = "Right. 64 H100: 11,500; 8 v5p: 1,700; DeepSeek-V3 has 2,048."
-    return lesson.diagnose(answer, chips, width(4, 6), WIDTHS, done, share=0.005)
-
+check_narrowest = lesson.checker(
+    [(989e12, 56.25e9, 64), (459e12, 157.5e9, 8), (2250e12, 900e9, 4)],
+    width(4, 6), WIDTHS, share=0.005,
+    done="Right. 64 H100: 11,500; 8 v5p: 1,700; DeepSeek-V3 has 2,048.",
+)  # fmt: skip
 
 # %%
 print(check_narrowest(narrowest))
@@ -960,18 +912,10 @@ print(check_narrowest(narrowest))
 # </details>
 
 # %% tags=["remove-cell"]
-by = lambda b, flops: lambda peak, bw, n: b / flops * (n - 1) / n * peak / bw
-form = lambda b, flops: check_narrowest(by(b, flops))
-assert form(4, 6).startswith("Right")
+lesson.expect(check_narrowest, *WIDTHS, (width(4, 6), "Right"),
+              (narrowest, lesson.NOTHING))  # fmt: skip
 assert 11450 < width(4, 6)(989e12, 56.25e9, 64) < 11550
 assert 1650 < width(4, 6)(459e12, 157.5e9, 8) < 1750
-assert "come back" in form(2, 6) and "two m" in form(4, 4) and "two FLOPs" in form(4, 3)
-assert "one matrix" in form(4, 2) and "fp8" in form(3, 6)
-assert "its own device" in check_narrowest(lambda peak, bw, n: 4 / 6 * peak / bw)
-assert "one direction" in check_narrowest(lambda peak, bw, n: 2 / 6 * peak / bw)
-upside_down = lambda peak, bw, n: 6 / 4 * n / (n - 1) * bw / peak
-assert "Inverted" in check_narrowest(upside_down)
-assert check_narrowest(narrowest) == lesson.NOTHING
 
 # %% [markdown]
 # ## A bug to find
@@ -1099,11 +1043,11 @@ def changed(change):
     return of
 
 
-# %% tags=["hide-input"]
 def by_group(experts, others):
     return changed(lambda at, d, n: d * (experts(n) if at in SHARDED else others(n)))
 
 
+# %% tags=["hide-input"]
 def of_all(d, devices):
     parts = d.reshape(devices, -1, *d.shape[1:]).sum(0, keepdims=True)
     return np.repeat(parts, devices, axis=0).reshape(d.shape)
@@ -1111,23 +1055,20 @@ def of_all(d, devices):
 
 mixed = lambda times: lambda at, d, n: times(n) * of_all(d, n) if at in SHARDED else d
 one, all_n = (lambda n: 1), (lambda n: n)
-
-
-# %% tags=["hide-input"]
-BAD_GRADIENTS = {
-    "Unchanged. Which gradients differ from one device, and by what factor?":
-        by_group(all_n, one),
-    "The experts are right now. The other gradients are n times too small.":
-        by_group(one, lambda n: 1 / n),
-    "All in proportion, but n times too large: gradients of a sum of mean losses.":
-        by_group(all_n, all_n),
-    "The experts are right now. The other gradients are n times too large.":
-        by_group(one, all_n),
-    "The experts' gradients are n times too small: divided twice?":
-        by_group(lambda n: 1 / n, one),
-    "You averaged the gradients of different experts.": changed(mixed(one)),
-    "You added up the gradients of different experts.": changed(mixed(all_n)),
-}  # fmt: skip
+BAD_GRADIENTS = [
+    (by_group(all_n, one),
+     "Unchanged. Which gradients differ from one device, and by what factor?"),
+    (by_group(one, lambda n: 1 / n),
+     "The experts are right now. The other gradients are n times too small."),
+    (by_group(all_n, all_n),
+     "All in proportion, but n times too large: gradients of a sum of mean losses."),
+    (by_group(one, all_n),
+     "The experts are right now. The other gradients are n times too large."),
+    (by_group(lambda n: 1 / n, one),
+     "The experts' gradients are n times too small: divided twice?"),
+    (changed(mixed(one)), "You averaged the gradients of different experts."),
+    (changed(mixed(all_n)), "You added up the gradients of different experts."),
+]  # fmt: skip
 
 
 # %% tags=["hide-input", "hide-output"]
@@ -1137,9 +1078,8 @@ def check_gradients(answer):
         return jax.jit(on_devices(devices, lesson.answered(answer)))
 
     run = lambda devices, step: meshed(devices)(first_w, *draw(step))
-    mistakes = [(mistake, hint) for hint, mistake in BAD_GRADIENTS.items()]
     right, done = by_group(one, one), "Right: all gradients match one device."
-    return lesson.diagnose(run, [(4, 0), (2, 7)], right, mistakes, done, 1e-3)
+    return lesson.diagnose(run, [(4, 0), (2, 7)], right, BAD_GRADIENTS, done, 1e-3)
 
 
 print(check_gradients(gradients))
@@ -1168,32 +1108,30 @@ print(check_gradients(gradients))
 
 
 # %% tags=["remove-cell"]
-def mended(experts=lambda d, n: d / n, others=lambda d, n: jax.lax.pmean(d, "expert")):
+vary = lambda x: jax.lax.pcast(x, "expert", to="varying")
+
+
+def mended(experts=lambda d, n: d / n, others=lambda d, n: mean(d)):
     def device(w, x_tD, y_tD):
-        vary = lambda x: jax.lax.pcast(x, "expert", to="varying")
         own = {at: x if at in SHARDED else vary(x) for at, x in w.items()}
         d_w, error = jax.grad(local_loss, has_aux=True)(own, x_tD, y_tD)
         size = jax.lax.axis_size("expert")
         how = lambda at: experts if at in SHARDED else others
         d_w = {at: how(at)(d, size) for at, d in d_w.items()}
-        return d_w, norm_of(d_w), jax.lax.pmean(error, "expert")
+        return d_w, norm_of(d_w), mean(error)
 
-    return check_gradients(device)
+    return device
 
 
-mean = lambda d: jax.lax.pmean(d, "expert")
-total = lambda d: jax.lax.psum(d, "expert")
-hints = list(BAD_GRADIENTS)
-assert check_gradients(gradients) == hints[0], check_gradients(gradients)
-assert mended().startswith("Right"), mended()
-assert mended(others=lambda d, n: mean(d) / n) == hints[1]
-assert mended(lambda d, n: d, lambda d, n: total(d)) == hints[2]
-assert mended(others=lambda d, n: total(d)) == hints[3]
-assert mended(lambda d, n: d / n**2) == hints[4]
-vary = lambda x: jax.lax.pcast(x, "expert", to="varying")
-assert mended(lambda d, n: vary(mean(d))) == hints[5]
-assert mended(lambda d, n: vary(total(d))) == hints[6]
-assert check_gradients(lambda *_: ...) == lesson.NOTHING
+WRONG = [
+    gradients, mended(others=lambda d, n: mean(d) / n),
+    mended(lambda d, n: d, lambda d, n: total(d)),
+    mended(others=lambda d, n: total(d)), mended(lambda d, n: d / n**2),
+    mended(lambda d, n: vary(mean(d))), mended(lambda d, n: vary(total(d))),
+]  # fmt: skip
+lesson.expect(check_gradients, *zip(WRONG, [hint for _, hint in BAD_GRADIENTS],
+                                    strict=True), (mended(), "Right"),
+              (lambda *_: ..., lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## In one table

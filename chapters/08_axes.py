@@ -42,7 +42,8 @@ def scene(n_t):
     exchange = opening.network_ms(2 * N / n_f * opening.D * (n_t - 1) / n_t)  # of x
     start = 4 * exchange  # in the forward pass: two pairs of matmuls
     later = start + max(gather, forward_ms)  # when the backward pass begins
-    network = [("", 0, start), ("W", start, gather), ("", later, start)]
+    network = [("", 0, start, "tensor"), ("W", start, gather)]
+    network += [("", later, start, "tensor")]
     network += [("W", later + start, gather)]
     network += [("dW", later + start + gather, gather)]
     compute = [("forward", start, forward_ms)]
@@ -53,12 +54,11 @@ def scene(n_t):
     return opening.Scene(title, memory, compute, [bar for bar in network if bar[2]])
 
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "With fsdp=8, each GPU needs 1.2 GiB for a layer and communicates for 2.5 ms, longer than it computes; with fsdp=4 and tensor=2, it needs 0.8 GiB and communicates for 1.2 ms."}}
 title = "With few tokens, a second axis halves the communication"
+
+# %% tags=["hide-input"] mystnb={"image": {"alt": "With fsdp=8, each GPU needs 1.2 GiB for a layer and communicates for 2.5 ms, longer than it computes; with fsdp=4 and tensor=2, it needs 0.8 GiB and communicates for 1.2 ms."}}
 opening.before_after(scene(1), scene(2), title, "fsdp")
 right = plt.gcf().axes[3]
-for bar in right.collections[2::2][:2]:
-    bar.set_facecolor(lesson.COLORS["tensor"])
 right.text(1.45, 1, "red: tensor, activations", size=8, va="center")
 
 # %% [markdown]
@@ -127,7 +127,8 @@ assert stored == (2 * 4 * 64 * 256 // 8 + 4 * 64 // 2) * 4, "the sharding has ch
 # letter is the size of a shard: b = B/2, t = T/2.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four grids with device numbers: up_LDF has one shard per device, four for each stage's layers; x has four shards on two devices each; the gain has two shards on four devices each."}}
-figure, panels = plt.subplots(1, 4, figsize=(6.6, 2.3))
+title = "Which devices hold which shard, and which axis shards which dim"
+_, panels = lesson.panels(title, 1, 4, figsize=(6.6, 2.3))
 orange, blue = lesson.COLORS["stage"], lesson.COLORS["fsdp"]
 drawn = (
     ("up, stage 0", "D: fsdp", "F: tensor", [["0", "1"], ["2", "3"]], orange),
@@ -138,15 +139,10 @@ drawn = (
 for ax, (name, down, across, holders, colour) in zip(panels, drawn, strict=True):
     for i, row in enumerate(holders):
         for j, devices in enumerate(row):
-            place, wide = (j / len(row), i / 2), 1 / len(row)
-            shade = {"facecolor": colour, "alpha": 0.3 + 0.15 * (i + j), "ec": "k"}
-            ax.add_patch(plt.Rectangle(place, wide, 0.5, **shade))
-            middle = place[0] + wide / 2, i / 2 + 0.25
-            ax.text(*middle, devices, ha="center", va="center")
+            wide, look = 1 / len(row), dict(fc=colour, alpha=0.3 + 0.15 * (i + j), lw=1)
+            lesson.box(ax, j * wide, i / 2, wide, 0.5, devices, 10, **look)
     ax.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], title=name, xlabel=across)
     ax.set_ylabel(down)
-title = "Which devices hold which shard, and which axis shards which dim"
-title = figure.suptitle(title, x=0.02, ha="left")
 
 # %% [markdown]
 # Which gradients must be summed over devices? For each weight, look at each axis:
@@ -435,7 +431,7 @@ legend = figure.legend(handles=labels, loc="outside lower center", ncols=3)
 #
 # The next cell computes the times for Llama 3 8B in bfloat16. D is 4,096. A layer has 218 million parameters
 # ((8.03e9 - 2 x 128,256 x D)/32, without embedding and LM head), and a stage has 16 layers. Each axis has n =
-# 2 devices, and a microbatch has 8,192 tokens. The bandwidths are from `plan/hardware.py`:
+# 2 devices, and a microbatch has 8,192 tokens. The bandwidths are from `plan/chips/hardware.py`:
 
 # %%
 D_8B, tokens, layers_of_stage = 4096, 8192, 16
@@ -577,11 +573,12 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 # %%
 ACROSS = "data=2,fsdp=8", "fsdp=16,across=fsdp", "stage=2,fsdp=8,across=stage"
 likely, fastest = lambda one: one.likely_s, {}
-for microbatches in (1, 4):
-    print(f"{16 * microbatches} sequences, one per device and microbatch:")
+FORCED = {"work.device_batch": 1, "work.gather": "layer"}
+for sequences, forced in (16, FORCED), (64, FORCED), (64, {}):
+    how = "one per device and microbatch" if forced else "as the planner chooses"
+    print(f"{sequences} sequences, {how}:")
     for mesh in ACROSS:
-        settings = {"data.batch_size": 16 * microbatches, "data.seq_len": 8192}
-        settings |= {"work.device_batch": 1, "work.gather": "layer"}
+        settings = {"data.batch_size": sequences, "data.seq_len": 8192, **forced}
         settings |= {"mesh": mesh, "work.schedule": "1f1b"}
         one = planner.plan(config.preset("llama3_8b", **settings), "2*v5p:2x2x2")
         slow = {k: s for k, s in one.expected.items() if "between" in k}
@@ -589,17 +586,19 @@ for microbatches in (1, 4):
         slow = ", ".join(f"{k} {s:.2f} s" for k, s in slow.items() if s)
         memory = one.peak_bytes / 2**30
         print(f"  {mesh:27} {one.likely_s:.2f} s, {memory:.0f} GiB; {slow}")
-        fastest[microbatches] = min(fastest.get(microbatches, one), one, key=likely)
+        case = sequences, bool(forced)
+        fastest[case] = min(fastest.get(case, one), one, key=likely)
 
 # %% tags=["remove-cell"]
-assert fastest[1].cfg.mesh.fsdp == 16, "a plan has changed"
-assert fastest[4].cfg.mesh.data == 2, "a plan has changed"
+assert fastest[16, True].cfg.mesh.fsdp == 16, "a plan has changed"
+assert fastest[64, True].cfg.mesh.data == 2, "a plan has changed"
+assert fastest[64, False].cfg.mesh.fsdp == 16, "a plan has changed"
 
 # %% [markdown]
-# `fsdp` is fastest for one microbatch, because part of its communication overlaps with compute. For four
-# microbatches it is slowest. **HSDP sends once per step, whatever the number of microbatches.** The cost is
-# memory: its shards are twice as large. (With `--optim.shard_over_data`, each replica stores and updates only
-# its half of the parameters and moments, for the same bytes.)
+# `fsdp` is fastest for one microbatch, because part of its communication overlaps with compute. If memory
+# forces four microbatches, it is slowest: **HSDP sends once per step, whatever the number of microbatches.**
+# With the planner's settings, `fsdp` is fastest again. The cost of HSDP is memory: its shards are twice as
+# large. (With `--optim.shard_over_data`, each replica stores half of the parameters and moments.)
 #
 # With [local steps](../meshes.md#communicate-less-often-between-replicas) (DiLoCo), replicas exchange only every
 # 50 steps or so how far their weights have moved, at the price of a slightly higher loss.
@@ -701,8 +700,8 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 #
 # ## Exercise 1: choose the sharding
 #
-# Shard a layer with experts over `stage`, `fsdp`, `expert` and `tensor`, as in the section "One layer, three
-# axes". Which axis shards each dim of each weight? Write a name, a tuple of names, or None.
+# Shard a layer with experts over `stage`, `fsdp`, `expert` and `tensor`, as in "One layer with attention
+# and experts". Which axis shards each dim of each weight? Write a name, a tuple of names, or None.
 
 
 # %%
@@ -749,18 +748,16 @@ MIXED_UP = {
 }
 
 
-def plain(spec):
-    """A spec as text, however it was written."""
-    tuples = [(axes,) if isinstance(axes, str) else axes or "-" for axes in spec]
-    return " ".join("*".join(sorted(axes)) for axes in tuples)
+def plain(specs):
+    """Specs as text, however they were written."""
+    names = lambda axes: (axes,) if isinstance(axes, str) else axes or "-"
+    text = lambda axes: "*".join(sorted(names(axes)))
+    return {name: " ".join(map(text, specs[name])) for name in RIGHT}
 
 
 # %% tags=["hide-input"]
-def check_layout(answer):
-    try:
-        said = answer()
-    except Exception as error:
-        return f"It stops: {type(error).__name__}. Return dict(locals())."
+@lesson.verdict
+def check_layout(said):
     missing = lambda name: said.get(name) is None or said[name] is ...
     if not isinstance(said, dict) or any(map(missing, RIGHT)):
         return lesson.NOTHING
@@ -768,12 +765,10 @@ def check_layout(answer):
         entries = said[name] if isinstance(said[name], tuple | list | P) else ()
         if len(entries) != len(spec):
             return f"{name} needs one entry per letter, as in gain_LD."
-    of = lambda specs: lambda: tuple(plain(specs[name]) for name in RIGHT)
-    mistakes = [(of(RIGHT | wrong), hint) for hint, wrong in MIXED_UP.items()]
-    found = lesson.diagnose(of(said), [()], of(RIGHT), mistakes, "Right.")
-    wrong = [name for name in RIGHT if plain(said[name]) != plain(RIGHT[name])]
-    said_so = found.startswith("Not yet")
-    return f"Not yet: look at {wrong[0]} again." if said_so else found
+    found, right = plain(said), plain(RIGHT)
+    hints = [hint for hint, wrong in MIXED_UP.items() if found == plain(RIGHT | wrong)]
+    wrong = [name for name in RIGHT if found[name] != right[name]]
+    return [*hints, *(f"Not yet: look at {name} again." for name in wrong), "Right."][0]
 
 
 print(check_layout(layout))
@@ -789,14 +784,14 @@ print(check_layout(layout))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_layout(layout) == check_layout(lambda: ...) == lesson.NOTHING
-changed = lambda **wrong: check_layout(lambda: RIGHT | wrong)
-assert changed() == changed(gain_LD=P("stage", None)) == "Right."
-assert changed(out_LHKD=("stage", "tensor", None, ("expert", "fsdp"))) == "Right."
-for hint, wrong in MIXED_UP.items():
-    assert changed(**wrong) == hint
-assert "up_LEDM again" in changed(up_LEDM=("expert", "stage", None, None))
-assert "one entry" in changed(up_LEDM=("expert",)) == changed(up_LEDM=7)
+lesson.expect(check_layout, (layout, lesson.NOTHING), (lambda: RIGHT, "Right."),
+              (RIGHT | {"gain_LD": P("stage", None)}, "Right."),
+              (RIGHT | {"out_LHKD": ("stage", "tensor", None, ("expert", "fsdp"))},
+               "Right."),
+              *[(RIGHT | wrong, hint) for hint, wrong in MIXED_UP.items()],
+              (RIGHT | {"up_LEDM": ("expert", "stage", None, None)}, "up_LEDM again"),
+              (RIGHT | {"up_LEDM": ("expert",)}, "one entry"),
+              (RIGHT | {"up_LEDM": 7}, "one entry"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2: find the group
@@ -830,24 +825,20 @@ def block(sizes, axes, device):
 
 
 others = lambda *case: [number for number in lines(*case) if number != case[2]]
-
+GROUP_HINTS = [
+    (block, "Only along the last axis are device numbers consecutive."),
+    (partial(lines, keep=True), "These have the same coordinates along the axes."),
+    (partial(lines, turned=True), "You number devices along the first axis first."),
+    (others, "The device itself is missing."),
+]
+cube, long = dict.fromkeys(AXES, 2), {"data": 2, "fsdp": 4, "tensor": 3}
 
 # %% tags=["hide-input"]
-def check_group(answer):
-    cube, long = dict.fromkeys(AXES, 2), {"data": 2, "fsdp": 4, "tensor": 3}
-    cases = [(cube, (axis,), 5) for axis in AXES] + [(cube, ("fsdp", "tensor"), 5)]
-    cases += [(long, ("fsdp",), 14), (long, ("data", "tensor"), 14)]
-    plain = lambda x: tuple(np.asarray(x).tolist()) if np.ndim(x) == 1 else x
-    listed = lambda f: lambda *case: plain(f(*case))
-    mistakes = [
-        (block, "Only along the last axis are device numbers consecutive."),
-        (partial(lines, keep=True), "These have the same coordinates along the axes."),
-        (partial(lines, turned=True), "You number devices along the first axis first."),
-        (others, "The device itself is missing."),
-    ]
-    mistakes = [(listed(wrong), hint) for wrong, hint in mistakes]
-    answer = answer if answer is ... else listed(answer)
-    return lesson.diagnose(answer, cases, listed(lines), mistakes, "Right.")
+cases = [(cube, (axis,), 5) for axis in AXES] + [(cube, ("fsdp", "tensor"), 5)]
+cases += [(long, ("fsdp",), 14), (long, ("data", "tensor"), 14)]
+as_tuple = lambda x: tuple(np.asarray(x).tolist()) if np.ndim(x) == 1 else x
+listed = lambda f: lambda *case: as_tuple(f(*case))
+check_group = lesson.checker(cases, listed(lines), GROUP_HINTS, "Right.", run=listed)
 
 
 print(check_group(group))
@@ -867,11 +858,13 @@ print(check_group(group))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_group(lines) == "Right."
-assert "consecutive" in check_group(block) and "itself" in check_group(others)
-assert "same coordinates" in check_group(partial(lines, keep=True))
-assert "along the first axis" in check_group(partial(lines, turned=True))
-assert check_group(group) == lesson.NOTHING and "Not yet" in check_group(lambda *a: [7])
+lesson.expect(
+    check_group,
+    *GROUP_HINTS,
+    (lines, "Right."),
+    (group, lesson.NOTHING),
+    (lambda *a: [7], "Not yet"),
+)
 
 # %% [markdown]
 # ## Exercise 3: a better mesh
@@ -907,19 +900,11 @@ def why_slow(one):
 
 
 # %% tags=["hide-input"]
-def check_better(answer):
-    try:
-        split = answer() if callable(answer) else answer
-    except Exception as error:
-        return f"It stops: {type(error).__name__}. Return a mesh as a string."
-    if split is None or split is ...:
-        return lesson.NOTHING
+@lesson.verdict
+def check_better(split):
     if not isinstance(split, str):
         return 'Write the mesh as a string, such as "context=16".'
-    try:
-        one = planned(split)
-    except UserError as error:
-        return f"The planner rejects this mesh: {str(error)[:150]}"
+    one = planned(split)
     said = f"{one.step_s:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
     if not one.fits:
         return said + "Too large for an H100. Which axes shard the weights?"
@@ -939,18 +924,18 @@ print(check_better(better))
 # </details>
 
 # %% tags=["remove-cell"]
-said = lambda split: check_better(lambda: split)
-assert said("stage=2,context=4,tensor=2") == "2.83 s, 38 GiB. That will do."
-assert said("stage=2,context=8") == "2.88 s, 52 GiB. That will do."
-assert "once per stage" in said("context=16") and said("context=16").startswith("11.73")
-assert "Does another" in said("data=2,context=8")
-assert "have to cross" in said("fsdp=8,tensor=2")
-assert "over fsdp and context" in said("fsdp=2,context=8")
-assert "bubble takes" in said("stage=2,fsdp=8")
-assert "How few stages" in said("stage=4,fsdp=2,tensor=2")
-assert "Too large" in said("data=8,context=2")
-assert "rejects" in said("fsdp=16") and "rejects" in said("stages=2")
-assert "a string" in check_better(lambda: 16) and said(...) == lesson.NOTHING
+lesson.expect(check_better, ("stage=2,context=4,tensor=2",
+                             "2.83 s, 38 GiB. That will do."),
+              (lambda: "stage=2,context=8", "2.88 s, 52 GiB. That will do."),
+              ("context=16", "once per stage"),
+              ("context=16", "11.73"), ("data=2,context=8", "Does another"),
+              ("fsdp=8,tensor=2", "have to cross"),
+              ("fsdp=2,context=8", "over fsdp and context"),
+              ("stage=2,fsdp=8", "bubble takes"),
+              ("stage=4,fsdp=2,tensor=2", "How few stages"),
+              ("data=8,context=2", "Too large"),
+              ("fsdp=16", "rejects"), ("stages=2", "rejects"), (lambda: 16, "a string"),
+              (better, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## A bug to find
@@ -1075,12 +1060,10 @@ WRONG_SUMS = (
     (over(lambda axes: axes[-1:]), "Now only one axis is left. Sum over every one."),
     (over(lambda axes: []), "Nothing is summed now: each device trains alone."),
 )
-
-
-# %% tags=["hide-input"]
 GRADS = jax.tree.map(np.asarray, jax.jit(jax.grad(loss_alone))(start, *examples))
 
 
+# %% tags=["hide-input"]
 @cache
 def local_gradients(*sizes):
     """The gradients of every device before they are summed, one row per device."""
@@ -1089,11 +1072,9 @@ def local_gradients(*sizes):
     def one(w, *batch):
         count = lax.psum(jnp.sum(batch[2]), GRID)
         mine = jax.tree.map(lambda rows: rows[0], w)
-        grads = jax.grad(local_loss)(mine, count, *batch)
-        return jax.tree.map(lambda g: g[None], grads)
+        return jax.grad(local_loss)(mine, count, *batch)
 
-    specs = {"in_specs": (P(GRID), *[P("data", GRID[1:])] * 3), "out_specs": P(GRID)}
-    run = jax.jit(jax.shard_map(one, mesh=mesh, **specs))
+    run = lesson.on_each(one, mesh, (P(GRID), *[P("data", GRID[1:])] * 3))
     return mesh, jax.tree.map(np.asarray, run(scattered(start, sizes), *examples))
 
 
@@ -1102,11 +1083,8 @@ def local_gradients(*sizes):
 def after_sums(reduce, *sizes):
     """The gradients of every device after they are summed, one row per device."""
     mesh, grads = local_gradients(*sizes)
-    rows = lambda tree, pick: {name: pick(grad) for name, grad in tree.items()}
-    one = lambda g: rows(summed(rows(g, lambda x: x[0]), reduce), lambda x: x[None])
-    specs = {"in_specs": P(GRID), "out_specs": P(GRID)}
-    found = jax.jit(jax.shard_map(one, mesh=mesh, **specs))(grads)
-    return jax.tree.map(np.asarray, found)
+    one = lambda g: summed({name: grad[0] for name, grad in g.items()}, reduce)
+    return jax.tree.map(np.asarray, lesson.on_each(one, mesh, P(GRID))(grads))
 
 
 def on_one_device(*sizes):
@@ -1115,14 +1093,10 @@ def on_one_device(*sizes):
 
 
 # %% tags=["hide-input", "hide-output"]
-def check_all_reduce(answer):
-    if answer is None or answer is ... or not callable(answer):
-        return lesson.NOTHING
-    mistakes = [(partial(after_sums, wrong), hint) for wrong, hint in WRONG_SUMS]
-    tried = partial(after_sums, lesson.answered(answer))
-    cases = [(2, 2, 2), (2, 1, 4), (1, 2, 2)]
-    done = "Every replica gets the gradient of one device, on all three meshes."
-    return lesson.diagnose(tried, cases, on_one_device, mistakes, done)
+check_all_reduce = lesson.checker(
+    [(2, 2, 2), (2, 1, 4), (1, 2, 2)], on_one_device, WRONG_SUMS,
+    "Every replica gets the gradient of one device, on all three meshes.",
+    run=lambda reduce: partial(after_sums, reduce))  # fmt: skip
 
 
 print(check_all_reduce(all_reduce))
@@ -1150,13 +1124,11 @@ print(check_all_reduce(all_reduce))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_all_reduce(over(list)).startswith("Every replica")
 one_by_one = lambda grad, axes: lax.psum(lax.psum(grad, tuple(axes[1:])), axes[0])
-assert check_all_reduce(one_by_one).startswith("Every replica")
-for wrong, hint in WRONG_SUMS:
-    assert check_all_reduce(wrong) == hint, hint
-assert check_all_reduce(...) == check_all_reduce(lambda *_: None) == lesson.NOTHING
-assert "Not yet" in check_all_reduce(lambda grad, axes: over(list)(grad, axes) / 3)
+lesson.expect(check_all_reduce, *WRONG_SUMS, (over(list), "Every replica"),
+              (one_by_one, "Every replica"),
+              (lambda *_: None, lesson.NOTHING),
+              (lambda grad, axes: over(list)(grad, axes) / 3, "Not yet"))  # fmt: skip
 mended = np.asarray(train((2, 2, 2), scattered(start, (2, 2, 2)), over(list))[1])
 assert lesson.same(mended, alone), "the fix is not enough"
 assert abs(curve[0] - alone[0]) < 1e-4 and not lesson.same(curve, alone, 1e-3)
