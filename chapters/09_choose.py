@@ -39,9 +39,9 @@ gather_ms = opening.network_ms(2 * W * 7 / 8)
 compute, network, now = [], [], 0
 for name, length in (("fwd", pair_ms), ("bwd", 2 * pair_ms)):
     for _ in range(2):  # gather positions, two matmuls, scatter positions
-        network += [("", now, exchange_ms)]
+        network += [("", now, exchange_ms, "tensor")]
         compute += [(name, now + exchange_ms, length)]
-        network += [("", now + exchange_ms + length, exchange_ms)]
+        network += [("", now + exchange_ms + length, exchange_ms, "tensor")]
         now += 2 * exchange_ms + length
 states = {"weights": W / 2, "gradients": W / 2, "optimizer state": W}  # bytes, sharded
 states = {name: size / 2**30 for name, size in states.items()}
@@ -55,8 +55,6 @@ ratio = (8 * exchange_ms / 8) / (3 * gather_ms)  # of the first prediction
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "tensor=8 needs 0.4 GiB per GPU for a layer, but its compute waits for eight exchanges and takes 19 ms; fsdp=8 needs 1.2 GiB, and its three transfers overlap with 11 ms of compute."}}
 opening.before_after(slow, fast, "Two valid meshes: same loss, other time", "fsdp")
-for bar in plt.gcf().axes[2].collections[4:]:
-    bar.set_facecolor(lesson.COLORS["tensor"])
 
 # %% [markdown]
 # The figure shows one layer of Llama 3 8B, 65,536 tokens and eight H100s, at peak speed. Both meshes shard the
@@ -145,7 +143,7 @@ my_prediction = None  # tokens
 lesson.predicted("a B200 needs", my_prediction, int(edge), "tokens")
 
 # %% tags=["remove-cell"]
-assert edge == 5625, "the chips of plan/hardware.py have changed"
+assert edge == 5625, "the chips of plan/chips/hardware.py have changed"
 
 # %% [markdown]
 # P cancels, because N tokens need 6 P N FLOPs, and `fsdp` sends 6 P bytes. What remains is **peak FLOP/s
@@ -256,8 +254,9 @@ for size in ((16, 8), (16, 4), (1, 8), (4, 2)):
 # 1. **Does the state fit?** You need 16 P/n bytes, plus activations and the temporary arrays of one layer.
 #    Otherwise no mesh helps: use more devices or lower precision. *405B: 0.4 GB of 64, so it fits.*
 # 2. **`fsdp` alone**, if each device has a sequence, N is above peak/bandwidth, **and the gathers overlap with
-#    compute**. Exposed gathers cost 6 P/bandwidth per pass for any N. *405B: no, because a device has an eighth
-#    of a sequence, and 1,024 tokens are below 2,472.*
+#    compute** ([not on v5p](../waits.md#the-rules-of-the-planner)). Exposed gathers cost 6 P/bandwidth per
+#    pass for any N. *405B: no, because a device has an eighth of a sequence, and 1,024 tokens are below
+#    2,472.*
 # 3. **`tensor`** otherwise: on TPUs the whole torus axis nearest to the minimum (below), on GPUs at most the
 #    node. *405B: `tensor=8`, so that eight devices share a sequence. `fsdp` takes as long as before, 6.07 s,
 #    because each GPU has an eighth of the bytes, but also only one of the node's eight network cards.*
@@ -294,7 +293,7 @@ WORK = {"work.remat": "full", "work.tensor_exchange": "ring"}
 def show_plan(one):
     """Print a plan in one line."""
     causes = dict(one.expected or one.seconds())
-    matmuls = sum(causes.pop(x, 0) for x in ("compute", "products", "other ops"))
+    matmuls = sum(causes.pop(x, 0) for x in ("compute", "matmuls", "other ops"))
     causes = {"compute": matmuls} | causes
     large = {name: s for name, s in causes.items() if s > 0.02 * one.likely_s}
     parts = ", ".join(f"{name} {s:.2f}" for name, s in large.items())
@@ -307,8 +306,8 @@ def plan_llama(mesh, T=8192, **more):
     """The plan of Llama 3 405B on a mesh; interleaved if microbatches suffice."""
     batch = {"data.seq_len": T, "data.batch_size": 2**24 // T, "mesh": mesh}
     stages = config.MeshConfig.parse(mesh).stage
-    layers = {"work.schedule": "interleaved", "work.chunks": min(128 // stages, 8)}
-    one_by_one = {"work.schedule": "1f1b", "work.chunks": 1}
+    layers = {"work.schedule": f"interleaved:{min(128 // stages, 8)}"}
+    one_by_one = {"work.schedule": "1f1b"}
     for order in (layers, one_by_one) if stages > 1 else ({},):
         try:
             settings = {**SHAPE, **WORK, **batch, **order, **more}
@@ -393,36 +392,32 @@ assert 1 < llama_run.chip_hours / 30.84e6 < 1.1, "the plan is near Meta's GPU ho
 # bytes/s. n_t need not be an integer.
 
 # %% tags=["hide-input"]
-VALLEYS = [(3e9, 16384, 1024, 180e9, 90e9), (1e9, 8192, 2048, 90e9, 180e9),
-           (2e8, 4096, 500, 50e9, 450e9)]  # fmt: skip
-
-
-# %% tags=["hide-input"]
 bottom = lambda W, D, N, f, t: (3 * W * t / (11 * N * D * f)) ** 0.5
 VALLEY_HINTS = [
     (lambda W, D, N, f, t: 3 * W * t / (11 * N * D * f),
      "That is n_t squared. Check your derivative."),
-    (lambda W, D, N, f, t: (3 * W * f / (11 * N * D * t)) ** 0.5,
+    (lambda W, D, N, f, t: bottom(W, D, N, t, f),
      "With faster links for tensor, should tensor be larger or smaller?"),
-    (lambda W, D, N, f, t: (3 * W / (11 * N * D)) ** 0.5,
+    (lambda W, D, N, f, t: bottom(W, D, N, 1, 1),
      "That minimizes bytes. Minimize seconds: the bandwidths differ."),
-    (lambda W, D, N, f, t: 1 / bottom(W, D, N, f, t),
+    (lambda *sizes: 1 / bottom(*sizes),
      "Inverted: a model with more weights would get a smaller tensor axis."),
-    (lambda W, D, N, f, t: (1 + (1 + 4 * bottom(W, D, N, f, t) ** 2) ** 0.5) / 2,
+    (lambda *sizes: (1 + (1 + 4 * bottom(*sizes) ** 2) ** 0.5) / 2,
      "At this size both times are equal. Is their sum smallest there?"),
-    (lambda W, D, N, f, t: (6 * W * t / (11 * N * D * f)) ** 0.5,
+    (lambda *sizes: 2**0.5 * bottom(*sizes),
      "Count the bytes of an activation: 11 collectives of 2 bytes."),
-    (lambda W, D, N, f, t: (3 * W * t / (8 * N * D * f)) ** 0.5,
+    (lambda *sizes: (11 / 8) ** 0.5 * bottom(*sizes),
      "Eight exchanges are without recomputation. The table has 11."),
-    (lambda W, D, N, f, t: (2 * W * t / (11 * N * D * f)) ** 0.5,
+    (lambda *sizes: (2 / 3) ** 0.5 * bottom(*sizes),
      "You count 4 bytes per parameter along fsdp. Gradients are sent, too."),
 ]  # fmt: skip
 
-
 # %% tags=["hide-input"]
-def check_valley(answer):
-    done = "Right. With four times the tokens, the best tensor is half as large."
-    return lesson.diagnose(answer, VALLEYS, bottom, VALLEY_HINTS, done, share=1e-3)
+check_valley = lesson.checker(
+    [(3e9, 16384, 1024, 180e9, 90e9), (1e9, 8192, 2048, 90e9, 180e9),
+     (2e8, 4096, 500, 50e9, 450e9)], bottom, VALLEY_HINTS, share=1e-3,
+    done="Right. With four times the tokens, the best tensor is half as large.",
+)  # fmt: skip
 
 
 # %%
@@ -442,11 +437,9 @@ print(check_valley(best_tensor))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_valley(bottom).startswith("Right")
-for wrong, hint in VALLEY_HINTS:
-    assert check_valley(wrong) == hint, hint
-assert check_valley(best_tensor) == check_valley(None) == lesson.NOTHING
-assert "Not yet" in check_valley(lambda *_: 8)
+lesson.expect(check_valley, *VALLEY_HINTS, (bottom, "Right"),
+              (best_tensor, lesson.NOTHING),
+              (lambda *_: 8, "Not yet"))  # fmt: skip
 
 # %% [markdown]
 # ## PaLM: whole torus axes
@@ -719,34 +712,30 @@ def fastest(topology):
     return fits[0]
 
 
-# %% tags=["hide-input"]
 STATE = "state. Which axes shard it, and which replicate it?"
 BYTES = {"parameters": STATE, "optimizer": STATE, "gradients": "unsharded gradients.",
          "weights": "gathered weights.",
          "saved": "saved activations. How many tokens are in flight?",
          "at work": "temporary arrays of a layer. How many tokens?"}  # fmt: skip
+
+# %% tags=["hide-input"]
 WAITS = {"fsdp": "fsdp. It sends P/(n_s n_t) per pass: which axes make that smaller?",
          "tensor": "tensor. Its bytes grow with its size.", "bubble": "the bubble.",
          "data": "data: the gradients of every replica.", "context": "gathered keys.",
          "stage": "sends between stages.",
          "expert": "expert, which acts like fsdp in a dense model.",
-         "products": "compute: narrow matmuls, or recomputation.",
+         "matmuls": "compute: narrow matmuls, or recomputation.",
          "compute": "compute: narrow matmuls, or recomputation."}  # fmt: skip
 
 
-# %% tags=["hide-input"]
 def check_mesh(answer, topology="v5p:4x4x4"):
-    if answer is None or answer is ...:
-        return lesson.NOTHING
-    if not isinstance(answer, str):
-        return 'Write the mesh as a string, such as "data=4,fsdp=16".'
-    try:
-        one = planner.plan(dense(answer), topology)
-    except UserError as error:
-        return f"The planner rejects it: {str(error).split(';')[0]}."
-    if not one.fits:
-        return too_large(one)
-    return judged(one, fastest(topology))
+    def judge(mesh):
+        if not isinstance(mesh, str):
+            return 'Write the mesh as a string, such as "data=4,fsdp=16".'
+        one = planner.plan(dense(mesh), topology)
+        return judged(one, fastest(topology)) if one.fits else too_large(one)
+
+    return lesson.verdict(judge)(answer)
 
 
 # %% tags=["hide-input"]
@@ -784,16 +773,13 @@ print(check_mesh(mesh_on_v5p, "v5p:4x4x4"))
 # </details>
 
 # %% tags=["remove-cell"]
-v5p_says = lambda mesh: check_mesh(mesh, "v5p:4x4x4")
-assert v5p_says("fsdp=16,tensor=4").startswith("Right"), v5p_says("fsdp=16,tensor=4")
-for unfit in ("fsdp=64", "fsdp=8", "fsdp:64"):
-    assert "rejects" in v5p_says(unfit), unfit
-assert "a string" in v5p_says(64) and "a string" in v5p_says(lambda: "fsdp=64")
-assert "go to fsdp" in v5p_says("fsdp=32,tensor=2"), v5p_says("fsdp=32,tensor=2")
-assert "go to tensor" in v5p_says("fsdp=8,tensor=8"), v5p_says("fsdp=8,tensor=8")
-assert "the bubble. " in v5p_says("stage=4,fsdp=16"), v5p_says("stage=4,fsdp=16")
-assert "state" in v5p_says("data=16,tensor=4"), v5p_says("data=16,tensor=4")
-assert v5p_says(mesh_on_v5p) == v5p_says(None) == lesson.NOTHING
+lesson.expect(check_mesh, ("fsdp=16,tensor=4", "Right"), (64, "a string"),
+              (lambda: 64, "a string"),
+              *[(unfit, "rejects") for unfit in ("fsdp=64", "fsdp=8", "fsdp:64")],
+              ("fsdp=32,tensor=2", "go to fsdp"),
+              ("fsdp=8,tensor=8", "go to tensor"), ("stage=4,fsdp=16", "the bubble. "),
+              ("data=16,tensor=4", "state"),
+              (mesh_on_v5p, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 3: the same on eight nodes
@@ -820,14 +806,14 @@ print(check_mesh(mesh_on_h100, "h100:64"))
 # </details>
 
 # %% tags=["remove-cell"]
-nodes = lambda mesh: check_mesh(mesh, "h100:64")
-assert nodes("stage=8,tensor=8").startswith("Right"), nodes("stage=8,tensor=8")
-assert nodes("stage=8,context=2,tensor=4").startswith("Right")
-assert "go to fsdp" in nodes("fsdp=16,tensor=4"), nodes("fsdp=16,tensor=4")
-assert "go to fsdp" in nodes("fsdp=32,tensor=2"), nodes("fsdp=32,tensor=2")
-assert "16 stages and 32 microbatches." in nodes("stage=16,tensor=4")
-assert "acts like fsdp" in nodes("expert=32,tensor=2")
-assert "Needs" in nodes("data=8,tensor=8") and "state" in nodes("data=8,tensor=8")
+lesson.expect(lambda mesh: check_mesh(mesh, "h100:64"), ("stage=8,tensor=8", "Right"),
+              ("stage=8,context=2,tensor=4", "Right"),
+              ("fsdp=16,tensor=4", "go to fsdp"),
+              ("fsdp=32,tensor=2", "go to fsdp"),
+              ("expert=32,tensor=2", "acts like fsdp"),
+              ("stage=16,tensor=4", "16 stages and 32 microbatches."),
+              ("data=8,tensor=8", "Needs"),
+              ("data=8,tensor=8", "state"))  # fmt: skip
 of_v5p = planner.plan(dense("fsdp=16,tensor=4"), "h100:64").likely_s
 plain = planner.plan(dense("stage=8,tensor=8"), "h100:64").likely_s
 assert 1.28 < of_v5p / plain < 1.3, "the text says 29%"
@@ -907,13 +893,9 @@ for text, rows in (("data=8", 2), ("data=4,tensor=2", 4), ("data=4,context=2", 4
     test = np.mean((x_BTD @ w_D - y_BT) ** 2)
     print(f"{text:17} {len(log)} steps, epoch {log[-1][1]:.2f}, mean loss {test:.3f}")
 
+
 # %% tags=["hide-input"]
-BATCHES = [("data=4,context=2", 4, 1), ("data=2,fsdp=2,context=2,tensor=2", 2, 2),
-           ("expert=2,context=4", 8, 1), ("stage=2,fsdp=2,context=2", 2, 4),
-           ("data=8", 2, 1)]  # fmt: skip
-
-
-def divided_by(*axes, passes=True, per_device=False):
+def divided_by(*axes, passes=True):
     """batch_size, but with other axes whose devices work on the same rows."""
 
     def size(mesh, rows, p):
@@ -955,13 +937,12 @@ def on_one_device(text, rows, passes):
 
 
 # %% tags=["hide-input", "hide-output"]
-def check_batch_size(answer):
-    if answer is None or answer is ... or not callable(answer):
-        return lesson.NOTHING
-    mistakes = [(trained(wrong), hint) for wrong, hint in BATCH_HINTS]
-    done = "An epoch reads every sequence once, and ends as on one device."
-    tried = trained(lesson.answered(answer))
-    return lesson.diagnose(tried, BATCHES, on_one_device, mistakes, done)
+BATCHES = [("data=4,context=2", 4, 1), ("data=2,fsdp=2,context=2,tensor=2", 2, 2),
+           ("expert=2,context=4", 8, 1), ("stage=2,fsdp=2,context=2", 2, 4),
+           ("data=8", 2, 1)]  # fmt: skip
+done = "An epoch reads every sequence once, and ends as on one device."
+check_batch_size = lesson.checker(
+    BATCHES, on_one_device, BATCH_HINTS, done, run=trained)  # fmt: skip
 
 
 print(check_batch_size(batch_size))
@@ -984,11 +965,9 @@ print(check_batch_size(batch_size))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_batch_size(divided_by(*inside)).startswith("An epoch")
-for wrong, hint in BATCH_HINTS:
-    assert check_batch_size(wrong) == hint, (hint, check_batch_size(wrong))
-assert check_batch_size(...) == check_batch_size(lambda *_: None) == lesson.NOTHING
-assert "Not yet" in check_batch_size(lambda *_: 64)
+lesson.expect(check_batch_size, *BATCH_HINTS, (divided_by(*inside), "An epoch"),
+              (lambda *_: None, lesson.NOTHING),
+              (lambda *_: 64, "Not yet"))  # fmt: skip
 lengths = {
     text: len(epoch(config.MeshConfig.parse(text), rows, 1)[1])
     for text, rows in (("data=8", 2), ("data=4,tensor=2", 4), ("data=4,context=2", 4))

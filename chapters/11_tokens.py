@@ -346,7 +346,6 @@ def encode(ranks, text):
     return ids
 
 
-# %% tags=["hide-input"]
 import base64
 
 kept = tempfile.TemporaryDirectory()  # until the program ends
@@ -363,6 +362,8 @@ def rank_file(vocabulary):
 
 ours = encode({t: r for t, r in ranks.items() if r < 1024}, held_out.decode())
 theirs = tokenizers.encode(rank_file(1024), held_out)
+
+# %% tags=["hide-input"]
 assert ours == theirs.tolist()
 print("held-out text: this encoder and tiktoken (OpenAI's encoder) give the same ids")
 
@@ -518,9 +519,9 @@ panels[1].set_xlabel("index in the window")
 # %% [markdown]
 # The shades show `segments_BT`, which is numbered from 1 in each row. `|` is the end of text, which starts
 # a document. The height of the gray bars is `positions_BT`. The model restricts attention to one segment
-# (`data.mask_documents`), so documents do not attend to each other. White is padding after the end of the
-# stream: segment 0, and weight 0 in `weights_BT`. If you drop the last window, you lose text. If you count
-# the padding, the loss is wrong.
+# (without `unmasked` in `data.packing`), so documents do not attend to each other. White is padding after
+# the end: segment 0, and weight 0 in `weights_BT`. If you drop the last window, you lose text. If you
+# count the padding, the loss is wrong.
 #
 # If a window ends inside a document, the rest is in another row, where it starts at position 0 and cannot
 # attend to the text before it. Best-fit packing
@@ -635,10 +636,10 @@ assert 0.15 < never < 0.35
 print(f"windows read twice: {np.mean(reads == 2):.0%}, never: {never:.0%}")
 
 # %% [markdown]
-# MaxText with Grain stores a state
-# for each loading host, and cannot change their number. A run that resumed with twice as many hosts kept 64
+# MaxText with Grain stores a state for each loading host. A run that resumed with twice as many hosts kept 64
 # loading hosts, and the others loaded nothing ([maxtext
-# 2537](https://github.com/AI-Hypercomputer/maxtext/pull/2537)). MosaicML Streaming calls the desired
+# 2537](https://github.com/AI-Hypercomputer/maxtext/pull/2537)). `expansion_factor_real_data` now
+# adapts the states. MosaicML Streaming calls the desired
 # property *elastic determinism* ([docs](https://docs.mosaicml.com/projects/streaming)).
 #
 # With the endless order, the rows of a batch do not depend on the hosts. A host looks up which rows its
@@ -757,41 +758,29 @@ for T_ in (64, 100, 300):
     small_cfg = preset("tiny", **{**SERIAL, "data.seq_len": T_})
     rows = [b["weights_BT"].sum(axis=1) for b in dataset.evaluation_batches(small_cfg)]
     windows_of[T_] = [int(n) for n in np.concatenate(rows) if n > 0]
-
-# %% tags=["hide-input"]
 CASES = [(w, 1001, T_) for T_, found in windows_of.items() for w in (0, len(found) - 1)]
 is_last = lambda w, N, T: w == -(-(N - 1) // T) - 1
+
+# %% tags=["hide-input"]
 WINDOW_HINTS = [
     (lambda w, N, T: T, "That is right for full windows. What about the last one?"),
     (lambda w, N, T: min(T, N - w * T), "You count inputs. Does each have a target?"),
     (lambda w, N, T: N - 1 - w * T, "That is the number of all remaining targets."),
     (lambda w, N, T: N - w * T, "Those are all remaining tokens."),
-    (
-        lambda w, N, T: (N - 1) % T if is_last(w, N, T) else T,
-        "Almost right: if T divides the number of targets, the last window is full.",
-    ),
-]
-
-# %% tags=["hide-input"]
-WINDOW_HINTS += [
-    (
-        lambda w, N, T: min(T, N - w * T) - 1,
-        "Right for the last one. A full window's last target is outside the window.",
-    ),
-    (
-        lambda w, N, T: (N - 1) % T,
-        "That is the size of the last window. It does not depend on window.",
-    ),
+    (lambda w, N, T: (N - 1) % T if is_last(w, N, T) else T,
+     "Almost right: if T divides the number of targets, the last window is full."),
+    (lambda w, N, T: min(T, N - w * T) - 1,
+     "Right for the last one. A full window's last target is outside the window."),
+    (lambda w, N, T: (N - 1) % T,
+     "That is the size of the last window. It does not depend on window."),
     (lambda w, N, T: T * (w < (N - 1) // T), "You drop the last window."),
     (lambda w, N, T: -(-(N - 1) // T), "That is the number of windows."),
-]
-
+]  # fmt: skip
 
 # %% tags=["hide-input"]
-def check_window(answer):
-    right = lambda w, N, T: windows_of[T][w]
-    done = "Right, for windows of 64, 100 and 300: the loader's weights agree."
-    return lesson.diagnose(answer, CASES, right, WINDOW_HINTS, done)
+check_window = lesson.checker(
+    CASES, lambda w, N, T: windows_of[T][w], WINDOW_HINTS,
+    "Right, for windows of 64, 100 and 300: the loader's weights agree.")  # fmt: skip
 
 
 # %%
@@ -810,10 +799,9 @@ print(check_window(targets_in))
 # </details>
 
 # %% tags=["remove-cell"]
-assert check_window(lambda w, N, T: min(T, N - 1 - w * T)).startswith("Right, for")
-for wrong, hint in WINDOW_HINTS:
-    assert check_window(wrong) == hint
-assert "Nothing there" in check_window(targets_in)
+lesson.expect(check_window, *WINDOW_HINTS,
+              (lambda w, N, T: min(T, N - 1 - w * T), "Right, for"),
+              (targets_in, "Nothing there"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2: a batch size that grows
@@ -822,46 +810,26 @@ assert "Nothing there" in check_window(targets_in)
 # the endless order does the batch of `step` begin? No window may be repeated or skipped.
 
 # %% tags=["hide-input"]
-GROWS = [(2, 4, 8, 24), (4, 4, 8, 24), (10, 4, 8, 24), (7, 3, 16, 4)]
 GROW_HINTS = [
-    (
-        lambda s, c, a, b: s * a if s < c else s * b,
-        "At the change the index jumps: if the batch grows, you skip windows.",
-    ),
+    (lambda s, c, a, b: s * a if s < c else s * b,
+     "At the change the index jumps: if the batch grows, you skip windows."),
     (lambda s, c, a, b: s * a, "Right up to the change, but not after it."),
     (lambda s, c, a, b: s * b, "Right for a run that always had the second size."),
-    (
-        lambda s, c, a, b: s * a if s < c else (s - c) * b,
-        "After the change, you start again with the first window.",
-    ),
-    (
-        lambda s, c, a, b: c * a + (s - c) * b,
-        "Right from the change on, but not before it.",
-    ),
-]
-
-# %% tags=["hide-input"]
-GROW_HINTS += [
-    (
-        lambda s, c, a, b: s * a if s < c else c * a + s * b,
-        "After the change, you count the earlier steps twice.",
-    ),
-    (
-        lambda s, c, a, b: min(s, c) * b + max(s - c, 0) * a,
-        "You swapped the two batch sizes.",
-    ),
-    (
-        lambda s, c, a, b: min(s + 1, c) * a + max(s + 1 - c, 0) * b,
-        "That is where the next batch begins.",
-    ),
-]
-
-
-# %% tags=["hide-input"]
-def check_first_index(answer):
-    right = lambda step, c, a, b: sum(a if s < c else b for s in range(step))
-    done = "Right: no gap, no overlap."
-    return lesson.diagnose(answer, GROWS, right, GROW_HINTS, done)
+    (lambda s, c, a, b: s * a if s < c else (s - c) * b,
+     "After the change, you start again with the first window."),
+    (lambda s, c, a, b: c * a + (s - c) * b,
+     "Right from the change on, but not before it."),
+    (lambda s, c, a, b: s * a if s < c else c * a + s * b,
+     "After the change, you count the earlier steps twice."),
+    (lambda s, c, a, b: min(s, c) * b + max(s - c, 0) * a,
+     "You swapped the two batch sizes."),
+    (lambda s, c, a, b: min(s + 1, c) * a + max(s + 1 - c, 0) * b,
+     "That is where the next batch begins."),
+]  # fmt: skip
+check_first_index = lesson.checker(
+    [(2, 4, 8, 24), (4, 4, 8, 24), (10, 4, 8, 24), (7, 3, 16, 4)],
+    lambda step, c, a, b: sum(a if s < c else b for s in range(step)),
+    GROW_HINTS, "Right: no gap, no overlap.")  # fmt: skip
 
 
 # %%
@@ -884,10 +852,8 @@ print(check_first_index(first_index))
 
 # %% tags=["remove-cell"]
 grown = lambda s, c, a, b: min(s, c) * a + max(s - c, 0) * b
-assert check_first_index(grown).startswith("Right: no")
-for wrong, hint in GROW_HINTS:
-    assert check_first_index(wrong) == hint
-assert "Nothing there" in check_first_index(first_index)
+lesson.expect(check_first_index, *GROW_HINTS, (grown, "Right: no"),
+              (first_index, "Nothing there"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 3: design a loader for 32 hosts
@@ -942,49 +908,33 @@ def shuffled_alone(order, s, h, n, B):
     return [own[(s * B // n + k) % len(own)] for k in range(B // n)]
 
 
+own_indices = lambda s, h, n, B: range(s * B + h * (B // n), s * B + (h + 1) * (B // n))
+
 # %% tags=["hide-input"]
 HOST_HINTS = [
     (strided, "The right windows, but in other rows, so the batch is not identical."),
     (slice_from(lambda s, h, n, B: s * B), "All hosts read the same rows."),
-    (
-        slice_from(lambda s, h, n, B: s * (B // n)),
-        "All hosts read the same rows, and the steps overlap.",
-    ),
-    (
-        slice_from(lambda s, h, n, B: (s + h) * (B // n)),
-        "Windows repeat in later steps. How far does a step advance the whole batch?",
-    ),
+    (slice_from(lambda s, h, n, B: s * (B // n)),
+     "All hosts read the same rows, and the steps overlap."),
+    (slice_from(lambda s, h, n, B: (s + h) * (B // n)),
+     "Windows repeat in later steps. How far does a step advance the whole batch?"),
     (shuffled_alone, "Each host shuffles separately. The batch has only one order."),
-]
-
-# %% tags=["hide-input"]
-own_indices = lambda s, h, n, B: range(s * B + h * (B // n), s * B + (h + 1) * (B // n))
-HOST_HINTS += [
-    (
-        lambda order, *case: [*own_indices(*case)],
-        "These are indices. Look up the windows in the order.",
-    ),
-    (
-        lambda order, s, h, n, B: [order[i] for i in range(s * B, s * B + B)],
-        "Every host reads the whole batch, so there are too many rows.",
-    ),
+    (lambda order, *case: [*own_indices(*case)],
+     "These are indices. Look up the windows in the order."),
+    (lambda order, s, h, n, B: [order[i] for i in range(s * B, s * B + B)],
+     "Every host reads the whole batch, so there are too many rows."),
     (slice_from(lambda s, h, n, B: h * (B // n)), "The same batch in every step."),
-    (
-        slice_from(lambda s, h, n, B: (s * n + h) * B),
-        "You skip windows between the hosts. How many rows does a host have?",
-    ),
-]
+    (slice_from(lambda s, h, n, B: (s * n + h) * B),
+     "You skip windows between the hosts. How many rows does a host have?"),
+]  # fmt: skip
 
 
 # %% tags=["hide-input"]
 def check_hosts(answer):
-    windows = lambda step: dataset.batch(wide, step)["targets_BT"][:, 0] // 64
-    right = lambda step, hosts: windows(step)
-    made = lambda f: lambda step, hosts: concatenated(f, step, hosts)
-    hints = [(made(f), hint) for f, hint in HOST_HINTS]
-    cases = [(5, 4), (1, 32), (7, 1)]
-    line = lesson.diagnose(made(answer), cases, right, hints, "Right")
-    order = Counted()
+    right = lambda step, hosts: dataset.batch(wide, step)["targets_BT"][:, 0] // 64
+    run = lambda f: lambda step, hosts: concatenated(f, step, hosts)
+    cases, order = [(5, 4), (1, 32), (7, 1)], Counted()
+    line = lesson.diagnose(answer, cases, right, HOST_HINTS, "Right", run=run)
     if line == "Right":
         concatenated(answer, 5, 32, order)
     if order.looks > B_all:
@@ -1015,9 +965,6 @@ print(check_hosts(rows_of_host))
 
 # %% tags=["remove-cell"]
 own_rows = slice_from(lambda s, h, n, B: s * B + h * (B // n))
-assert check_hosts(own_rows).startswith("Right: the same")
-for wrong, hint in HOST_HINTS:
-    assert check_hosts(wrong) == hint, (check_hosts(wrong), hint)
 
 
 def whole(order, step, host, hosts, B):
@@ -1025,11 +972,11 @@ def whole(order, step, host, hosts, B):
     return rows[host * B // hosts :][: B // hosts]
 
 
-assert "look up 2,048 indices" in check_hosts(whole)
-assert check_hosts(rows_of_host) == check_hosts(None) == lesson.NOTHING
-assert check_hosts(lambda *_: None) == lesson.NOTHING
 lazy = lambda order, s, h, n, B: (order[i] for i in own_indices(s, h, n, B))
-assert check_hosts(lazy).startswith("Right: the same")
+lesson.expect(check_hosts, *HOST_HINTS, (own_rows, "Right: the same"),
+              (whole, "look up 2,048 indices"),
+              (rows_of_host, lesson.NOTHING), (lambda *_: None, lesson.NOTHING),
+              (lazy, "Right: the same"))  # fmt: skip
 
 # %% [markdown]
 # ## A bug to find
@@ -1102,22 +1049,12 @@ print("the test passes: with a stop at step 40, the windows of all steps are the
 
 
 # %% tags=["hide-input"]
-class Again(Loader):
-    def state(self):
-        return {"batches": self.first}
+def counting(batches):
+    """A Loader with another count of batches in its state."""
+    state = lambda self: {"batches": batches(self)}
+    return type("Counting", (Loader,), {"state": state})
 
 
-class Short(Loader):
-    def state(self):
-        return {"batches": self.first + self.batches - 1}
-
-
-class Ahead(Loader):
-    def state(self):
-        return {"batches": self.first + self.batches + self.ahead - 1}
-
-
-# %% tags=["hide-input"]
 def window_at(index):
     """The window at an index of the endless order, computed separately."""
     epoch, i = divmod(index, 700)
@@ -1125,22 +1062,20 @@ def window_at(index):
 
 
 never_stopped = np.reshape([window_at(i) for i in range(160 * 8)], (160, 8))
-STOPS = [((),), ((40,),), ((40, 70, 100),), ((5, 6, 7),)]
 LOADER_HINTS = [
     (Loader, "Unchanged: on such a day, the run reads some windows again."),
-    (Again, "Every restart begins where the run began."),
-    (Short, "A batch is repeated at each stop."),
-    (Ahead, "At each stop, a batch is skipped: it was made ahead, but not used."),
-]
+    (counting(lambda self: self.first), "Every restart begins where the run began."),
+    (counting(lambda self: self.first + self.batches - 1),
+     "A batch is repeated at each stop."),
+    (counting(lambda self: self.first + self.batches + self.ahead - 1),
+     "At each stop, a batch is skipped: it was made ahead, but not used."),
+]  # fmt: skip
 
-
-def check_loader(answer):
-    made = lambda c: (lambda stops: windows_read(c, stops)) if callable(c) else ...
-    hints = [(made(wrong), hint) for wrong, hint in LOADER_HINTS]
-    done = "Fixed: the same windows in the same order, with 0, 1 or 3 stops."
-    right = lambda stops: never_stopped
-    return lesson.diagnose(made(answer), STOPS, right, hints, done)
-
+# %% tags=["hide-input"]
+check_loader = lesson.checker(
+    [((),), ((40,),), ((40, 70, 100),), ((5, 6, 7),)], lambda stops: never_stopped,
+    LOADER_HINTS, "Fixed: the same windows in the same order, with 0, 1 or 3 stops.",
+    run=lambda loader: lambda stops: windows_read(loader, stops))  # fmt: skip
 
 # %% tags=["hide-output"]
 print(check_loader(Loader))
@@ -1168,21 +1103,13 @@ print(check_loader(Loader))
 
 # %% tags=["remove-cell"]
 class Mended(Loader):
-    def state(self):
-        return {"batches": self.first + self.batches}
-
-
-class AlsoMended(Loader):
     def restore(self, state):
         self.first = state["batches"]
         self.state = lambda: {"batches": self.first + self.batches}
 
 
-for mended in (Mended, AlsoMended):
-    assert check_loader(mended).startswith("Fixed")
-for wrong, hint in LOADER_HINTS:
-    assert check_loader(wrong) == hint, (hint, check_loader(wrong))
-assert "Nothing there" in check_loader(None)
+also_mended = counting(lambda self: self.first + self.batches)
+lesson.expect(check_loader, *LOADER_HINTS, (Mended, "Fixed"), (also_mended, "Fixed"))
 often = windows_read(Loader, (40, 70, 100))
 assert np.bincount(often.ravel()).max() > 3, "the bug no longer repeats windows"
 
