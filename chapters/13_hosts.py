@@ -20,7 +20,7 @@ simulate_devices(8)
 import matplotlib.pyplot as plt
 import numpy as np
 
-from chapters import lesson, opening
+from chapters import four_hosts, lesson, opening
 
 GREY = lesson.NEUTRAL
 
@@ -180,155 +180,6 @@ print(f"4 processes and one process: loss {reference[0]:.4f}, and the same weigh
 # | frozen | SIGSTOP to its process | what ends the wait, and what does not end |
 # | other settings | another learning rate, then another file | whether anything shows it |
 
-# %% tags=["hide-input"]
-SSH = """#!/bin/bash
-# ssh [OPTION..] -- HOST COMMAND, with a folder of this machine as HOST
-while [ "$1" != -- ]; do shift; done
-cd "${HOSTS:?}/$2" && export HOME=$PWD TMUX_TMPDIR=$PWD && unset TMUX
-if [ -e .bashrc ]; then . ./.bashrc; fi  # as bash does when sshd starts it
-exec bash -c "$3"
-"""
-
-# %% tags=["hide-input"]
-import atexit
-import json
-import pathlib
-import re
-import shlex
-import shutil
-import subprocess
-import tempfile
-import time
-
-NO_TMUX = """#!/bin/bash
-# tmux new-session .. -c FOLDER COMMAND..: start the command without a session
-while [ "$1" != -c ]; do shift || exit 1; done
-cd "$2" && shift 2 && exec < /dev/null > /dev/null 2>&1
-setsid "$@" &
-"""
-
-
-def lacking():
-    """What this machine lacks to simulate hosts."""
-    tools = ("bash", "git", "setsid", "tar")
-    system = [] if os.path.exists("/proc/self/fd") else ["Linux"]
-    return system + [tool for tool in tools if not shutil.which(tool)]
-
-
-# %% tags=["hide-input"]
-class Hosts:
-    """Folders that act as hosts, and a repository with launcher.sh and train.py."""
-
-    def __init__(self, names=("host0", "host1", "host2", "host3")):
-        self.at, self.names = pathlib.Path(tempfile.mkdtemp(prefix="hosts-")), names
-        for name in (*names, "bin", "code"):
-            (self.at / name).mkdir()
-        (self.at / "hosts.txt").write_text("\n".join(names))
-        self.tmux = bool(shutil.which("tmux"))
-        tools = {"ssh": SSH} if self.tmux else {"ssh": SSH, "tmux": NO_TMUX}
-        for name, text in tools.items():
-            (self.at / "bin" / name).write_text(text)
-            (self.at / "bin" / name).chmod(0o755)
-        for script in ("launcher.sh", "debug_tpu.sh"):
-            shutil.copy(script, self.at / "code")
-        shutil.copytree("launch", self.at / "code/launch")
-        self.git("init", "--quiet")
-        atexit.register(self.close)
-
-    def latest(self, n, file, folder="axis-by-axis"):
-        """A file of the last launch on host n."""
-        return self.at / self.names[n] / folder / "launches/latest" / file
-
-
-# %% tags=["hide-input"]
-class Hosts(Hosts):
-    def git(self, *words):
-        settings = ("user.name=page", "user.email=page", "commit.gpgsign=no")
-        who = [word for setting in settings for word in ("-c", setting)]
-        done = self.run("git", *who, *words)
-        assert done.returncode == 0, done.stderr
-
-    def commit(self, program, message):
-        (self.at / "code/train.py").write_text(program)
-        self.git("add", "--all")
-        self.git("commit", "--quiet", "--message", message)
-
-    def run(self, *command, **settings):
-        """Run a command in the folder of launcher.sh, for these hosts."""
-        keep = lambda name: not re.search("^JAX|COLOR|^TMUX|^GIT_", name)
-        env = {name: value for name, value in os.environ.items() if keep(name)}
-        env |= {"PATH": f"{self.at}/bin:{env['PATH']}", "HOSTS": str(self.at)}
-        env |= {"TMUX_TMPDIR": str(self.at), "VENV": sys.prefix, **settings}
-        how = {"text": True, "stdin": subprocess.DEVNULL, "capture_output": True}
-        how |= {"env": env, "cwd": self.at / "code", "timeout": 120}
-        return subprocess.run(command, **how)
-
-
-# %% tags=["hide-input"]
-class Hosts(Hosts):
-    """Reads the logs directly, which is faster than ssh."""
-
-    def close(self):
-        self.run("./launcher.sh", "stop", "--now", "--hosts", "../hosts.txt")
-        if self.tmux:
-            self.run("tmux", "-L", "axis-debug", "kill-server")
-        shutil.rmtree(self.at, ignore_errors=True)
-
-    def marks(self, n, word):
-        """The numbers after `word`, on all lines of host n that begin with it."""
-        text = self.latest(n, "log").read_text()
-        found = re.findall(rf"(?m)^{word} (.*)\n", text)
-        return [[float(x) for x in line.split()] for line in found]
-
-    def last(self, n):
-        """The last step that host n reached, and when."""
-        return (self.marks(n, "step") or [[-1, time.time()]])[-1]
-
-
-# %% tags=["hide-input"]
-class Hosts(Hosts):
-    def wait(self, what, of=range(4), limit_s=90):
-        """Wait until what(n) is true for these hosts."""
-        until = time.time() + limit_s
-        while not all(what(n) for n in of):
-            logs = [self.latest(n, "log").read_text()[-600:] for n in range(4)]
-            assert time.time() < until, f"not in {limit_s} s: " + "\n".join(logs)
-            time.sleep(0.05)
-
-    def wait_for_end(self, of=range(4), folder="axis-by-axis"):
-        self.wait(lambda n: self.latest(n, "exit", folder).exists(), of)
-
-
-# %% tags=["hide-input"]
-def launcher(words, *command, **settings):
-    """Run ./launcher.sh; print the command and its output, without its table."""
-    words = [*shlex.split(words), *command]
-    given = [f"{name}={value}" for name, value in settings.items()]
-    print("$", shlex.join([*given, "./launcher.sh", *words]))
-    if "--" in words and "exec" not in words:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            settings["COORDINATOR_PORT"] = str(free.getsockname()[1])
-    done = hosts.run("./launcher.sh", "--hosts", "../hosts.txt", *words, **settings)
-    output = done.stdout.partition("host   ")[0] + done.stderr
-    print(output.replace(f"{hosts.at}/", "/"), end="")
-    return done
-
-
-# %% tags=["hide-input"]
-def status(**settings):
-    """Print some columns of `./launcher.sh status` for each host."""
-    asked = ("./launcher.sh", "--hosts", "../hosts.txt", "status", "--json")
-    rows = json.loads(hosts.run(*asked, **settings).stdout)
-    given = "".join(f"{name}={value} " for name, value in settings.items())
-    print(f"$ {given}./launcher.sh status")
-    print(f"{'host  state':34} step loss   s ago last line of the log")
-    for row in rows:
-        cells = [row[k] for k in ("step", "loss", "step_s_ago", "last_line")]
-        step, loss, ago, line = ("-" if cell is None else cell for cell in cells)
-        print(f"{row['host']} {row['state']:28}{step:>4} {loss:<8}{ago:>4} {line:.64}")
-    return rows
-
-
 # %% [markdown]
 # Now the program is a training loop. Each process prints a line when it reaches a step, and another line
 # when its rows are ready and it enters the step. After the step, `tell` writes the step and the loss to a
@@ -367,12 +218,17 @@ for t in range(int(t), steps):
 print("end", round(loss, 4), *np.asarray(w_D).round(4))"""
 
 # %% tags=["hide-input"]
-lacks = lacking()
-hosts = None if lacks else Hosts()
+import json
+import time
+
+lacks = four_hosts.lacking()
+hosts = None if lacks else four_hosts.Hosts()
 if lacks:
     print("Cannot simulate hosts here. launcher.sh needs:", *lacks)
     print("The website shows what these cells print. Continue with Exercise 1.")
-elif not hosts.tmux:
+else:
+    launcher, status, panes = hosts.launcher, hosts.status, hosts.panes
+if hosts and not hosts.tmux:
     print("No tmux here: the commands start without it, and no panes are shown.")
 
 # %%
@@ -487,31 +343,6 @@ if hosts:
 # </details>
 #
 # Look at all four logs at once. Here are the last lines of each. Which host is the cause?
-
-
-# %% tags=["hide-input"]
-def last_two(n, in_pane=True):
-    """The last two lines in the pane of host n; without tmux, of its log."""
-    text = hosts.latest(n, "log").read_text()
-    if in_pane and hosts.tmux:
-        show = ("capture-pane", "-p", "-t", f"axis:hosts-0-3.{n}")
-        text = hosts.run("tmux", "-L", "axis-debug", *show).stdout
-    return [line for line in text.splitlines() if line.strip()][-2:]
-
-
-def panes():
-    """The command, and the panes of four hosts, two by two."""
-    if hosts.tmux:
-        hosts.run("./debug_tpu.sh", "--hosts", "../hosts.txt")
-    hosts.wait(lambda n: last_two(n) == last_two(n, in_pane=False))
-    boxes = [[f"── {name} ".ljust(28, "─")] for name in hosts.names]
-    for n, box in enumerate(boxes):
-        box += [f" {line:27}" for line in last_two(n)]
-    if hosts.tmux:
-        hosts.run("tmux", "-L", "axis-debug", "kill-server")
-    typed = "$ ./debug_tpu.sh" if hosts.tmux else "(logs, because tmux is missing)"
-    rows = [*zip(*boxes[:2], strict=True), *zip(*boxes[2:], strict=True)]
-    return [typed, *(" ".join(row) for row in rows)]
 
 
 # %%
@@ -706,13 +537,6 @@ if hosts:
 
 
 # %% tags=["hide-input"]
-def check_feed(answer):
-    cases = [(0, 4, 1, 8), (5, 4, 2, 8), (7, 4, 2, 8), (3, 2, 4, 16), (6, 2, 4, 16)]
-    right = lambda p, d, t, B: (p // t * B // d, (p // t + 1) * B // d)
-    done = "Right: processes along `tensor` load the same rows."
-    return lesson.diagnose(answer, cases, right, FEED_HINTS, done)
-
-
 OWN = "Each process has different rows. Should two along `tensor` have different ones?"
 ORDER = "Along which axis is process 1 next to process 0?"
 ALONG = "`p % t` is the coordinate along `tensor`, which shards columns, not rows."
@@ -725,6 +549,10 @@ FEED_HINTS = [
     (lambda p, d, t, B: (p % t * B // d, (p % t + 1) * B // d), ALONG),
     (lambda p, d, t, B: (p % t * B // t, (p % t + 1) * B // t), ALONG),
 ]  # fmt: skip
+check_feed = lesson.checker(
+    [(0, 4, 1, 8), (5, 4, 2, 8), (7, 4, 2, 8), (3, 2, 4, 16), (6, 2, 4, 16)],
+    lambda p, d, t, B: (p // t * B // d, (p // t + 1) * B // d), FEED_HINTS,
+    "Right: processes along `tensor` load the same rows.")  # fmt: skip
 
 
 # %%
@@ -998,66 +826,56 @@ def train(rank, hosts):
 
 # %% tags=["hide-input"]
 import functools
-import inspect
 import threading
 
 
-class Group:
-    """Collectives that wait for all four threads."""
+class Host(Collectives):
+    """One of four threads, whose collectives wait for all of them."""
 
-    def __init__(self):
-        kinds = ("psum", "reduce", "gather")
-        self.doors = {kind: threading.Barrier(4) for kind in kinds}
-        self.values, self.said, self.saved, self.fault = {}, [], [None] * 4, None
+    def __init__(self, rank, doors, values):
+        self.rank, self.doors, self.values, self.log = rank, doors, values, str
 
-    def exchange(self, kind, rank, x):
-        self.values[kind, rank] = x
+    def exchange(self, kind, x):
+        self.values[kind, self.rank] = x
         self.doors[kind].wait(1)
         found = [self.values[kind, r] for r in range(4)]
         self.doors[kind].wait(1)
         return found
 
-
-# %% tags=["hide-input"]
-class Host(Collectives):
-    def __init__(self, group, rank):
-        self.rank, self.group, self.log = rank, group, group.said.append
-
     def psum(self, x):
-        return sum(self.group.exchange("psum", self.rank, x))
+        return sum(self.exchange("psum", x))
 
     def gather(self, x):
-        return self.group.exchange("gather", self.rank, x)
+        return self.exchange("gather", x)
 
     def reduce(self, x, to):
-        total = sum(self.group.exchange("reduce", self.rank, x))
+        total = sum(self.exchange("reduce", x))
         return total if self.rank == to else x
 
 
 # %% tags=["hide-input"]
 @functools.cache  # an answer that hangs should do so only once
 def outcome(train):
-
-    def thread(rank, group):
+    def thread(rank, doors, values, saved, faults):
         try:
-            group.saved[rank] = train(rank, Host(group, rank)) or []  # finished
+            saved[rank] = train(rank, Host(rank, doors, values)) or []  # finished
         except threading.BrokenBarrierError:
             pass
         except Exception as error:
-            group.fault = error
+            faults.append(error)
 
+    @functools.cache
     def run():
-        group = Group()
-        threads = [threading.Thread(target=thread, args=(r, group)) for r in range(4)]
+        doors = {kind: threading.Barrier(4) for kind in ("psum", "reduce", "gather")}
+        shared = _, _, saved, faults = doors, {}, [None] * 4, []
+        threads = [threading.Thread(target=thread, args=(r, *shared)) for r in range(4)]
         [one.start() for one in threads]
         [one.join() for one in threads]
-        if group.fault:
-            raise group.fault
-        if any(steps is ... for steps in group.saved):
-            return ...
-        return result(group.saved)
+        if faults:
+            raise faults[0]
+        return result(saved)
 
-    return functools.cache(run)
+    return run
 
 
 # %% tags=["hide-input"]
@@ -1070,8 +888,13 @@ def result(saved):
     return np.array([1, agree, *mine, *[0] * (8 - len(mine))])
 
 
-def variant(decide):
-    """`train` with a different decision: decide(hosts, rank, loss, best, saved, t)."""
+# %% tags=["hide-input"]
+def variant(
+    number=lambda hosts, loss: loss,
+    saves=lambda rank, loss, best: loss < best,
+    gathers=lambda is_saved: is_saved,
+):
+    """`train` that compares or saves by another rule, or always gathers."""
 
     def other(rank, hosts):
         rng = np.random.default_rng(rank)
@@ -1080,67 +903,31 @@ def variant(decide):
         for t in range(400):
             w -= 0.1 * hosts.psum(w - rows[t]) / 4
             if t % 50 == 49:
-                best = decide(hosts, rank, np.mean((w - held_out) ** 2), best, saved, t)
+                loss = number(hosts, np.mean((w - held_out) ** 2))
+                is_saved = saves(rank, loss, best)
+                if gathers(is_saved):
+                    hosts.gather(w)
+                saved, best = saved + [t] * bool(is_saved), min(loss, best)
         return saved
 
     return other
 
 
 # %% tags=["hide-input"]
-def save_if(better, loss, best, saved, t, gather=lambda x: None):
-    if better:
-        gather(0.0)
-        saved.append(t)
-    return min(loss, best)
-
-
-def mean_first(hosts, rank, loss, best, saved, t):
-    loss = hosts.psum(loss) / 4
-    return save_if(loss < best, loss, best, saved, t, hosts.gather)
-
-
-def gather_always(hosts, rank, loss, best, saved, t):
-    hosts.gather(0.0)
-    return save_if(loss < best, loss, best, saved, t)
-
-
-def first_decides(hosts, rank, loss, best, saved, t):
-    loss = hosts.gather(loss)[0]
-    return save_if(loss < best, loss, best, saved, t, hosts.gather)
-
-
-def worst_decides(hosts, rank, loss, best, saved, t):
-    loss = max(hosts.gather(loss))
-    return save_if(loss < best, loss, best, saved, t, hosts.gather)
-
-
-def only_first(hosts, rank, loss, best, saved, t):
-    return save_if(rank == 0 and loss < best, loss, best, saved, t, hosts.gather)
-
-
-# %% tags=["hide-input"]
-def always(hosts, rank, loss, best, saved, t):
-    return save_if(True, loss, best, saved, t, hosts.gather)
-
-
 STOPS = "It hangs: some processes wait in one collective, the others in another."
-APART = "It ends, but the hosts disagree on which evaluation was the best."
+mean_decides = variant(lambda hosts, loss: hosts.psum(loss) / 4)
 BEST_HINTS = [
-    (train, STOPS), (variant(only_first), STOPS), (variant(gather_always), APART),
-    (variant(first_decides), "All agree, but on the loss of only one host."),
-    (variant(always), "It ends, but saves at every evaluation."),
+    (train, STOPS),
+    (variant(saves=lambda rank, loss, best: rank == 0 and loss < best), STOPS),
+    (variant(gathers=lambda is_saved: True),
+     "It ends, but the hosts disagree on which evaluation was the best."),
+    (variant(lambda hosts, loss: hosts.gather(loss)[0]),
+     "All agree, but on the loss of only one host."),
+    (variant(saves=lambda *_: True), "It ends, but saves at every evaluation."),
 ]  # fmt: skip
-
-
-# %% tags=["hide-input"]
-def check_best(answer):
-    if not callable(answer):
-        return lesson.NOTHING
-    hints = [(outcome(wrong), hint) for wrong, hint in BEST_HINTS]
-    done = "Right: all hosts decide by the same number."
-    right = outcome(variant(mean_first))
-    return lesson.diagnose(outcome(answer), [()], right, hints, done)
-
+check_best = lesson.checker(
+    [()], outcome(mean_decides), BEST_HINTS, run=outcome,
+    done="Right: all hosts decide by the same number.")  # fmt: skip
 
 # %% tags=["hide-output"]
 print(check_best(train))
@@ -1162,29 +949,16 @@ print(check_best(train))
 
 
 # %% tags=["remove-cell"]
-def changed(*swaps):
-    """`train` with another `evaluate`."""
-    text, space = inspect.getsource(evaluate), dict(globals())
-    for old, new in swaps:
-        assert old in text, old
-        text = text.replace(old, new)
-    for function in (gradient, train):
-        text += "\n\n" + inspect.getsource(function)
-    exec(text, space)
-    return space["train"]
-
-
-assert check_best(variant(mean_first)).startswith("Right")
+changed = lesson.rewritten(evaluate, gradient, train)
 in_total = "hosts.reduce(float(np.sum(squares)), to=0)", "hosts.psum(np.sum(squares))"
 in_count = "hosts.reduce(len(held_out), to=0)", "hosts.psum(len(held_out))"
-assert check_best(changed(in_total, in_count)).startswith("Right")
 returned = "return total / count", "return hosts.gather(total / count)[0]"
-assert check_best(changed(returned)).startswith("Right")
-assert check_best(changed(in_count)) == STOPS
-for wrong, hint in BEST_HINTS:
-    assert check_best(wrong) == hint, (hint, check_best(wrong))
-assert check_best(variant(worst_decides)) == BEST_HINTS[3][1]
-assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
+worst_decides = variant(lambda hosts, loss: max(hosts.gather(loss)))
+lesson.expect(check_best, *BEST_HINTS, (mean_decides, "Right"),
+              (changed(in_total, in_count), "Right"),
+              (changed(returned), "Right"), (changed(in_count), STOPS),
+              (worst_decides, BEST_HINTS[3][1]),
+              (lambda rank, hosts: ..., lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
 # ## In one table
@@ -1223,8 +997,8 @@ assert check_best(...) == lesson.NOTHING == check_best(lambda rank, hosts: ...)
 # On this page, JAX detects a dead process, and you detect a hang. In `main.py`, the trainer, each process
 # has a thread that watches the others. If one dies or hangs, the processes exit with status 75. The message
 # says which process is silent, or which process did not reach a step, and which line of code it is on. The
-# trainer compares settings, files and packages as above, and prints the difference. The page "On several
-# hosts" has a table of everything that ends a run.
+# trainer compares settings, files and packages as above, and prints the difference. The page [Run on
+# several hosts](../hosts.md) has a table of everything that ends a run.
 #
 # ## Three lines to keep
 #
