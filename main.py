@@ -9,12 +9,32 @@ import time
 
 START = time.perf_counter()  # before the imports below, because the run prints how long they take
 
+from config import PRESETS, Config, flags
 from utils import UserError, cache_directory, exit_quietly_on_ctrl_c, exit_status, is_main_process, log, parse_early
+from weights import init_from
 
 if __name__ == "__main__":
     exit_quietly_on_ctrl_c()
 
 import json
+HELP = """\
+e.g. python main.py laptop --run.steps 100
+     python main.py Qwen3-0.6B/config.json   # a model of Hugging Face, or its folder, from random parameters
+
+Train a transformer. --config reads the settings of an earlier run, and resumes it if run.name is the same. Presets:"""
+
+
+def parse(argv: list[str]) -> Config:
+    """Parse `[PRESET | FOLDER | config.json | --config FILE] [--flags]`. The first word sets the flags' defaults."""
+    lines = [f"  {name:13} {what}" for name, (what, _) in PRESETS.items()]
+    start = init_from.read_architecture(file) if (file := flags.model_file(argv)) else None
+    cfg, args = flags.command_line(argv, "python main.py", "\n".join((HELP, *lines)), "laptop",
+                                   flags.Arguments, init_from.apply_init_from, start)  # fmt: skip
+    return flags.batch_of_tokens(cfg, args.batch_tokens)
+
+
+EARLY = parse_early(parse) if __name__ == "__main__" else None
+
 import os
 import sys
 
@@ -25,36 +45,20 @@ import devices
 import generate
 import optimizer
 import sharding
-from config import PRESETS, Config
-from config.flags import command_line
 from compile import ordered
 from data import tokenizers
 from evaluate.validation import Validation, open_tasks
 from plan.chips import hardware
+from progress import show_busy
 from startup import preflight
 from startup.start import load_state_before, restore_or_init, trace_step
 from train import checkpoint, directory as runs, guard, recorder, report, storage, tracking
 from train.hosts.processes import Processes, end_together, exit_process, join, write_cache_on_every_process
 from train.interruptions import Interruptions
 from train.progress import format_result, print_complete, progress_bar, to_row
-from weights import init_from
 
 IMPORT_S = time.perf_counter() - START
 SAMPLE_TOKENS = 200  # maximum length of the sample at the end, which also stops at the end of the context
-HELP = """\
-e.g. python main.py laptop --run.steps 100
-
-Train a transformer. --config reads the settings of an earlier run, and resumes it if run.name is the same. Presets:"""
-
-
-def parse(argv: list[str]) -> Config:
-    """Parse `[PRESET | --config FILE] [--flags]`. The preset or the file sets the default of every flag."""
-    too_big = [name for name, (what, _) in PRESETS.items() if what.startswith("planner only")]
-    presets = {name: what for name, (what, _) in PRESETS.items() if name not in too_big}
-    lines = [f"  {name:13} {what}" for name, what in (presets | {"planner only": ", ".join(too_big)}).items()]
-    return command_line(argv, "python main.py", "\n".join((HELP, *lines)), "laptop", change=init_from.apply_init_from)[
-        0
-    ]
 
 
 def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions, together: Processes) -> None:
@@ -220,7 +224,7 @@ def compile_cache(cfg: Config, name: str = ""):
 @exit_status
 def main(argv: list[str] | None = None) -> int | None:
     argv = sys.argv[1:] if argv is None else argv
-    cfg = parse(argv)
+    cfg = EARLY or parse(argv)
     if cfg.run.devices > 1 == cfg.mesh.devices:
         raise UserError(f"--devices {cfg.run.devices}: without --mesh only one device would be used; set a mesh, "
                         f"e.g. --mesh fsdp={cfg.run.devices}")  # fmt: skip

@@ -75,7 +75,7 @@ def engine_generate(run_directory: Path, prompts_BT: np.ndarray, answer: int) ->
     import sharding
     from config import Config
     from generate.engine import Engine, Job
-    from generate.sampling import Request
+    from generate.request import Request
     from weights import convert
 
     cfg = Config.from_dict(json.loads((run_directory / "config.json").read_text())["config"])

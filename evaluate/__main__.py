@@ -3,29 +3,25 @@
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
-from config import Count, MeshConfig, MeshFlag, RunConfig, check
+from config import Count, RunConfig, check
 from config.fields import is_remote
 from devices import use_devices
-from evaluate.answering import Answerer
-from evaluate.perplexity import perplexity
-from generate.runs import Run, open_run
-from train.directory import to_json
+from generate.request import RunArguments
 from utils import UserError, exit_status, is_main_process, parse_early
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(RunArguments):
     """Evaluate a run on tasks, or compute its loss on the validation split of any tokens."""
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # run directory, or output of from-hf
-    step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the latest
     task: str = ""  # name of a task that python -m data.tasks lists
     tasks: str = ""  # comma-separated names of tasks of lm-evaluation-harness, or in include_path
     perplexity: str = ""  # directory of tokens, written by python -m data.prepare
@@ -35,15 +31,11 @@ class Arguments:
     batches: Count = 0  # for --perplexity: maximum number of batches; 0: the whole split
     batch: Count = 0  # texts per batch, over all devices; 0: 32, or for --perplexity the training batch size
     seq_len: Count = 0  # maximum tokens of a text; 0: as in training, or in the Hugging Face config.json
-    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a tiktoken file, or the word bytes
     bos: str = ""  # special token to put before each text, e.g. Llama's <|begin_of_text|>; empty: none
     # file that caches the model's responses, so that the same command resumes after an interruption; empty: for --task
     # RUN/predictions-TASK-STEP.jsonl, otherwise none
     cache: str = ""
     json: bool = False  # print JSON instead of a table
-    # devices along each of data, stage, fsdp, expert, context, tensor
-    mesh: MeshFlag = dataclasses.field(default_factory=MeshConfig)
-    devices: Count = 0  # simulate this many CPU devices; 0: use the real devices
 
 
 HELP = """\
@@ -54,12 +46,28 @@ e.g. python -m evaluate runs/laptop --perplexity tokens/stdlib-bytes
 Evaluate a run on tasks, or compute its loss on the validation split of any tokens."""
 
 
+def parse(argv: list[str] | None) -> Arguments:
+    args = tyro.cli(Arguments, args=argv, prog="python -m evaluate", description=HELP, use_underscores=True)
+    check(args)
+    return args
+
+
+EARLY = parse_early(parse) if __name__ == "__main__" else None
+
 from rich.console import Console
 from rich.table import Table
 
+import dataset
+from evaluate import follow, task
+from evaluate.answering import Answerer
+from evaluate.perplexity import perplexity
+from generate.runs import Run, open_run
 from progress import print_to_stderr, show_progress
+from train.directory import to_json
 from train.hosts import processes
 from train.hosts.processes import end_together, join
+
+
 def evaluate_tasks(args: Arguments) -> dict:
     """Return the results of every task. Errors that need no device are raised first."""
     if not importlib.util.find_spec("lm_eval"):
@@ -122,8 +130,7 @@ def load_run(args: Arguments) -> Run:
 @end_together
 @exit_status
 def main(argv: list[str] | None = None) -> None:
-    args = tyro.cli(Arguments, args=argv, prog="python -m evaluate", description=HELP, use_underscores=True)
-    check(args)
+    args = EARLY or parse(argv)
     kinds = {evaluate_task: args.task, evaluate_tasks: args.tasks, evaluate_perplexity: args.perplexity}
     chosen = [kind for kind, value in kinds.items() if value]
     if len(chosen) != 1:

@@ -25,7 +25,7 @@ from evaluate import metrics
 from evaluate.answers import append_row, begin_rows, resume_rows
 from evaluate.scoring import Scorer
 from generate.engine import Engine, Job
-from generate.sampling import Settings
+from generate.request import Settings
 from generate.texts import positions
 from utils import UserError
 

@@ -1,30 +1,28 @@
 """`python -m generate runs/laptop --prompt "def "`: continue texts with a trained model."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 
 import generate
-from config import Count, MeshConfig, MeshFlag, Size, check
+from config import Count, Size, check
 from devices import use_devices
+from generate.request import Request, RunArguments, Settings
 from utils import UserError, exit_status, parse_early, suggest
-from generate.sampling import Request, Settings
-from generate.texts import Sampler, TextJob, token_text
 
 
 @dataclass(frozen=True)
-class Arguments(Settings):
+class Arguments(Settings, RunArguments):
     """Continue texts with a trained model."""
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
-    step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the latest
-    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a tiktoken file, or the word bytes
     prompt: tuple[str, ...] = ()  # one or more prompts to continue
     prompts: str = ""  # file (-: standard input) with a prompt per line, as text or JSON {"prompt": "...", "top_k": 5}
     beams: Count = 0  # beam search with this many beams instead of sampling; --json prints all beams; 0: sample
@@ -35,9 +33,6 @@ class Arguments(Settings):
     cache: Literal["compute", "bfloat16", "int8"] = "compute"  # dtype of the KV cache; compute: training compute dtype
     samples: Size = 1  # samples per prompt; sample n, counting from 0 across prompts, uses seed + n
     json: bool = False  # print one JSON object per text
-    # devices along each of data, stage, fsdp, expert, context, tensor
-    mesh: MeshFlag = dataclasses.field(default_factory=MeshConfig)
-    devices: Count = 0  # simulate this many CPU devices; 0: use the real devices
 
 
 def parse_requests(args: Arguments) -> list[Request]:
@@ -81,6 +76,45 @@ def _settings(line: bytes, place: str) -> dict:
     return values
 
 
+def check_beam_settings(args: Arguments, requests: list[Request]) -> None:
+    """Raises: UserError for flags that do not work with beam search."""
+    if args.beams and args.draft:
+        raise UserError(f"--beams {args.beams} and --draft {args.draft} are mutually exclusive; leave one of them out")
+    if args.beams and args.samples > 1:
+        raise UserError(f"--samples {args.samples}: beam search does not sample, so all samples would be equal; "
+                        f"--json prints the texts of all {args.beams} beams")  # fmt: skip
+    for name in ("repetition_penalty", "logprobs") if args.beams else ():
+        if other := [request for request in requests if getattr(request, name) != getattr(Settings, name)]:
+            raise UserError(f"{name}={getattr(other[0], name)} does not work with --beams {args.beams}; leave it out")
+
+
+HELP = """\
+e.g. python -m generate runs/laptop --prompt 'def '
+     python -m generate runs/laptop --prompts FILE --json
+     python -m generate runs/laptop --prompt 'def ' --beams 4
+     python -m generate runs/laptop --prompt 'def ' --draft runs/tiny --draft_tokens 4
+
+Continue texts with a trained model."""
+
+
+def parse(argv: list[str] | None) -> tuple[Arguments, list[Request]]:
+    """Parse the flags, and read the prompts. Raises: UserError for settings that do not work together."""
+    args = tyro.cli(Arguments, args=argv, prog="python -m generate", description=HELP, use_underscores=True)
+    check(args)
+    requests = parse_requests(args)
+    if not args.json and any(request.logprobs for request in requests):
+        raise UserError("--logprobs needs --json, because log-probabilities are only printed as JSON")
+    check_beam_settings(args, requests)
+    return args, requests
+
+
+EARLY = parse_early(parse) if __name__ == "__main__" else None
+
+from architectures import architecture
+from generate.texts import Sampler, TextJob, token_text
+from progress import print_to_stderr, show_busy
+
+
 def token_fields(sampler: Sampler, one: TextJob) -> list[dict]:
     """Return each token of a text with its log-probability and the most likely alternatives."""
     text = functools.partial(token_text, sampler.encoding)
@@ -105,21 +139,22 @@ def print_texts(sampler: Sampler, requests: list[Request], as_json: bool) -> Non
             why = f"its prompt leaves no room for {request.tokens} in data.seq_len={d.seq_len}"
             why = f"the decoder has data.seq_len={d.seq_len} positions" if d.input_len else why
             print(f"note: text {n} gets at most {room} new tokens: {why}", file=sys.stderr)
-    if as_json:
-        for request, one in zip(requests, sampler.run_requests(requests), strict=True):
-            print(json.dumps(result_fields(sampler, request, one)))
-    elif len(requests) == 1 and not sampler.cfg.model.encoder_layers:
-        print(requests[0].prompt, end="", flush=True)
-        sampler.generate_texts(requests, stream=lambda _, text: print(text, end="", flush=True))
-        print()
-    else:
-        for n, text in enumerate(sampler.generate_texts(requests)):
-            print(f"--- {n}\n{text}" if len(requests) > 1 else text)
+    if not as_json and len(requests) == 1 and architecture(sampler.cfg.model).continues_prompt:
+        with print_stream(requests[0].prompt) as stream:
+            sampler.generate_texts(requests, stream=lambda _, text: stream(text))
+        return
+    with show_compiling():
+        written = sampler.run_requests(requests)
+    for n, (request, one) in enumerate(zip(requests, written, strict=True)):
+        text = sampler.whole_text(request.prompt, one.text)
+        shown = f"--- {n}\n{text}" if len(requests) > 1 else text
+        print(json.dumps(result_fields(sampler, request, one)) if as_json else shown)
 
 
 def print_beams(sampler: Sampler, request: Request, args: Arguments) -> None:
     """Print the best text that beam search finds; with --json, print the texts of all beams."""
-    results = sampler.search(request, args.beams, args.length_penalty)
+    with show_compiling():
+        results = sampler.search(request, args.beams, args.length_penalty)
     if not args.json:
         print(sampler.whole_text(request.prompt, results[0][0].text))
         return
@@ -131,47 +166,17 @@ def print_beams(sampler: Sampler, request: Request, args: Arguments) -> None:
 
 def print_speculative(sampler: Sampler, request: Request, args: Arguments, draft: Sampler) -> None:
     """Print a text while it is generated, or as JSON, and the number of tokens per step of the model."""
-    stream = None if args.json else lambda text: print(text, end="", flush=True)
-    if stream:
-        stream(request.prompt)
-    one, rounds = sampler.speculate(request, draft, args.draft_tokens, stream)
-    if stream:
-        print()
-    else:
+    with show_compiling() if args.json else print_stream(request.prompt) as stream:
+        one, rounds = sampler.speculate(request, draft, args.draft_tokens, stream)
+    if args.json:
         print(json.dumps(result_fields(sampler, request, one) | {"tokens_per_step": rounds.tokens_per_step}))
     proposed = f"{args.draft_tokens} proposed per step"
     print(f"note: {rounds.tokens_per_step:.2f} tokens per step in {rounds.steps} steps, {proposed}", file=sys.stderr)
 
 
-def check_beam_settings(args: Arguments, requests: list[Request]) -> None:
-    """Raises: UserError for flags that do not work with beam search."""
-    if args.beams and args.draft:
-        raise UserError(f"--beams {args.beams} and --draft {args.draft} are mutually exclusive; leave one of them out")
-    if args.beams and args.samples > 1:
-        raise UserError(f"--samples {args.samples}: beam search does not sample, so all samples would be equal; "
-                        f"--json prints the texts of all {args.beams} beams")  # fmt: skip
-    for name in ("repetition_penalty", "logprobs") if args.beams else ():
-        if other := [request for request in requests if getattr(request, name) != getattr(Settings, name)]:
-            raise UserError(f"{name}={getattr(other[0], name)} does not work with --beams {args.beams}; leave it out")
-
-
-HELP = """\
-e.g. python -m generate runs/laptop --prompt 'def '
-     python -m generate runs/laptop --prompts FILE --json
-     python -m generate runs/laptop --prompt 'def ' --beams 4
-     python -m generate runs/laptop --prompt 'def ' --draft runs/tiny --draft_tokens 4
-
-Continue texts with a trained model."""
-
-
 @exit_status
 def main(argv: list[str] | None = None) -> None:
-    args = tyro.cli(Arguments, args=argv, prog="python -m generate", description=HELP, use_underscores=True)
-    check(args)
-    requests = parse_requests(args)
-    if not args.json and any(request.logprobs for request in requests):
-        raise UserError("--logprobs needs --json, because log-probabilities are only printed as JSON")
-    check_beam_settings(args, requests)
+    args, requests = EARLY or parse(argv)
     use_devices(args.devices)
     load = functools.partial(generate.load, mesh=args.mesh, form=args.weights, cache=args.cache,
                              tokenizer=args.tokenizer)  # fmt: skip

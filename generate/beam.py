@@ -21,7 +21,8 @@ from compile import ordered
 from config import ModelConfig
 from generate.cache import NOWHERE, ROWS_DIM, cache_spec
 from generate.engine import Engine, Job
-from generate.sampling import Settings, log_probabilities
+from generate.request import Settings
+from generate.sampling import log_probabilities
 from sharding import BATCH, all_gather
 
 

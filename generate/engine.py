@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from architectures import architecture
 from config import Config
 from generate.cache import NOWHERE, cached_forward, copy_rows, empty_cache, unstack
-from generate.sampling import BatchSettings, DrawnTokens, Settings, choose, drawable_ids, score_tokens
+from generate.request import Settings
+from generate.sampling import BatchSettings, DrawnTokens, choose, drawable_ids, score_tokens
 from sharding import BATCH, CONTEXT
 from utils import UserError
 

@@ -22,7 +22,6 @@ from generate.request import Settings
 from generate.sampling import (
     BatchSettings,
     DrawnTokens,
-    Settings,
     alternatives,
     filter_logits,
     log_probabilities,

@@ -18,8 +18,8 @@ from data import tokenizers
 from generate.beam import Beam, search
 from generate.cache import unstack
 from generate.engine import Engine, Job, Token
+from generate.request import Request
 from generate.runs import Form, open_run
-from generate.sampling import Request
 from generate.speculative import Rounds, speculate
 from utils import UserError
 

@@ -107,6 +107,9 @@ def names_file(word: str) -> bool:
     """Return whether the first word of a command names a folder or file instead of a preset."""
     return word not in PRESETS and not word.startswith("-") and (
         "/" in word or word.endswith(".json") or os.path.exists(word))  # fmt: skip
+parse_preset = lambda argv: parse(argv) if argv and not flags.model_file(argv) else None
+EARLY = parse_early(parse_preset) if __name__ == "__main__" else None
+
 from plan import planner
 from plan.answer import budget, explain, front, inference, own_steps, parameter_list, planning, serving, show, why
 from plan.chips import constants, hardware
@@ -114,6 +117,7 @@ from plan.count.costs import parameters
 from plan.count.step import is_tpu
 from plan.time import measured
 from progress import print_to_stderr, track
+from weights import published
 
 
 def presets() -> None:

@@ -2,30 +2,27 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import ipaddress
+import re
 import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
 import generate
-from config import Count, MeshConfig, MeshFlag, Positive, Size, check
+from config import Count, Positive, Size, check
 from devices import use_devices
+from generate.request import RunArguments
 from utils import UserError, exit_status
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(RunArguments):
     """Serve a trained model over HTTP."""
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # directory of a run, e.g. runs/laptop
-    step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the latest
-    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a tiktoken file, or the word bytes
     host: str = "127.0.0.1"  # address to listen on; addresses other than loopback need --api_key_file
     port: Count = 8000  # port to listen on; 0: any free port
     api_key_file: str = ""  # file with the key that clients send as `Authorization: Bearer KEY`; empty: no key
@@ -34,9 +31,6 @@ class Arguments:
     piece: Size = 64  # prompt tokens per prefill chunk
     queue: Count = 64  # texts that may wait for a slot; when it is full, clients get 429 and retry
     timeout_s: Positive = 600.0  # maximum duration of a request in seconds, including its wait
-    # devices along each of data, stage, fsdp, expert, context, tensor
-    mesh: MeshFlag = dataclasses.field(default_factory=MeshConfig)
-    devices: Count = 0  # simulate this many CPU devices; 0: use the real devices
 
 
 def open_socket(host: str, port: int) -> socket.socket:

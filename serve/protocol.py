@@ -17,7 +17,7 @@ import jinja2
 import tiktoken
 
 from generate.engine import Token
-from generate.sampling import MOST_ALTERNATIVES, Request
+from generate.request import MOST_ALTERNATIVES, Request
 from generate.texts import token_text
 from serve.template import Template
 from serve.worker import ServedText, TextUpdate

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from generate.engine import Engine, Token
-from generate.sampling import Request
+from generate.request import Request
 from generate.texts import Sampler, TextJob
 from serve.metrics import Metrics
 

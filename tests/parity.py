@@ -12,8 +12,26 @@ import json
 import sys
 from typing import NamedTuple
 
+from config import Affects, Config, affecting, replace
+from config.flags import command_line
 from devices import use_devices
+from progress import print_to_stderr, show_busy
 from utils import exit_status, parse_early
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Config):
+    json: bool = False  # print one line of JSON instead of a table
+
+
+def parse(argv: list[str]) -> tuple[Config, Arguments]:
+    """Parse `[PRESET | --config FILE] [--flags]`; the default precision is float32."""
+    float32 = lambda start, flags: replace(start, **{"model.precision": "float32"})
+    return command_line(argv, "python -m tests.parity", __doc__, "tiny", Arguments, float32)
+
+
+EARLY = parse_early(parse) if __name__ == "__main__" else None
+
 import jax
 import numpy as np
 import optax
@@ -22,8 +40,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import optimizer
 import sharding
 from compile import ordered
-from config import Affects, Config, affecting, replace
-from config.flags import command_line
+from pipeline import fit
 from tests import helpers, quick
 
 STEPS, TRIES = 3, 3
@@ -230,23 +247,9 @@ def table(cfg: Config, comparison: Comparison) -> str:
     return "\n".join([*lines, "", f"The mesh {verdict} a single-device run{tries}."])
 
 
-# Command line ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Arguments(Config):
-    json: bool = False  # print one line of JSON instead of a table
-
-
-def parse(argv: list[str]) -> tuple[Config, Arguments]:
-    """Parse `[PRESET | --config FILE] [--flags]`; the default precision is float32."""
-    float32 = lambda start, flags: replace(start, **{"model.precision": "float32"})
-    return command_line(argv, "python -m tests.parity", __doc__, "tiny", Arguments, float32)
-
-
 @exit_status
 def main(argv: list[str]) -> int:
-    cfg, args = parse(argv)
+    cfg, args = EARLY or parse(argv)
     quick.compile_quickly()
     jax.config.update("jax_platforms", "cpu")
     use_devices(cfg.mesh.devices)

@@ -202,6 +202,43 @@ def test_an_interrupt_prints_how_to_resume(monkeypatch, tmp_path):
     assert out.rstrip().endswith(f"main.py {' '.join(words)} --run.steps 7")
 
 
+WITHOUT_JAX = """\
+import runpy, sys
+
+class Refuse:
+    def find_spec(self, name, *_):
+        assert name.partition(".")[0] not in ("jax", "flax", "orbax", "optax"), f"{name} is imported"
+
+sys.meta_path.insert(0, Refuse())
+module, *sys.argv = sys.argv[1:]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+EARLY = {
+    "main lapotp": "did you mean 'laptop'?",
+    "main laptop --run.stps 3": "--run.steps INT",
+    "main laptop --run.steps many": "invalid literal for int()",
+    "plan lapotp": "did you mean 'laptop'?",
+    "plan laptop --topolgy v4:4x4x2": "--topology STR",
+    "generate runs/laptop --promt x": "--prompt [STR",
+    "generate runs/laptop --top_p 2": "top_p=2.0: must be above 0 and at most 1",
+    "evaluate runs/laptop --perplxity tokens": "--perplexity STR",
+    "serve runs/laptop --prt 3": "--port INT",
+    "bench.step lapotp": "did you mean 'laptop'?",
+    "tests.parity tny": "did you mean 'tiny'?",
+    "tests.fuzz --cont 3": "--count INT",
+}
+
+
+@pytest.mark.parametrize("typed", EARLY)
+def test_a_mistake_is_reported_before_jax_is_imported(typed):
+    """Catches an unknown preset or flag that is reported only after seconds of imports, and a traceback for it."""
+    module, *words = typed.split()
+    command = [sys.executable, "-c", WITHOUT_JAX, module, module, *words]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"COLUMNS": "120"}, capture_output=True, text=True)
+    assert done.returncode == 2 and EARLY[typed] in plain(done.stderr), done.stderr
+    assert "Traceback" not in done.stderr and not done.stdout
+
+
 # A run's settings given back ------------------------------------------------------------------------------------------
 
 COMMANDS = {"main": main, "plan": plan_command, "bench.step": bench_step, "bench.overlap": overlap,

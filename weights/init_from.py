@@ -3,11 +3,8 @@
 import dataclasses
 import itertools
 
-from jax.sharding import Mesh
-
 from config import Affects, Config, ModelConfig, affecting, differences
 from utils import UserError, log
-from weights import convert
 
 FLAGS = ("--init-from", "--init_from", "--run.init_from", "--run.init-from")
 # Model settings that don't change what the parameters mean. All others are taken from the other run.
@@ -23,6 +20,9 @@ def apply_init_from(start: Config, flags: list[str]) -> Config:
     source = next((value for name, value in itertools.pairwise(words) if name in FLAGS), "")
     if not source:
         return start
+    from architectures import architecture
+    from weights import convert
+
     shape = with_shape_of(convert.read_config(source), start.model)
     input_len = (start.data.input_len or start.data.seq_len) if architecture(shape).input_len else 0
     return dataclasses.replace(start, model=shape, data=dataclasses.replace(start.data, input_len=input_len))
@@ -36,7 +36,7 @@ def with_shape_of(source: ModelConfig, current: ModelConfig) -> ModelConfig:
     return dataclasses.replace(source, **steering)
 
 
-def load_init_params(cfg: Config, mesh: Mesh):
+def load_init_params(cfg: Config, mesh):
     """Load the parameters of the run in run.init_from, from its latest checkpoint or its weights; None if it is empty.
 
     Prints their origin, and the model settings that differ from that run's.
@@ -44,6 +44,9 @@ def load_init_params(cfg: Config, mesh: Mesh):
     """
     if not cfg.run.init_from:
         return None
+    from parameters import declare_stored
+    from weights import convert
+
     source, declarations = cfg.run.init_from, declare_stored(cfg)
     step = convert.resolve_step(source, report=log)
     params, which = (

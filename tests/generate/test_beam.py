@@ -10,7 +10,7 @@ import pytest
 from config import replace
 from generate.beam import Beam, search
 from generate.engine import Engine, Job
-from generate.sampling import Request
+from generate.request import Request
 from sharding import make_mesh
 from tests.generate.models import CONFIGS, placed, rule_text
 from tests.generate.test_cache import full_forward

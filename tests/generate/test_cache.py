@@ -12,7 +12,7 @@ import sharding
 from config import Config, preset, replace
 from generate.cache import cached_forward, empty_cache
 from generate.engine import Engine, Job
-from generate.sampling import Request
+from generate.request import Request
 from tests import helpers, parity
 from tests.generate.models import CONFIGS, EOT, V, one_device, placed
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from generate.sampling import Request
+from generate.request import Request
 from tests.generate.models import rule_text
 
 ROOT = Path(__file__).parent.parent.parent

@@ -12,7 +12,7 @@ from config import preset, replace
 from data import tokenizers
 from generate import beam
 from generate.engine import Engine, Job
-from generate.sampling import Request, Settings
+from generate.request import Request, Settings
 from generate.texts import Sampler, WithSentinels, prompt_ids
 from tests import helpers
 from utils import UserError

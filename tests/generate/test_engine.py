@@ -9,7 +9,7 @@ import pytest
 
 import sharding
 from generate.engine import Engine, Job
-from generate.sampling import Request
+from generate.request import Request
 from tests.generate.models import CONFIGS, EOT, V, one_device, placed
 from utils import UserError
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from generate import sampling
-from generate.sampling import BatchSettings, Request
+from generate.request import Request
+from generate.sampling import BatchSettings
 from tests import helpers
 
 # Choosing a token -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import tiktoken
 
 from config import replace
 from generate.engine import Engine, Job
-from generate.sampling import BatchSettings, Request, drawable_ids, filter_logits
+from generate.request import Request
+from generate.sampling import BatchSettings, drawable_ids, filter_logits
 from generate.speculative import propose, speculate, verify
 from generate.texts import Sampler
 from sharding import make_mesh

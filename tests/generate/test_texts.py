@@ -11,7 +11,8 @@ from config import replace
 from data import tokenizers
 from generate.cache import NOWHERE
 from generate.engine import Token
-from generate.sampling import BatchSettings, DrawnTokens, Request
+from generate.request import Request
+from generate.sampling import BatchSettings, DrawnTokens
 from generate.texts import Sampler
 from tests import helpers
 from tests.generate.models import BYTES, EOT, RULE, TINY, V, one_device, rule_text

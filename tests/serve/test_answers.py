@@ -12,7 +12,7 @@ pytestmark = extras.require("serve")
 import tiktoken
 
 from generate.engine import Token
-from generate.sampling import Request
+from generate.request import Request
 from generate.texts import token_text
 from serve import template
 from serve.protocol import Choice, RequestError, ServedModel, chat_text

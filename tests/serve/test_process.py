@@ -19,7 +19,7 @@ pytestmark = extras.require("serve")
 
 import openai
 
-from generate.sampling import Request
+from generate.request import Request
 from serve.__main__ import main
 from tests.generate.models import rule_text
 
