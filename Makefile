@@ -5,8 +5,29 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
-EXTRAS := tpu gpu ray wandb s3 gcs buckets sentencepiece serve evaluate metrics site parity lock
-PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps
+EXTRAS := tpu gpu ray datasets wandb s3 gcs buckets sentencepiece serve evaluate metrics site parity lock
+# Size of the packages of requirements.txt: `du -sm .venv`.
+PACKAGES_MB := 1100
+PROGRESS_S = $(if $(shell [ -t 2 ] && echo terminal),1,20)
+# Install a lock file with pip, and show how far it is: on a line that changes, or elsewhere as a line every 20 s. The
+# watching process ends with its parent. Of pip's output, .venv/pip.log, only errors are shown.
+define PIP_INSTALL
+	@all=$$({ grep -o '^[^ =]*==' $(1) || true; } | sort -u | wc -l); \
+	watch() { \
+		while kill -0 $$$$ 2> /dev/null; do \
+			got=$$(grep -cE '^(Collecting|Requirement already)' .venv/pip.log || true); line="  $$got of $$all packages downloaded"; \
+			if grep -q '^Installing collected' .venv/pip.log; then \
+				got=$$(ls -d .venv/lib/python*/site-packages/*.dist-info | grep -vcE '/(pip|setuptools)-' || true); \
+				line="  $$got packages and $$(du -sm .venv | cut -f 1) MB are in .venv"; \
+			fi; \
+			if [ -t 2 ]; then printf '\r%s ' "$$line" >&2; else echo "$$line" >&2; fi; \
+			sleep $(PROGRESS_S) > /dev/null 2>&1; \
+		done; \
+	}; \
+	: > .venv/pip.log; watch & trap "kill $$! 2> /dev/null; [ ! -t 2 ] || echo >&2" EXIT; \
+	.venv/bin/python -u -m pip install --disable-pip-version-check --require-hashes --no-deps -r $(1) \
+		> .venv/pip.log 2>&1 || { sed -n '/^ERROR/,$$p' .venv/pip.log >&2; exit 1; }
+endef
 TORCH := torch==2.13.0 accelerate==1.15.0
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
 SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
@@ -143,17 +164,18 @@ clean: ## remove .venv, caches and the built site; keep runs/ and tokens/
 			"and ensurepip (on Debian and Ubuntu they come in the package python3-venv)" >&2; \
 		exit 1; \
 	fi; \
-	echo "Installing the packages of requirements.txt into .venv with $$("$$python" -V): 1 to 3 minutes, once"; \
+	echo "Installing the $$(grep -o '^[^ =]*==' $< | sort -u | wc -l) packages of $< into .venv with" \
+		"$$("$$python" -V): about $(PACKAGES_MB) MB, 1 to 3 minutes, once"; \
 	"$$python" -m venv --clear .venv
-	@$(PIP_INSTALL) -r requirements.txt
+	$(call PIP_INSTALL,$<)
 	@touch $@
 
 $(EXTRAS:%=extra-%): extra-%: .venv/extra-%
 
 $(EXTRAS:%=.venv/extra-%): .venv/extra-%: requirements/%.txt .venv/installed
 	$(OWN_VENV)
-	@echo "Installing the packages of requirements/$*.txt into .venv"
-	@$(PIP_INSTALL) -r $<
+	@echo "Installing the packages of $< into .venv"
+	$(call PIP_INSTALL,$<)
 	@touch $@
 
 extra-browser: .venv/extra-browser

@@ -69,10 +69,8 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
         return print_complete(cfg, directory, done, argv)
 
     mesh = sharding.make_mesh(cfg.mesh)
-    plan = preflight.log_plan(cfg, mesh)
+    plan = preflight.log_plan(cfg, mesh, together.board.message.saved)
     requested, cfg = cfg, plan.cfg
-    if not encoding:
-        log(f"sample     none at the end, because the tokenizer of {cfg.data.path} is unknown")
     begin = time.perf_counter()
     traced = trace_step(cfg, mesh)
     runs.open_run(requested, directory, together)
@@ -80,7 +78,9 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
     state = restore_or_init(cfg, mesh, directory, init_from.load_init_params, together)
     first = int(state.step)
     restore_s, begin = time.perf_counter() - begin, time.perf_counter()
-    program, profile = ordered.compile(traced, mesh), runs.profile_directory(directory, together)
+    with show_busy("compiling  the training step (seconds to minutes)"):
+        program = ordered.compile(traced, mesh)
+    profile = runs.profile_directory(directory, together)
     step_function = recorder.Recorder(program, cfg.run.profiled_steps, first, profile, plan.topology)
     compile_s = trace_s + time.perf_counter() - begin
     action = "restore" if first else "initialize"
@@ -89,9 +89,8 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
     metrics = runs.Metrics(directory, first, cfg.run.steps)
     manifest = dataset.open_corpus(cfg).manifest
     metrics.write("start", first, time=time.time(), params_total=plan.params_total, params_active=plan.params_active,
-                  tokens_per_step=plan.tokens_per_step, unigram_nats=manifest["unigram_nats"],
-                  bigram_nats=manifest["bigram_nats"],
-                  import_s=IMPORT_S, restore_s=restore_s, compile_s=compile_s)  # fmt: skip
+                  tokens_per_step=plan.tokens_per_step, unigram_nats=manifest["unigram_nats"], import_s=IMPORT_S,
+                  bigram_nats=manifest["bigram_nats"], restore_s=restore_s, compile_s=compile_s)  # fmt: skip
 
     evaluation = Validation(cfg, mesh, encoding, directory, together.watchdog.record_progress)
     send = lambda: storage.upload(directory)
@@ -134,6 +133,7 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
             questions.write_due(taken, state, placed, skips)
             state, values = step_function(state, placed)
             losses.append(values["cross_entropy"])
+            show.add_step(taken, values["cross_entropy"])
             skips.add_step(taken, values)
             last, stopping = taken == run.steps, interruptions.stops_after(taken)
             evaluation_due = run.eval_every and taken % run.eval_every == 0 and not last
@@ -147,8 +147,7 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
                 row |= {"tokens": taken * plan.tokens_per_step, "tokens_per_s": plan.tokens_per_step / step_s}
                 row |= {"mfu": plan.model_flops / step_s / peak} if peak else {}
                 metrics.write("train", taken, **row)
-                show(taken, row)
-                watchdog.show(run.steps, row)
+                show.add_row(taken, row)
                 losses, mark = [], time.perf_counter()
             if evaluation_due:
                 result = evaluation(optimizer.gathered_params(cfg, mesh, state), taken, run.eval_batches)
@@ -166,7 +165,6 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: runs.Metrics, director
     """Evaluate on the whole validation split, print a sample and plot the report."""
     step, manifest = int(state.step), dataset.open_corpus(cfg).manifest
     params = optimizer.gathered_params(cfg, mesh, state)
-    log("evaluating on the whole validation split ...")
     result = evaluation(params, step, batches=0)
     metrics.write("eval", step, **result)
     log(f"validation {format_result(result)}; entropy of the text: unigram {manifest['unigram_nats']:.3f}, "
@@ -180,13 +178,12 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: runs.Metrics, director
             with (directory / "samples.txt").open("a", encoding="utf-8") as file:
                 file.write(f"--- step {step}\n{text}\n")
         report.draw([storage.local_folder(directory)], directory / "report.png")
-    seconds, peak_bytes = time.perf_counter() - START, devices.peak_host_bytes()
-    metrics.write("end", step, seconds=seconds, peak_host_bytes=peak_bytes)  # last: this row marks the run as complete
+    seconds, peak = time.perf_counter() - START, devices.peak_host_bytes()
+    metrics.write("end", step, seconds=seconds, peak_host_bytes=peak)  # last: this row marks the run as complete
     together.agreement.complete = True
     if text is not None:
         log(f"sample     {text!r}" if "\n" not in text else f"sample\n{text}\n")
-    peak = f"peak memory {peak_bytes / 2**30:.2f} GiB"
-    log(f"done       step {step} in {seconds:.0f} s, {peak}; see {directory}/report.png")
+    log(f"done       step {step} in {seconds:.0f} s, peak memory {peak / 2**30:.2f} GiB; see {directory}/report.png")
 
 
 def replay(cfg: Config) -> None:

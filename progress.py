@@ -43,7 +43,32 @@ def show_progress(what: str, total: int, done: int = 0, say: Callable[[str], Non
             bar.update(task, completed=done, speed=speed)
             if not console.is_terminal and now - reported > QUIET_S and done < total:
                 left_s = (now - began) / (done - first) * (total - done)
-                say(f"{what} {done} of {total}{speed}, {left_s / 60:.0f} minutes left")
+                say(f"{what} {done} of {total}{speed}, about {duration(left_s)} left")
                 reported = now
 
         yield advance
+
+
+def track(items: list, what: str) -> Iterator:
+    """Yield the items, and show on standard error how many have been processed."""
+    with show_progress(what, len(items), say=print_to_stderr) as advance:
+        for item in items:
+            yield item
+            advance()
+
+
+@contextlib.contextmanager
+def show_busy(what: str, say: Callable[[str], None] = log) -> Iterator[None]:
+    """Show what this process does inside the context: with the time so far on a terminal, elsewhere as one line."""
+    import rich.console
+    import rich.progress
+
+    console = rich.console.Console(stderr=True)
+    if not (console.is_terminal and is_main_process()):
+        say(f"{what} ...")
+        yield
+        return
+    columns = rich.progress.SpinnerColumn(), rich.progress.TimeElapsedColumn(), "{task.description}"
+    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+        bar.add_task(what, total=None)
+        yield

@@ -12,7 +12,9 @@ from data import tokenizers
 from data.tasks import Task
 from evaluate import task
 from evaluate.task import Question
+from progress import show_progress
 from train import progress
+from train.directory import Metrics
 from utils import UserError, log
 
 
@@ -44,7 +46,15 @@ class Validation:
 
     def loss(self, params, batches: int) -> dict:
         """Compute the loss on `batches` batches of the validation split; 0: on all of it."""
-        return progress.evaluate(self.cfg, self.mesh, self.compiled, params, batches, self.moves)
+        if batches:
+            return progress.evaluate(self.cfg, self.mesh, self.compiled, params, batches, self.moves)
+        rows = dataset.rows_of(dataset.open_corpus(self.cfg).splits["val"], dataset.evaluation_data(self.cfg))
+        count = -(-rows // self.cfg.data.batch_size)
+        log(f"evaluating on the whole validation split: {count:,} batches")
+        with show_progress("validation batches", count) as advance:
+            moves = lambda: (self.moves(), advance())
+            return progress.evaluate(self.cfg, self.mesh, self.compiled, params, 0, moves)
+
 
     def __call__(self, params, step: int, batches: int) -> dict:
         """Compute the loss, and the metrics of each task as TASK/METRIC."""

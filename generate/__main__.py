@@ -131,6 +131,26 @@ def result_fields(sampler: Sampler, request: Request, one: TextJob) -> dict:
     )
 
 
+def show_compiling():
+    return show_busy("compiling  for inference (seconds to minutes)", print_to_stderr)
+
+
+@contextlib.contextmanager
+def print_stream(prompt: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints the next piece of a text. It prints the prompt first, once the model is compiled."""
+    begin = [prompt]
+    with contextlib.ExitStack() as until_first:
+        until_first.enter_context(show_compiling())
+
+        def stream(text: str) -> None:
+            until_first.close()
+            print(*begin, text, sep="", end="", flush=True)
+            begin.clear()
+
+        yield stream
+        stream("\n")
+
+
 def print_texts(sampler: Sampler, requests: list[Request], as_json: bool) -> None:
     """Print every text. A single text is printed while it is generated."""
     for n, request in enumerate(requests):

@@ -52,9 +52,14 @@ def refuse_too_large(plan: planner.Plan) -> None:
         raise UserError(f"{plan.refusal()}; --run.check no starts it anyway")
 
 
-def log_plan(cfg: Config, mesh) -> planner.Plan:
-    """Log what will run, before the slow parts start. Raises: UserError if it needs more memory than available."""
+def log_plan(cfg: Config, mesh, saved: int | None = None) -> planner.Plan:
+    """Log what will run, before the slow parts start. Raises: UserError if it needs more memory than available.
+
+    saved   step of the latest checkpoint, if there is one
+    """
     refuse_too_large(plan := make_plan(cfg, mesh))
+    if saved and cfg.run.restart != "scratch":
+        log(f"resuming   {cfg.run.name} from step {saved} of {cfg.run.steps}")
     parts = ((name, f"{size / 2**20:,.0f}") for name, size in plan.memory_bytes.items())
     memory = ", ".join(f"{name} {size}" for name, size in parts if size != "0")
     log(f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token")
@@ -71,6 +76,8 @@ def log_plan(cfg: Config, mesh) -> planner.Plan:
     log(f"settings   {auto.settings_text(plan)}")
     for first, count in parse_skips(cfg.data.skip):
         log(f"skip       from step {first + 1} on, each step uses the batch of the step {count} steps later")
+    if not tokenizers.from_manifest(corpus.manifest):
+        log(f"sample     none at the end, because the tokenizer of {cfg.data.path} is unknown")
     log(f"memory     about {sum(plan.memory_bytes.values()) / 2**20:,.0f} MiB per device: {memory}")
     return plan
 

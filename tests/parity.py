@@ -253,7 +253,10 @@ def main(argv: list[str]) -> int:
     quick.compile_quickly()
     jax.config.update("jax_platforms", "cpu")
     use_devices(cfg.mesh.devices)
-    comparison = compare(cfg)
+    fit.check(cfg.model, cfg.mesh, cfg.work), fit.split_batch(cfg)
+    what = f"comparing {cfg.mesh} with one device: about a minute for a small model"
+    with show_busy(what, print_to_stderr):
+        comparison = compare(cfg)
     print(json.dumps(comparison.to_dict()) if args.json else table(cfg, comparison))
     return 0 if comparison.worst().ok else 1
 

@@ -273,6 +273,55 @@ def test_make_does_not_follow_a_linked_venv(target, there, tmp_path):
     assert {path.name for path in kept.iterdir()} == {*there, "precious"}
 
 
+PYTHON = """#!/usr/bin/env bash
+# A Python whose pip waits between its lines until the test creates the next file.
+case "$*" in
+    *"-m venv"*) mkdir -p .venv/bin .venv/lib/python3/site-packages/one.dist-info; cp "$0" .venv/bin/python ;;
+    *"-m pip"*)
+        echo "Collecting absl-py==2.5.1 (from -r requirements.txt (line 1))"; until [ -e one ]; do sleep 0.1; done
+        [ ! -e broken ] || { echo "  Downloading x"; echo "ERROR: no such hash"; echo "  expected 1"; exit 1; }
+        echo "Installing collected packages: absl-py"; until [ -e two ]; do sleep 0.1; done ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_install_shows_its_size_and_progress(broken, tmp_path):
+    """Catches three silent minutes in which a newcomer cannot tell an install from a hang, a wrong size, a failure that
+    make takes for success or that prints no reason, and a watching process that outlives the install."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3.11").write_text(PYTHON)
+    (tmp_path / "bin/python3.11").chmod(0o755)
+    for name in ("Makefile", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    env = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    env["PATH"] = f"{tmp_path}/bin:{env['PATH']}"
+    make = subprocess.Popen(["make", ".venv/installed", "PROGRESS_S=0.2"], cwd=tmp_path, env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    count = len(pins(ROOT / "requirements.txt"))
+    assert f"Installing the {count} packages of requirements.txt into .venv" in make.stdout.readline()
+    assert f"  1 of {count} packages downloaded\n" in iter(make.stderr.readline, "")
+    (tmp_path / "broken").touch() if broken else None
+    (tmp_path / "one").touch()
+    if not broken:
+        assert any(
+            re.fullmatch(r"  1 packages and \d+ MB are in .venv\n", line) for line in iter(make.stderr.readline, "")
+        )
+        (tmp_path / "two").touch()
+    _, said = make.communicate(timeout=60)  # ends only when the watching process has closed standard error
+    assert (make.returncode, (tmp_path / ".venv/installed").exists()) == ((2, False) if broken else (0, True))
+    assert "  Downloading x" not in said and ("ERROR: no such hash\n  expected 1\n" in said) == broken
+
+
+def test_the_size_of_an_install_is_the_measured_one():
+    """Catches a size in the Makefile that is out of date."""
+    found = [next(iter(importlib.metadata.distributions(name=name)), None) for name in pins(ROOT / "requirements.txt")]
+    paths = [one.locate_file(file) for one in found if one for file in one.files]
+    measured_mb = sum(os.path.getsize(path) for path in paths if os.path.exists(path)) / 1e6
+    typed_mb = int(re.search(r"(?m)^PACKAGES_MB := (\d+)$", (ROOT / "Makefile").read_text())[1])
+    assert typed_mb == pytest.approx(measured_mb, rel=0.1)
+
+
 def test_the_model_does_not_read_execution_settings():
     """Catches model.py code that depends on execution settings, and lines that are too long."""
     text = (ROOT / "model.py").read_text()

@@ -402,6 +402,7 @@ def test_a_difference_is_status_1():
     words = "--mesh tensor=2 --model.n_experts 0 --model.dense_prefix 0 --model.n_layers 1 --model.attention gqa"
     done = command("tiny", *words.split(), "--model.precision", "mixed")
     assert done.returncode == 1, done.stderr
+    assert "comparing tensor=2 with one device: about a minute for a small model ..." in done.stderr
     assert "mesh tensor=2 (2 devices) against one device, bfloat16" in done.stdout
     assert "<- differs" in done.stdout and "DIFFERS" in done.stdout
 

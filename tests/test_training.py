@@ -196,16 +196,6 @@ def test_a_row_averages_the_loss_since_the_previous_row():
     assert row == {"loss": 2.5}
 
 
-def test_mfu_is_printed_if_the_peak_is_known(capsys):
-    """Catches an MFU based on a peak measured on a busy CPU, which trebles with the load; and none on a TPU."""
-    with progress.progress_bar(preset("tiny"), 0) as show:
-        show(1, {"loss": 4.0, "tokens_per_s": 1234.5})
-        show(2, {"loss": 3.0, "tokens_per_s": 1234.5, "mfu": 0.423})
-    one, two = capsys.readouterr().out.splitlines()
-    assert one.endswith("loss 4.000  1,234 tokens/s") and two.endswith("loss 3.000  1,234 tokens/s  MFU 42.3%")
-    assert "cpu" not in hardware.PEAK_FLOPS_PER_S and hardware.PEAK_FLOPS_PER_S["TPU v4"] == 275e12
-
-
 def test_rows_in_between_are_averaged_not_lost(finished, home, tmp_path):
     """Catches a loss averaged over steps that another row already counted, or that a resumed run would count
     differently: an evaluation and a checkpoint end a row, regardless of log_every."""

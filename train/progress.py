@@ -1,10 +1,13 @@
 """Measure and show progress: evaluate on the validation split, build metrics rows, and draw the progress bar."""
 
 import math
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -49,20 +52,69 @@ def to_row(metrics: dict, losses: list) -> dict:
     return row
 
 
+def format_row(row: dict) -> str:
+    mfu = f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
+    return f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s{mfu}"
+
+
+class StepLines:
+    """Prints a line per metrics row, and after two steps the time to go, if that is more than `LONG_S`."""
+
+    LONG_S = 60.0
+
+    def __init__(self, steps: int, start: int):
+        self.steps, self.start, self.last, self.first_s = steps, start, None, 0.0
+
+    def add_step(self, step: int, loss) -> None:
+        """Note that a step was started, and that `loss` is available once it is finished."""
+        if step - self.start in (2, 3):  # the device is already busy with this step, so it does not wait for the host
+            jax.block_until_ready(self.last)
+            now = time.monotonic()
+            left_s = (now - self.first_s) * (self.steps - self.start - 2)
+            if step - self.start == 3 and left_s > self.LONG_S:
+                each = f"{now - self.first_s:.2g} s per step"
+                log(f"step {self.start + 2:>5}/{self.steps}  {each}, about {duration(left_s)} left")
+            self.first_s = now
+        self.last = loss
+
+    def add_row(self, step: int, row: dict) -> None:
+        log(f"step {step:>5}/{self.steps}  {format_row(row)}")
+
+
+class StepBar(Progress):
+    """A progress bar of training steps. It asks JAX which steps are finished, so that training never waits for it."""
+
+    def __init__(self, steps: int, start: int, console: Console):
+        self.started = deque()
+        super().__init__(
+            MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+            TextColumn("ETA"), TimeRemainingColumn(), console=console, speed_estimate_period=math.inf,
+        )  # fmt: skip
+        self.task = self.add_task("taking the first steps", total=steps, completed=start)
+
+    def add_step(self, step: int, loss) -> None:
+        self.started.append((step, loss))
+
+    def add_row(self, step: int, row: dict) -> None:
+        self.update(self.task, description=format_row(row))
+
+    def get_renderables(self):
+        """Move the bar to the last finished step. Rich calls this ten times per second, in a thread."""
+        with self._lock:
+            while self.started and self.started[0][1].is_ready():
+                self.update(self.task, completed=self.started.popleft()[0])
+        return super().get_renderables()
+
+
 @contextmanager
-def progress_bar(cfg: Config, start: int) -> Iterator:
-    """Yield show(step, row), which updates a progress bar on a terminal and prints one line per row elsewhere."""
+def progress_bar(cfg: Config, start: int) -> Iterator[StepLines | StepBar]:
+    """Yield the object to report steps and rows to: a progress bar on a terminal, otherwise lines."""
     console = Console()
-    mfu = lambda row: f"  MFU {row['mfu']:.1%}" if "mfu" in row else ""
-    words = lambda row: f"loss {row['loss']:.3f}  {row['tokens_per_s']:,.0f} tokens/s{mfu(row)}"
     if not (console.is_terminal and is_main_process()):
-        yield lambda step, row: log(f"step {step:>5}/{cfg.run.steps}  {words(row)}")
+        yield StepLines(cfg.run.steps, start)
         return
-    columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
-               TextColumn("ETA"), TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("taking the first steps", total=cfg.run.steps, completed=start)
-        yield lambda step, row: bar.update(task, completed=step, description=words(row))
+    with StepBar(cfg.run.steps, start, console) as bar:
+        yield bar
 
 
 def format_result(result: dict) -> str:

@@ -29,6 +29,7 @@ def test_ctrl_c_saves_and_the_printed_command_resumes(home, straight, stopped, p
     assert words[2:] == flags(home, home / "stopped") and (ROOT / words[1]).resolve() == ROOT / "main.py"
     status, out, err = run(argv)
     assert (status, err) == (0, "") and f"resumed    at step 49 from {copy}/checkpoints" in out
+    assert out.startswith(f"resuming   {copy.name} from step 49 of {STEPS}\n")
     assert soak.differences(argv, copy, straight) == []
 
 
