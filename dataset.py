@@ -185,7 +185,8 @@ def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -
         corpus = _open(path, state.st_mtime_ns, state.st_size) if state else _open(path)
     except (FileNotFoundError, NotADirectoryError, bucket.MissingFile):
         raise UserError(
-            f"no tokens at {path!r} (it has no {MANIFEST}); prepare them with\n  {_prepare_command(path)}"
+            f"no tokens at {path!r} (it has no {MANIFEST}); {_tokens_beside(path)}prepare them with\n"
+            f"  {_prepare_command(path)}"
         ) from None
     vocabulary = corpus.manifest["tokenizer"]["vocabulary"]
     if vocab_size is not None and vocabulary > vocab_size:
@@ -201,6 +202,14 @@ def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -
                 + (", or prepare it with a larger --val-share" if name == "val" else "")
             )
     return corpus
+
+
+def _tokens_beside(path: str) -> str:
+    """List the tokens in the parent folder of a path, for an error message; "" if there are none."""
+    parent = os.path.dirname(os.path.normpath(path)) or "."
+    names = [] if is_remote(path) or not os.path.isdir(parent) else sorted(os.listdir(parent))
+    beside = [os.path.join(parent, name) for name in names if os.path.isfile(os.path.join(parent, name, MANIFEST))]
+    return f"there are {', '.join(beside[:9])}; or " if beside else ""
 
 
 def _prepare_command(path: str) -> str:

@@ -25,16 +25,20 @@ class DiskLost(UserError):
     status = 75  # EX_TEMPFAIL in sysexits.h
 
 
-def require_multiple(name: str, size: int, parts: int, over: str) -> None:
-    """Raises: UserError if `size` is not a multiple of `parts`; it lists the nearest sizes and part counts that fit."""
+def require_multiple(name: str, size: int, parts: int, over: str, axes: str = "") -> None:
+    """Raises: UserError if `size` is not a multiple of `parts`; it lists the nearest sizes and part counts that fit.
+
+    axes  the axes of the mesh whose product is `parts`
+    """
     if size % parts:
         near = sorted({max(size // parts, 1) * parts, (size // parts + 1) * parts})
         into = [n for n in range(1, size + 1) if size % n == 0]
         nearest = {max(n for n in into if n < parts), *[n for n in into if n > parts][:1]}
+        counts = " or ".join(map(str, sorted(nearest)))
         raise UserError(
             f"cannot split {name}={size} {over} "
             f"({size} % {parts} = {size % parts}); use {name}={' or '.join(map(str, near))}, "
-            f"or split {size} into {' or '.join(map(str, sorted(nearest)))} parts"
+            + (f"or a --mesh with {axes} = {counts}" if axes else f"or split {size} into {counts} parts")
         )
 
 
@@ -90,11 +94,20 @@ def exit_quietly_on_ctrl_c() -> None:
         signal.signal(signal.SIGINT, end)
 
 
-def suggest(word: str, known) -> str:
-    """Return "did you mean .." with the most similar known word, then all known words; if over 12, the 5 nearest."""
+FEW = 20  # list this many known words at most
+
+
+def suggest(word: str, known, all_of_them: str = "") -> str:
+    """Return "did you mean .." with the most similar known word, then the known words.
+
+    all_of_them  a command or page that lists all; if there are many, only the 5 closest are listed here
+    """
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    listed = list(known) if len(known) <= 12 else difflib.get_close_matches(word, known, n=5, cutoff=0)
-    return (f"did you mean {close[0]!r}? " if close else "") + "known: " + ", ".join(listed)
+    listed = "known: " + ", ".join(known)
+    if len(known) > FEW:
+        listed = f"closest of {len(known)}: " + ", ".join(difflib.get_close_matches(word, known, n=5, cutoff=0))
+        listed += f"; all: {all_of_them}" if all_of_them else ""
+    return (f"did you mean {close[0]!r}? " if close else "") + listed
 
 
 # Logging --------------------------------------------------------------------------------------------------------------

@@ -68,10 +68,14 @@ def run(name: str, show: bool, longest_s: float) -> tuple[str, float, float, str
 def main(argv: list[str] | None = None) -> int:
     args = tyro.cli(Arguments, args=argv, prog="python -m chapters", description=HELP, use_underscores=True)
     bad, total = 0, 0.0
+    names, longest_s = select_chapters(args.numbers), limit_s(args.longest_s)
+    print(f"running {len(names)} of the chapters; each takes about a minute on 2 cores")
     print(f"{'chapter':24} {'seconds':>8} {'CPU seconds':>13}")
-    for name in select_chapters(args.numbers):
-        state, seconds, used, last = run(name, args.show, args.longest_s)
-        print(f"{name:24} {seconds:8.1f} {used:13.1f}  {state}", flush=True)
+    for name in names:
+        print(f"{name:24}", end="\n" if args.show else "", flush=True)  # shows which chapter runs
+        state, seconds, used, last = run(name, args.show, longest_s)
+        again = f"{name:24}" if args.show else ""
+        print(f"{again} {seconds:8.1f} {used:13.1f}  {state}", flush=True)
         if last:
             print(last, file=sys.stderr, flush=True)
         bad, total = bad + (state != "ran"), total + seconds

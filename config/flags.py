@@ -54,6 +54,8 @@ def derived_flags(before: ModelConfig, flags: list[str]) -> list[str]:
     return [f"--model.{name}={n}" for name, n in derived_settings(before, given).items()]
 
 
+# Flags of other trainers: a part of the name, and what to use here.
+ELSEWHERE = {"wandb": "use --run.tracker wandb; the environment variable WANDB_PROJECT sets the project"}
 OR_CONFIG_FILE = ", or from a run with --config FILE"
 
 
@@ -64,6 +66,8 @@ def starting_point(
     words, flags, files = iter(argv), [], []
     for word in words:
         name, equals, value = word.partition("=")
+        if word.startswith("--") and (here := next((how for part, how in ELSEWHERE.items() if part in name), "")):
+            raise UserError(f"{name} does not exist; {here}")
         if name == "--config":
             files.append(value if equals else next(words, ""))
         else:

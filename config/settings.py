@@ -476,7 +476,9 @@ def replace(cfg: Config, **dotted: Any) -> Config:
         for part in path:
             here = here.get(part) if isinstance(here, dict) else None
         if not isinstance(here, dict) or last not in here:
-            raise UserError(f"unknown setting {name!r}; {suggest(name, list(flatten(values)))}")
+            raise UserError(
+                f"unknown setting {name!r}; {suggest(name, list(flatten(values)), 'python main.py --help')}"
+            )
         if dataclasses.is_dataclass(value):
             value = dataclasses.asdict(value)
         elif name == "mesh" and isinstance(value, str):

@@ -110,10 +110,12 @@ def split_batch(cfg: Config) -> BatchSplit:
     """
     B, shards, work = cfg.data.batch_size, cfg.mesh.batch_shards, cfg.work
     parts = cfg.mesh.position_shards
-    require_multiple("data.batch_size", B, shards, f"sequences over data*fsdp*expert = {shards} batch shards")
-    require_multiple("data.seq_len", cfg.data.seq_len, parts, f"positions over context*tensor = {parts} devices")
-    if cfg.model.encoder_layers:
-        require_multiple("data.input_len", cfg.data.input_len, parts, f"positions over tensor = {parts} devices")
+    used = f", on {cfg.mesh.devices} of {n} devices" if (n := cfg.run.devices) > cfg.mesh.devices else ""
+    require_multiple("data.batch_size", B, shards, f"sequences over data*fsdp*expert = {shards} batch shards{used}",
+                     "data*fsdp*expert")  # fmt: skip
+    require_multiple("data.seq_len", cfg.data.seq_len, parts, f"positions over context*tensor = {parts} devices",
+                     "context*tensor")  # fmt: skip
+    require_multiple("data.input_len", cfg.data.input_len, parts, f"positions over tensor = {parts} devices", "tensor")
     if (context := cfg.mesh.context) > 1:
         chunks = f"positions into 2 chunks for each of context={context} devices"
         require_multiple("data.seq_len", cfg.data.seq_len, math.lcm(2 * context, parts), chunks)

@@ -128,10 +128,13 @@ def schedule(cfg: Config) -> schedules.Schedule:
     """
     found, remat = build_schedule(cfg), cfg.work.remat
     if not found.in_one_piece and any((parse_remat(remat) or {}).values()):
+        reasons = {"stage=1": cfg.mesh.stage > 1, "work.microbatches=1": cfg.work.microbatches not in (AUTO, 1),
+                   "a larger work.device_batch": fit.split_batch(cfg).accumulation > 1}  # fmt: skip
+        ways = " and ".join(way for way, applies in reasons.items() if applies)
         raise UserError(
             f"work.remat={remat!r}: only a step with one microbatch and one stage can offload activations to the host, "
-            f"and this step has {found.microbatches} and {found.stages}; use a larger work.device_batch and stage=1, "
-            "or leave out @host")  # fmt: skip
+            f"and this step has {found.microbatches} and {found.stages}; use {ways}, or leave out @host"
+        )
     return found
 
 

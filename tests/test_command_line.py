@@ -66,8 +66,12 @@ def plain(text):
 
 NAME = "use letters, digits, '.', '_' and '-'"
 WRONG = {
-    "lapto": "unknown preset 'lapto'; did you mean 'laptop'? known: laptop, t5_laptop, gptj_6b, llama3_8b, llama3_70b",
+    "lapto": f"unknown preset 'lapto'; did you mean 'laptop'? known: {', '.join(PRESETS)}",
     "tiny --run.step 5": "Unrecognized options: --run.step, 5 Perhaps you meant: --run.steps INT",
+    "tiny --run.wandb_project mine": "--run.wandb_project does not exist; use --run.tracker wandb; the environment ",
+    "tiny --run.init_from org/model-8b": "org/model-8b: no config.json; pass a run directory, such as runs/laptop; if "
+    "org/model-8b is a model of Hugging Face, download its folder yourself, because nothing here downloads weights, "
+    "then run python -m weights from-hf FOLDER --out runs/NAME",
     "tiny extra": "Unrecognized options: extra",
     "tiny --run.steps many": "Error parsing --run.steps: invalid literal for int() with base 10: 'many'",
     "tiny --optim.schedule cosin": "optim.schedule='cosin': 'cosin' should be cosine:FINAL, wsd:DECAY:FINAL, rsqrt",
@@ -90,6 +94,7 @@ WRONG = {
     "tiny --data.batch_size 0": "data.batch_size=0: must be at least 1",
     "tiny --data.batch_size 10 --mesh fsdp=4": "cannot split data.batch_size=10 sequences over data*fsdp*expert = 4 "
     "batch shards (10 % 4 = 2); use data.batch_size=8 or 12",
+    "tiny --devices 8 --mesh fsdp=3": "over data*fsdp*expert = 3 batch shards, on 3 of 8 devices (16 % 3 = 1); use ",
     "tiny --mesh fsdp=4,tensor=4": "mesh fsdp=4,tensor=4 needs 4 * 4 = 16 devices, and there are 8; --devices 16 "
     "simulates them",
     "tiny --devices 4 --mesh data=4": "--devices 4: this process already uses 8 devices; start a new process",
@@ -277,7 +282,7 @@ FILES = {  # what a file holds, None: there is none -> what is said of it
     None: "No such file or directory; pass a run's config.json, e.g. --config runs/laptop/config.json",
     "{'config'": "not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); pass a run's",
     "[1]": "the top level must be a JSON object, but is [1]",
-    '{"config": {"model": {"n_layer": 3}}}': "unknown setting model.n_layer; did you mean 'n_layers'? known: ",
+    '{"config": {"model": {"n_layer": 3}}}': "unknown setting model.n_layer; did you mean 'n_layers'? closest of ",
     '{"modell": {}}': "unknown setting modell; did you mean 'model'? known: model, mesh, work, data, ",
     '{"model": 3}': "model must be a JSON object, but is 3",
     '{"run": {"steps": "many"}}': "run.steps='many': should be a whole number",

@@ -278,6 +278,10 @@ def test_missing_tokens_come_with_the_command_that_makes_them(tmp_path, monkeypa
             f"no tokens at {name!r} (it has no manifest.json); prepare them with",
             f"  {command}",
         ]
+    Path("tokens/mine").mkdir(parents=True)
+    Path("tokens/mine/manifest.json").touch()
+    with pytest.raises(UserError, match=r"\(it has no manifest.json\); there are tokens/mine; or prepare them with"):
+        dataset.batch(config("tokens/nope"), 0)
 
 
 def test_tokens_that_do_not_fit_the_model_are_refused_with_numbers(texts, path):

@@ -174,9 +174,11 @@ def test_settings_change_by_dotted_name():
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: preset("lapton"), "unknown preset 'lapton'; did you mean 'laptop'? known: laptop, t5_laptop, tiny, t5_t"),
+    (lambda: preset("lapton"), f"unknown preset 'lapton'; did you mean 'laptop'? known: {', '.join(PRESETS)}"),
     (lambda: preset("tiny", **{"model.n_head": 3}), "'model.n_head'; did you mean 'model.n_heads'?"),
-    (lambda: preset("tiny", **{"modle.n_heads": 3}), "'modle.n_heads'; did you mean 'model.n_heads'?"),
+    (lambda: preset("tiny", **{"modle.n_heads": 3}), "'modle.n_heads'; did you mean 'model.n_heads'? closest of "
+     f"{len(flatten(preset('tiny').to_dict()))}: model.n_heads, "),
+    (lambda: preset("tiny", **{"x.y": 3}), "; all: python main.py --help"),
     (lambda: preset("tiny", **{"run.steps.x": 3}), "unknown setting 'run.steps.x'; did you mean 'run.steps'?"),
     (lambda: Config.from_dict({"optim": {"lrr": 1.0}}), "unknown setting optim.lrr; did you mean 'lr'?"),
 ])  # fmt: skip
@@ -389,7 +391,7 @@ def test_a_batch_that_does_not_split_is_refused_with_the_nearest(batch_size, mes
     message = (
         f"cannot split data.batch_size={batch_size} sequences over data*fsdp*expert = {shards} batch shards "
         f"({batch_size} % {shards} = {batch_size % shards}); use data.batch_size={near}, "
-        f"or split {batch_size} into {into} parts"
+        f"or a --mesh with data*fsdp*expert = {into}"
     )
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         fit.split_batch(cfg)
@@ -403,7 +405,7 @@ def test_positions_that_do_not_split_are_refused_with_the_nearest():
     """Catches a sequence that fails only in compilation, and an axis counted that does not shard positions."""
     message = (
         "cannot split data.seq_len=18 positions over context*tensor = 4 devices (18 % 4 = 2); "
-        "use data.seq_len=16 or 20, or split 18 into 3 or 6 parts"
+        "use data.seq_len=16 or 20, or a --mesh with context*tensor = 3 or 6"
     )
     cfg = preset("tiny", mesh="context=2,tensor=2,fsdp=2")
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):

@@ -478,6 +478,8 @@ def main(argv: list[str] | None = None) -> int:
     args = tyro.extras.subcommand_cli_from_dict(
         {"ls": List, "verify": Verify}, args=argv, prog="python -m train.checkpoint", description=HELP
     )
+    if not epath.Path(args.directory).is_dir():
+        raise UserError(f"{args.directory} does not exist; pass the directory of a run, such as runs/laptop")
     inside = os.path.join(args.directory, "checkpoints")
     directory, read = inside if epath.Path(inside).is_dir() else args.directory, isinstance(args, Verify)
     table = step_rows(directory, "all" if read else "none")

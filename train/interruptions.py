@@ -163,6 +163,10 @@ class Interruptions:
         saved, goes_on = self.board.call_on_first("outlook", lambda: self.resume_info)
         if self.board.count > 1:
             goes_on += "  (on the same hosts, with launcher.sh)"
+        if saved:
+            run = str(self.checkpoints.parent)
+            run = run if is_remote(run) else os.path.relpath(run)
+            log(f"report     this plots the steps so far:  {python()} -m train.report {shlex.quote(run)}")
         log(f"stopped    {goes_on}")
         return 0 if saved else 128 + (self.asked or signal.SIGINT)
 
@@ -170,6 +174,12 @@ class Interruptions:
 def newest_step(checkpoints: Path) -> int:
     """Return the latest step whose files all have the right size; 0: there is none."""
     return next((one.step for one in checkpoint.list_steps(checkpoints) if one.find_fault("none") is None), 0)
+
+
+def python() -> str:
+    """Return the path of this Python, such as .venv/bin/python: the shell's Python may lack the packages."""
+    path = os.path.relpath(sys.executable)
+    return sys.executable if path.startswith("..") else path
 
 
 def command(argv: list[str], changed: dict[str, int] | None = None, restart: bool = False) -> str:
@@ -183,5 +193,4 @@ def command(argv: list[str], changed: dict[str, int] | None = None, restart: boo
             kept.append(word)
     kept += [text for name, value in changed.items() for text in (f"--{name}", str(value))]
     kept += ["--run.restart", "scratch"] if restart else []
-    python = os.path.relpath(sys.executable)  # .venv/bin/python, as the shell's may lack the packages
-    return shlex.join([sys.executable if python.startswith("..") else python, os.path.relpath(MAIN), *kept])
+    return shlex.join([python(), os.path.relpath(MAIN), *kept])

@@ -287,7 +287,8 @@ def draw_series(axes, runs: list[Run], field: str) -> None:
     if field == "tokens_per_s":
         axes.set_ylim(0, 1.05 * max(value for run in runs for value in run.series(field)[1]))
         axes.yaxis.set_major_formatter("{x:,.0f}")
-    if field == "grad_norm":
+    norms = [norm for run in runs for norm in run.series("grad_norm")[1] if norm > 0] if field == "grad_norm" else []
+    if norms and max(norms) > 10 * min(norms):  # a smaller range could lie between two ticks of a logarithmic axis
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # prints 0.5; the default prints 5 x 10^-1
         axes.yaxis.set_major_formatter("{x:g}")

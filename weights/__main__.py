@@ -17,6 +17,9 @@ Convert weights to and from Hugging Face, bit for bit, or export a run's paramet
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] in (["from-hf"], ["to-hf"]) and len(words) > 2 and not any(word.startswith("-") for word in words):
+        raise UserError(f"{words[0]} needs --out: python -m weights {words[0]} {words[1]} --out {words[2]}")
     jax.config.update("jax_platforms", "cpu")  # converting needs no accelerator and should not occupy one
     try:
         commands = {"from-hf": from_hf, "to-hf": to_hf, "slim": slim}

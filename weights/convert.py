@@ -9,6 +9,8 @@ import functools
 import itertools
 import json
 import math
+import os
+import re
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,6 +81,8 @@ def from_hf(
     """Convert a Hugging Face folder (config.json, *.safetensors) into a run directory."""
     run_table(table)
     source = Folder(directory)
+    if not source.has("config.json"):
+        raise UserError(f"{directory}/config.json does not exist{how_to_convert(directory)}")
     hf = source.json("config.json")
     c, kind = config_from_hf(hf), hf["model_type"]
     all_pieces, parts, declared = pieces(c, kind), {}, sharding.flatten_named(declare(c))
@@ -139,6 +143,16 @@ def our_tensor(name: str, parts: list, declared, tensors: Tensors) -> Tensor:
     return Tensor(name, declared[name].shape, dtype, ours)
 
 
+def how_to_convert(name: str | Path) -> str:
+    """Explain how to use a model of Hugging Face, if `name` is no folder but looks like ORG/NAME; otherwise ""."""
+    if os.path.exists(name) or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        return ""
+    return (
+        f"; if {name} is a model of Hugging Face, download its folder yourself, because nothing here downloads "
+        "weights, then run python -m weights from-hf FOLDER --out runs/NAME"
+    )
+
+
 # Reading a run --------------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +162,7 @@ def read_about(run: str | Path) -> dict:
     Raises: UserError if there is none, or if it is not the config.json of a run.
     """
     if not (folder := Folder(run)).has("config.json"):
+        raise UserError(f"{run}: no config.json; pass a run directory, such as runs/laptop{how_to_convert(run)}")
         raise UserError(f"{run}: no config.json; pass a run directory, such as runs/laptop")
     about = folder.json("config.json")
     if not isinstance(about, dict) or "config" not in about:

@@ -95,22 +95,38 @@ def fits_well(plan: Plan) -> bool:
     return plan.limit_bytes is None or plan.peak_bytes <= (1 - SPARE) * plan.limit_bytes
 
 
-def reasons(chosen: dict, one, found: list) -> str:
-    """Describe the step time if one setting alone is changed: "remat=dots (none does not fit, full +12%)"."""
+def reasons(cfg: Config, make_plan: Callable[[Config], Plan], chosen: dict, plan: Plan, found: list) -> str:
+    """Describe the step time if one setting alone is changed: "remat=dots (none does not fit, full +12%)".
 
-    def cost(other) -> str:
-        if not fits_well(other):
+    If it then does not fit, `auto` may choose a smaller device_batch, which the text names: "none +30% with
+    device_batch=1". A plan that fits, but leaves less than SPARE of the memory free: "-22% but leaves 7% of ..".
+    """
+
+    def with_smaller_batch(name: str, value) -> Plan:
+        work = {**chosen, name: value, "device_batch": AUTO}
+        return choose(replace(cfg, work=replace(cfg.work, **work)), make_plan)[0]
+
+    def cost(name: str, value, other: Plan) -> str:
+        if not fits_well(other) and name != "device_batch" and cfg.work.device_batch == AUTO:
+            other = with_smaller_batch(name, value)
+        if other.fits is False:
             return "does not fit"
-        return f"{other.likely_s / one.likely_s - 1:+.0%}"
+        words = [f"{other.likely_s / plan.likely_s - 1:+.0%}"] if plan.likely_s else []
+        if name != "device_batch" and other.device_batch != plan.device_batch:
+            words.append(f"with device_batch={other.device_batch}")
+        if not fits_well(other):
+            left = math.floor(100 * (1 - other.peak_bytes / other.limit_bytes))
+            words += ["but"] * bool(words) + [f"leaves {left}% of the memory free"]
+        return " ".join(words)
 
     texts = []
     for name, value in chosen.items():
         others = [(way[name], other) for way, other in found if way != chosen and way | {name: value} == chosen]
         if name == "device_batch":  # only the whole batch, if it was not chosen
             others = [two for two in others if two[0] > value][:1]
-        if not one.likely_s:  # the simplest was chosen, so only those that do not fit matter
+        if not plan.likely_s:  # the simplest was chosen, so only those that do not fit matter
             others = [two for two in others if not fits_well(two[1])]
         if others or name != "device_batch":
-            why = ", ".join(f"{another} {cost(other)}" for another, other in others)
+            why = ", ".join(f"{another} {cost(name, another, other)}" for another, other in others)
             texts.append(f"{name}={value}" + f" ({why})" * bool(why))
     return ", ".join(texts)

@@ -36,7 +36,17 @@ def test_failed_and_slow_chapters_are_reported(words, status, shown, capfd):
     assert runner.main(words) == status
     out, err = capfd.readouterr()
     assert any(re.match(shown, line) for line in out.splitlines()), out
+    assert out.startswith("running ") and " takes about a minute on 2 cores\n" in out
     assert ("last words" in err and "AssertionError" in err) == (status == 1 and words[:1] in ([], ["01"]))
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_name_of_a_chapter_is_printed_before_it_runs(monkeypatch, capsys):
+    """Catches minutes of silence in which nobody can see which chapter runs."""
+    before = []
+    monkeypatch.setattr(runner, "run", lambda *_: before.append(capsys.readouterr().out) or ("ran", 1.0, 2.0, ""))
+    assert runner.main(["00", "01"]) == 0
+    assert [out.splitlines()[-1].split() for out in before] == [["00_good"], ["1.0", "2.0", "ran", "01_bad"][-1:]]
 
 
 @pytest.mark.usefixtures("folder")

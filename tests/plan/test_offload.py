@@ -116,12 +116,18 @@ def test_the_plan_says_what_the_host_stores():
     assert not [line for line in show.heading(llama("v5e:4x8", "full")) if line.startswith("offload")]
 
 
-@pytest.mark.parametrize("more, has", [({"work.device_batch": 1}, "2 and 1"), ({"mesh": "stage=2"}, "4 and 2")])
-def test_a_step_in_parts_refuses_the_host(more, has):
-    """Catches a trace that fails when it stores arrays of the host's memory in the device's buffers."""
+@pytest.mark.parametrize("more, has, use", [
+    ({"work.device_batch": 1}, "2 and 1", "a larger work.device_batch"), ({"mesh": "stage=2"}, "4 and 2", "stage=1"),
+    ({"work.microbatches": 2}, "2 and 1", "work.microbatches=1"),
+    ({"mesh": "stage=2", "work.microbatches": 2, "work.device_batch": 1}, "4 and 2",
+     "stage=1 and work.microbatches=1 and a larger work.device_batch"),
+])  # fmt: skip
+def test_a_step_in_parts_refuses_the_host(more, has, use):
+    """Catches a trace that fails when it stores arrays of the host's memory in the device's buffers, and advice to
+    change a setting that is not the reason."""
     cfg = preset("tiny", **{"work.remat": "keys@host", "data.batch_size": 4, "mesh": "fsdp=2", "model.n_layers": 2,
                             "model.dense_prefix": 0, "model.moe_every": 1} | more)  # fmt: skip
-    with pytest.raises(UserError, match=f"can offload activations to the host, and this step has {has}; use a larger"):
+    with pytest.raises(UserError, match=f"can offload activations to the host, and this step has {has}; use {use}, or"):
         planner.plan(cfg)
     planner.plan(replace(cfg, **{"work.remat": "keys"}))
 

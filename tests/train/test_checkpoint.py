@@ -277,7 +277,9 @@ def test_the_command_reports_each_directory(tmp_path, capsys):
     assert checkpoint.main(["verify", str(tmp_path)]) == 1
     capsys.readouterr()
     assert checkpoint.main(["verify", str(tmp_path / "nowhere")]) == 2
-    assert capsys.readouterr().err == f"error: no checkpoint in {tmp_path}/nowhere\n"
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path}/nowhere does not exist; pass the directory of a run, such as runs/laptop\n"
+    )
 
 
 # Meshes ---------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ def test_ctrl_c_saves_and_the_printed_command_resumes(home, straight, stopped, p
     assert trained_steps(directory) == list(range(1, 50)), "it stopped too late or too early"
     assert checkpoint.latest_step(directory / "checkpoints") == 49 and not (directory / ".lock").exists()
     words = shlex.split(re.search(r"(?m)^stopped    this resumes from \S+/checkpoints/49:  (.*)$", out)[1])
+    report = re.search(r"(?m)^report     this plots the steps so far:  (.*)$", out)[1]
+    assert shlex.split(report)[1:] == ["-m", "train.report", os.path.relpath(directory)]
     assert words[2:] == flags(home, home / "stopped") and (ROOT / words[1]).resolve() == ROOT / "main.py"
     status, out, err = run(argv)
     assert (status, err) == (0, "") and f"resumed    at step 49 from {copy}/checkpoints" in out

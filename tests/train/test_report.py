@@ -96,6 +96,21 @@ def test_nothing_hides_the_curve_of_a_short_run(tmp_path, losses):
     assert ticks and all(step == round(step) for step in ticks)
 
 
+@pytest.mark.parametrize("norms", [[0.8], [0.7, 0.9, 1.1], [0.6, 1.9], [0.02, 3.0]], ids=str)
+def test_gradient_norms_can_be_read(tmp_path, norms):
+    """Catches a logarithmic axis with a single tick, from which no value can be read."""
+    first, *_ = rows()
+    train = [row for row in rows() if row["kind"] == "train"][: len(norms)]
+    train = [row | {"grad_norm": norm} for row, norm in zip(train, norms, strict=True)]
+    figure = report.make_figure([report.read_run(write(tmp_path / "a", [first, *train]))])
+    figure.canvas.draw()
+    axes = next(axes for axes in figure.axes if axes.get_title(loc="left") == "Gradient norm")
+    low, high = axes.get_ylim()
+    ticks = zip(axes.get_yticklabels(), axes.get_yticks(), strict=True)
+    labels = {text.get_text() for text, y in ticks if low <= y <= high}
+    assert len(labels) >= 3, labels
+
+
 def test_the_heat_map_is_load_over_an_equal_share(tmp_path):
     """Catches swapped layers, experts and steps, and a share computed over all layers together."""
     axes = panels(write(tmp_path / "a", rows()))["Tokens per expert"]

@@ -252,7 +252,13 @@ MISTAKES = {
     "a far checkpoint": (["slim", "memory://bucket/run", "OUT"], "memory://bucket/run has no exported weights "),
     "no weights": (["slim", "EMPTY", "OUT"], "error: no checkpoint in "),
     "no folder": (["slim", "nowhere", "OUT"], "nowhere: no config.json; pass a run directory"),
-    "theirs": (["slim", LLAMA, "OUT"], "is not the config of a run (convert a Hugging Face folder with from-hf)"),
+    "theirs": (["slim", LLAMA, "OUT"], f"Hugging Face, convert it: python -m weights from-hf {LLAMA} --out runs/NAME"),
+    "a model's name": (["slim", "org/model-8b", "OUT"], "org/model-8b: no config.json; pass a run directory, such as "
+                       "runs/laptop; if org/model-8b is a model of Hugging Face, download its folder yourself, because "
+                       "nothing here downloads weights, then run python -m weights from-hf FOLDER --out runs/NAME"),
+    "a model's name to convert": (["from-hf", "org/model-8b", "--out", "OUT"], "org/model-8b/config.json does not exist"
+                                  "; if org/model-8b is a model of Hugging Face, download its folder yourself"),
+    "without --out": (["from-hf", "org/model-8b", "OUT"], "from-hf needs --out: python -m weights from-hf org/m"),
     "another dtype": (["slim", "RUN", "OUT", "--dtype", "int8"], "--dtype int8 is not supported; known: float32"),
     "near": (["slim", "RUN", "OUT", "--dtype", "bfloat"], "did you mean 'bfloat16'?"),
     "no step": (["slim", "RUN", "OUT", "--step", "7"], "has no checkpoint of step 7; use one of 3, 12"),
