@@ -1,6 +1,7 @@
 """Command lines: the settings come from a preset or a file, and flags change them."""
 
 import dataclasses
+import difflib
 import json
 import re
 from collections.abc import Callable
@@ -9,10 +10,16 @@ from typing import Any
 
 import tyro
 
+from config.fields import Count
 from config.needs import refuse_unused
 from config.presets import PRESETS, preset
 from config.settings import Affects, Config, ModelConfig, affecting, derived_settings, differences, replace
 from utils import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments(Config):
+    batch_tokens: Count = 0  # tokens per step, instead of --data.batch_size; 0: not given
 
 
 def command_line(
@@ -45,6 +52,38 @@ def command_line(
     return cfg, arguments
 
 
+def batch_of_tokens(cfg: Config, tokens: int, on_mesh: bool = True) -> Config:
+    """Set the batch size to a number of tokens; 0 keeps it. Raises: UserError with the nearest sizes if not whole.
+
+    on_mesh  the sequences also split over the mesh; a search tries other meshes
+    """
+    if not tokens:
+        return cfg
+    T = cfg.data.seq_len + cfg.data.input_len
+    shards = cfg.mesh.batch_shards if on_mesh else 1
+    if tokens % (unit := T * shards) or tokens < 0:
+        less = tokens - tokens % unit
+        near = f"{less:,} or {less + unit:,}" if less > 0 else f"{unit:,}"
+        over = f", and {cfg.mesh} splits them over {shards} batch shards" if shards > 1 else ""
+        raise UserError(f"--batch_tokens {tokens:,}: sequences have {T:,} tokens{over}, so a batch has a multiple of "
+                        f"{unit:,}; use {near}")  # fmt: skip
+    return replace(cfg, **{"data.batch_size": tokens // T})
+
+
+def model_file(argv: list[str]) -> str:
+    """Return the first word of a command if it names a folder or file instead of a preset; else "".
+
+    Raises: UserError if it does not exist, with the most similar preset.
+    """
+    word = argv[0] if argv else ""
+    if word in PRESETS or word.startswith("-") or not ("/" in word or word.endswith(".json") or Path(word).exists()):
+        return ""
+    if not Path(word).exists():
+        close = difflib.get_close_matches(Path(word).name.lower(), PRESETS, n=1, cutoff=0.5)
+        instead = f"the preset {close[0]}" if close else "a preset"
+        raise UserError(f"{word}: no such file or folder, and nothing is downloaded; pass {instead}, or a config.json "
+                        "of Hugging Face that is on this disk, or its folder")  # fmt: skip
+    return word
 
 
 def derived_flags(before: ModelConfig, flags: list[str]) -> list[str]:

@@ -96,26 +96,26 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "data.path": "tokens/stdlib-t5", "data.seq_len": 128, "data.input_len": 512, "data.objective": "span",
         "data.batch_size": 128, "run.name": "t5_xxl",
     }),
-    "llama3_8b": ("planner only: the published architecture, 8,030,261,248 parameters", {
+    "llama3_8b": ("the published architecture, 8,030,261,248 parameters", {
         "model": ModelConfig(
             vocab_size=128_256, d_model=4096, n_layers=32, n_heads=32, attention="gqa", n_kv_heads=8, d_head=128,
             rope_theta=500_000.0, d_ff=14_336, norm_eps=1e-5),
         "data.seq_len": 8192, "run.name": "llama3_8b",
     }),
-    "llama3_70b": ("planner only: the published architecture, 70,553,706,496 parameters", {
+    "llama3_70b": ("the published architecture, 70,553,706,496 parameters", {
         "model": ModelConfig(
             vocab_size=128_256, d_model=8192, n_layers=80, n_heads=64, attention="gqa", n_kv_heads=8, d_head=128,
             rope_theta=500_000.0, d_ff=28_672, norm_eps=1e-5),
         "data.seq_len": 8192, "run.name": "llama3_70b",
     }),
-    "mixtral_8x7b": ("planner only: the published architecture, 46,702,792,704 parameters", {
+    "mixtral_8x7b": ("the published architecture, 46,702,792,704 parameters", {
         "model": ModelConfig(
             vocab_size=32_000, d_model=4096, n_layers=32, n_heads=32, attention="gqa", n_kv_heads=8, d_head=128,
             rope_theta=1_000_000.0, n_experts=8, top_k=2, d_expert=14_336, router="softmax", balance_loss=0.02,
             norm_eps=1e-5),
         "data.seq_len": 4096, "run.name": "mixtral_8x7b",
     }),
-    "deepseek_v3": ("planner only: the published architecture, 671.0B parameters, 37B active", {
+    "deepseek_v3": ("the published architecture, 671.0B parameters, 37B active", {
         "model": ModelConfig(
             vocab_size=129_280, d_model=7168, n_layers=61, n_heads=128, d_head=128, d_rope=64, d_value=128,
             d_query_latent=1536, d_kv_latent=512, d_ff=18_432, n_experts=256, top_k=8, n_shared=1, d_expert=2048,

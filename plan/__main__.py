@@ -33,7 +33,7 @@ Presets:"""
 
 
 @dataclass(frozen=True)
-class Arguments(Config):
+class Arguments(flags.Arguments):
     # the devices: v4:4x4x2, v5p:4x4x4, v5e:4x4, h100:16 ...; empty: speed and memory are unknown. Several, separated by
     # commas: search each of them, and compare
     topology: str = ""
@@ -48,7 +48,6 @@ class Arguments(Config):
     # --tokens: fraction of the time in which the run makes progress, such as 0.95, or what it follows from:
     # mtbf=50000,disk=1,restart=600 (hours between failures of one chip, GB/s of one host's disk, seconds)
     goodput: str = ""
-    batch_tokens: Count = 0  # tokens per step, instead of --data.batch_size; 0: not given
     constants: str = ""  # a file that python -m plan.profile --calibrate wrote: use its constants for the real step
     memory: float = 0.0  # memory of a device in GiB; 0: the memory of its chip
     json: str = ""  # write the numbers to this file as JSON; -: print only the JSON
@@ -77,6 +76,9 @@ def parse(argv: list[str], start: Config | None = None) -> tuple[Config, Argumen
 
     start  the settings of the folder or config.json of Hugging Face that is the first word
     """
+    lines = [f"  {name:13} {what}" for name, (what, _) in PRESETS.items()]
+    if {"-h", "--help"} & {*argv}:
+        lines += ["", "The model_type of a config.json may be", *model_types()]
     searches = lambda args: args.search or "," in args.topology
     cfg, args = flags.command_line(argv, "python -m plan", "\n".join((HELP, *lines)), arguments=Arguments, start=start,
                                    mesh_known=lambda args: not searches(args))  # fmt: skip
@@ -85,28 +87,14 @@ def parse(argv: list[str], start: Config | None = None) -> tuple[Config, Argumen
     return flags.batch_of_tokens(cfg, args.batch_tokens, not searches(args)), args
 
 
-def batch_of_tokens(cfg: Config, tokens: int, on_mesh: bool = True) -> Config:
-    """Set the batch size to a number of tokens; 0 keeps it. Raises: UserError with the nearest sizes if not whole.
+def model_types() -> list[str]:
+    """List the model types that the planner reads, in lines of text."""
+    from weights import published  # imports JAX, which takes seconds
 
-    on_mesh  the sequences also split over the mesh; a search tries other meshes
-    """
-    if not tokens:
-        return cfg
-    T = cfg.data.seq_len + cfg.data.input_len
-    shards = cfg.mesh.batch_shards if on_mesh else 1
-    if tokens % (unit := T * shards) or tokens < 0:
-        less = tokens - tokens % unit
-        near = f"{less:,} or {less + unit:,}" if less > 0 else f"{unit:,}"
-        over = f", and {cfg.mesh} splits them over {shards} batch shards" if shards > 1 else ""
-        raise UserError(f"--batch_tokens {tokens:,}: sequences have {T:,} tokens{over}, so a batch has a multiple of "
-                        f"{unit:,}; use {near}")  # fmt: skip
-    return replace(cfg, **{"data.batch_size": tokens // T})
+    kinds = ", ".join(sorted(published.PLANNED | published.families.FAMILIES))
+    return textwrap.wrap(kinds, 116, initial_indent="  ", subsequent_indent="  ")
 
 
-def names_file(word: str) -> bool:
-    """Return whether the first word of a command names a folder or file instead of a preset."""
-    return word not in PRESETS and not word.startswith("-") and (
-        "/" in word or word.endswith(".json") or os.path.exists(word))  # fmt: skip
 parse_preset = lambda argv: parse(argv) if argv and not flags.model_file(argv) else None
 EARLY = parse_early(parse_preset) if __name__ == "__main__" else None
 
@@ -124,7 +112,7 @@ def presets() -> None:
     """Print every preset's size as a Markdown table."""
     for name, (what, _) in PRESETS.items():
         total, active = parameters(preset(name).model)
-        print(f"| `{name}` | {what.removeprefix('planner only: ')} | {total:,} | {active:,} |")
+        print(f"| `{name}` | {what} | {total:,} | {active:,} |")
 
 
 def draw(args: Arguments, plot, *about) -> None:
@@ -270,6 +258,39 @@ def better_json(better) -> dict:
     return {"faster": {"settings": changed, "step_s": other.likely_s, "peak_bytes": other.peak_bytes}}
 
 
+def search_meshes(cfg: Config, args: Arguments, topology, console) -> tuple[dict, int]:
+    """Rank all meshes by the time of a step. Returns the numbers for JSON, and 1 if none fits."""
+    fit, large, refused = planner.search(cfg, topology, args.limit_bytes, bar(args))
+    better = planner.faster_layout((fit or large)[0]) if fit or large else None
+    show.search_table(fit, large, refused, better, console)
+    names = ("mesh", "step_s", "likely_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")
+    if fit:
+        draw(args, show.plot_search, fit)
+    short = lambda one: {name: value for name, value in one.to_json().items() if name in names} | {
+        "schedule": one.cfg.work.schedule, "microbatches": one.sched.microbatches}  # fmt: skip
+    numbers = {"layouts": [short(one) for one in fit], "too_large": len(large), "refused": refused}
+    return numbers | better_json(better), 0 if fit else 1
+
+
+def next_commands(argv: list[str], layout: dict) -> list[str]:
+    """Return the lines with the commands that plan and train a layout of a search. `argv`: the words of the search."""
+    groups = []  # a flag and its values
+    for word in argv:
+        if word.startswith("--") or not groups:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    own = {field.name for field in fields(Arguments)} - {field.name for field in fields(flags.Arguments)}
+    dropped = {"search", "plot", "json", "mesh", "work.schedule"}
+    chosen = ["--mesh", layout["mesh"]] + ["--work.schedule", layout["schedule"]] * ("stage=" in layout["mesh"])
+
+    def command(without: set[str]) -> str:
+        name = lambda group: group[0].partition("=")[0].removeprefix("--").replace("-", "_")
+        return shlex.join([word for group in groups if name(group) not in without for word in group] + chosen)
+
+    return [f"plan       python -m plan {command(dropped)}", f"train      python main.py {command(dropped | own)}"]
+
+
 def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     """Run the mode that the flags select. Returns the numbers for JSON and the exit status: 1 if it does not fit."""
     console = show.make_console(args.json == "-")
@@ -284,17 +305,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     if (args.compile or args.max_batch) and not is_tpu(topology and topology.chip):
         use_devices(cfg.mesh.devices)
     if args.search:
-        fit, large, refused = planner.search(cfg, topology, limit, bar(args))
-        better = planner.faster_layout((fit or large)[0]) if fit or large else None
-        show.search_table(fit, large, refused, better, console)
-        names = ("mesh", "step_s", "likely_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")
-        if args.plot and fit:
-            show.plot_search(fit, args.plot)
-            log(f"drew {args.plot}")
-        short = lambda one: {name: value for name, value in one.to_json().items() if name in names} | {
-            "schedule": one.sched.name, "microbatches": one.sched.microbatches}  # fmt: skip
-        numbers = {"layouts": [short(one) for one in fit], "too_large": len(large), "refused": refused}
-        return numbers | better_json(better), 0 if fit else 1
+        return search_meshes(cfg, args, topology, console)
     if args.max_batch:
         most, too_many = planner.largest_batch(cfg, topology, args.limit_bytes, print_to_stderr)
         console.print(f"{most} sequences fit ({most * cfg.data.seq_len:,} tokens), {too_many} do not")
@@ -332,12 +343,14 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         presets()
         return 0
-    source = published.read(argv[0]) if names_file(argv[0]) else None
-    cfg, args = parse(argv, source and source.config)
+    source = published.read(file) if (file := flags.model_file(argv)) else None
+    cfg, args = EARLY or parse(argv, source and source.config)
     check_effect(argv, args.inference)
     if source and args.json != "-":
         print(*source.lines(), sep="\n")
     numbers, status = run(cfg, args)
+    if args.search and not args.inference and status == 0 and args.json != "-":
+        print(*next_commands(argv, numbers["layouts"][0]), sep="\n")
     numbers |= {"config_json": source.to_json()} if source else {}
     if args.json == "-":
         print(json.dumps(numbers))

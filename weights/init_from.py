@@ -1,7 +1,13 @@
-"""Start a run from the parameters of another run, trained or converted, and take over its model settings."""
+"""Start a run from the parameters of another run, trained or converted, and take over its model settings. Or start from
+random parameters, with the model settings of a published config.json.
+
+Functions import JAX and what needs it, so that a command can parse its flags before JAX is imported.
+"""
 
 import dataclasses
 import itertools
+import json
+from pathlib import Path
 
 from config import Affects, Config, ModelConfig, affecting, differences
 from utils import UserError, log
@@ -63,3 +69,28 @@ def differing_settings(ours: ModelConfig, theirs: ModelConfig) -> str:
     """List the model settings that differ, with both values: ours, and that of the other run."""
     changes = differences({"model": dataclasses.asdict(ours)}, {"model": dataclasses.asdict(theirs)})
     return ", ".join(f"{name.removeprefix('model.')}={x!r} (there {y!r})" for name, x, y in changes)
+
+
+def read_architecture(path: str) -> Config:
+    """Return the settings to train the model of a config.json, or of the one in a folder, from random parameters.
+
+    Raises: UserError if it has a part that our model lacks. The planner plans such a model without this part.
+    """
+    from weights import families, hf_config, published
+
+    found = published.read(path)
+    lacks = ", ".join(what.partition(": the plan")[0] for what in found.left_out)
+    if found.kind in families.FAMILIES:  # whose tables decide exactly which settings our model has
+        lacks = ""
+        try:
+            hf_config.config_from_hf(json.loads(Path(found.file).read_text(encoding="utf-8")))
+        except UserError as error:
+            lacks = str(error).removeprefix("config.json: ")
+    if lacks:
+        raise UserError(f"{found.file} cannot be trained as published: {lacks}; plan it with python -m plan "
+                        f"{path}, or change these settings in the file to train a similar model")  # fmt: skip
+    # Not `log`, which asks JAX for the rank of the process: the run chooses its devices later.
+    print(*found.lines(), "           trained from random parameters; to start from the published ones, convert them "
+          "first: python -m weights from-hf FOLDER --out runs/NAME", sep="\n", flush=True)  # fmt: skip
+    cfg = found.config
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, objective="span")) if cfg.data.input_len else cfg

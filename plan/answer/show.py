@@ -220,7 +220,10 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
         times = (amount(s, "s") for s in seconds)
         table.add_row(str(one.cfg.mesh), schedule_label(one), amount(one.peak_bytes, "bytes"),
                       amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", *times, mfu)  # fmt: skip
-    console.print(table)
+    console.print(table if fit else "no layout fits")
+    if large and not fit:  # more devices at best divide the memory of a device
+        least = math.ceil(large[0].cfg.mesh.devices * large[0].peak_bytes / large[0].limit_bytes)
+        console.print(f"devices    you need at least about {least:,} of this kind, or a smaller batch or model")
     if fit and fit[0].cfg.optim.outer:
         console.print("note       with local steps, data is the number of replicas, which changes the loss")
     if fit and fit[0].real:
