@@ -1,8 +1,8 @@
 """The training command: parse the flags, compile the step, run the training loop and write the report.
 
 `python main.py laptop` trains a preset; `python main.py laptop --model.n_experts 4 --run.steps 100` overrides some of
-its settings. A run writes everything to runs/NAME, or gs://BUCKET/DIR/NAME: config.json, metrics.jsonl, checkpoints/,
-samples.txt, report.png.
+its settings. A run writes everything to runs/NAME, or gs://BUCKET/DIR/NAME: config.json, parameters.txt,
+metrics.jsonl, checkpoints/, samples.txt, report.png.
 """
 
 import time
@@ -48,6 +48,7 @@ import sharding
 from compile import ordered
 from data import tokenizers
 from evaluate.validation import Validation, open_tasks
+from plan.answer import parameter_list
 from plan.chips import hardware
 from progress import show_busy
 from startup import preflight
@@ -73,7 +74,7 @@ def train(cfg: Config, directory, argv: list[str], interruptions: Interruptions,
     requested, cfg = cfg, plan.cfg
     begin = time.perf_counter()
     traced = trace_step(cfg, mesh)
-    runs.open_run(requested, directory, together)
+    runs.open_run(requested, directory, together, parameter_list.lines(cfg))
     trace_s, begin = time.perf_counter() - begin, time.perf_counter()
     state = restore_or_init(cfg, mesh, directory, init_from.load_init_params, together)
     first = int(state.step)

@@ -21,6 +21,7 @@ HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
      python -m plan moe1b --topology v4:4x4x2 --max_batch   # the largest batch that fits, found by compiling
      python -m plan Qwen3-8B/config.json --topology v5p:4x4x4 --search 64   # a model of Hugging Face
      python -m plan moe1b --topology v4:4x4x2,h100:32       # search several topologies, and compare
+     python -m plan laptop --mesh fsdp=4 --parameters       # every parameter, its shape and its shard on a device
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
      python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
      python -m plan llama3_70b --inference --topology v5e:8x8 --search 64 --token_ms 60
@@ -38,8 +39,10 @@ class Arguments(flags.Arguments):
     # commas: search each of them, and compare
     topology: str = ""
     compile: bool = False  # compile the step, for the topology's TPUs or for simulated CPU devices, and compare
+    hlo: str = ""  # --compile: write the text of the compiled step to this file, for python -m plan.replay
     search: int = 0  # number of devices: plan every mesh of this many devices, and rank those that fit
     max_batch: bool = False  # find the largest batch that fits, by compiling
+    parameters: bool = False  # list every parameter: shape, dtype, the mesh axes that shard it, and its local shard
     why: bool = False  # explain the plan: compare the FLOPs and bytes of each line of the model with the traced step
     explain: bool = False  # name the three largest losses of the plan, and what would recover each
     tokens: float = 0.0  # tokens to train on, such as 15e12: print days, chip hours and dollars
@@ -126,9 +129,9 @@ def bar(args: Arguments):
     return planning.untracked if args.json == "-" else track
 
 
-def check(args: Arguments, topology: hardware.Topology | None) -> None:
-    """Raises: UserError for flags that are mutually exclusive, and for a figure that cannot be written."""
-    modes = [name for name in ("search", "max_batch", "why", "compile") if getattr(args, name)]
+def check(cfg: Config, args: Arguments, topology: hardware.Topology | None) -> None:
+    """Raises: UserError for flags that are mutually exclusive, no mesh, and for a figure that cannot be written."""
+    modes = [name for name in ("search", "max_batch", "why", "compile", "parameters") if getattr(args, name)]
     if len(modes) > 1 and modes != ["max_batch", "compile"]:  # --max_batch compiles anyway
         raise UserError(f"{' and '.join(f'--{name}' for name in modes)} are mutually exclusive; pass one of them")
     n, chip = (topology.devices, topology.chip) if topology else (0, None)
@@ -162,18 +165,10 @@ INFERENCE_FLAGS = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", 
 
 def check_effect(argv: list[str], answers: bool) -> None:
     """Raises: UserError for a training flag with --inference, or an inference flag without it."""
-    flags = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
-    training = {
-        "max_batch",
-        "why",
-        "compile",
-        "explain",
-        "tokens",
-        "batch_tokens",
-        "constants",
-        *affecting(Affects.TRAINING, Affects.ORDER),
-    }
-    for name in flags:
+    given = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
+    training = {"max_batch", "parameters", "why", "compile", "explain", "tokens", "batch_tokens", *OF_CHIP,
+                *affecting(Affects.TRAINING, Affects.ORDER)}  # fmt: skip
+    for name in given:
         if answers and (name in training or name.startswith("work.")):
             raise UserError(f"--{name} has no effect with --inference; drop one of the two")
         if not answers and name in INFERENCE_FLAGS:
@@ -300,6 +295,10 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     check(args, topology)
     if args.constants:
         topology = constants.read(args.constants, topology)
+    if args.parameters:
+        for line in parameter_list.lines(cfg):
+            console.print(line, soft_wrap=True, markup=False)
+        return {"mesh": str(cfg.mesh), "parameters": [asdict(one) for one in parameter_list.parameters(cfg)]}, 0
     if args.inference:
         return run_inference(cfg, args, topology, console)
     if (args.compile or args.max_batch) and not is_tpu(topology and topology.chip):
@@ -319,6 +318,9 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     show.tables(plan, found, better, console)
     if step:
         show.compiled_tables(found, step, console)
+    if step and args.hlo:
+        Path(args.hlo).write_text(step.step.as_text(), encoding="utf-8")
+        print_to_stderr(f"wrote {args.hlo}")
     for line in (budget.lines(cost, plan) if cost else []) + (explain.lines(lost, plan) if lost else []):
         console.print(line, soft_wrap=True)
     rows = why.compare(plan) if args.why else None

@@ -31,8 +31,9 @@ HELP = """e.g. python -m plan.replay step.hlo --topology v5p:4x4x4 --mesh fsdp=1
 
 Simulate any scheduled TPU program from its text: seconds by cause, exposed communication by source line, peak memory.
 
-FILE is the text of a compiled program; gzip and xz are fine. libtpu can compile without a TPU. Two ways to get it:
+FILE is the text of a compiled program; gzip and xz are fine. libtpu can compile without a TPU. Three ways to get it:
 
+    python -m plan moe1b --topology v4:4x4x2 --compile --hlo step.hlo  # a step of this project
     open("step.hlo", "w").write(jax.jit(step).lower(*arguments).compile().as_text())
     XLA_FLAGS=--xla_dump_to=dump python train.py  # then FILE is dump/*jit_step*.after_codegen.txt
 

@@ -23,6 +23,7 @@ import optimizer
 import pipeline
 import sharding
 from data import prepare
+from plan.answer import parameter_list
 from train import checkpoint, progress, report
 from train.directory import OWN_FILES, SET_ASIDE, Metrics, result_settings
 from weights import __main__ as weights_command
@@ -148,6 +149,7 @@ def test_a_run_writes_its_files(finished):
     """Catches a result that is not written, an invalid image, and a config.json that is not the run's."""
     argv, directory, _ = finished
     assert {p.name for p in directory.iterdir()} == {*OWN_FILES}
+    assert (directory / "parameters.txt").read_text().splitlines() == parameter_list.lines(main.parse(argv))
     assert json.loads((directory / "config.json").read_text())["config"] == main.parse(argv).to_dict()
     assert (directory / "report.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert checkpoint.latest_step(directory / "checkpoints") == STEPS

@@ -5,6 +5,7 @@ runs/laptop/  config.json    all settings, and a fingerprint of the tokens; what
               metrics.set_aside.jsonl  rows of steps that were rerun because the run died before it checkpointed them
               checkpoints/   see `checkpoint.py`
               saved          the latest step that has a checkpoint; if that checkpoint is gone, the run does not resume
+              parameters.txt shape and sharding of every parameter, written at the latest start
               samples.txt    report.png
               profile/       the steps of --run.profile, one folder per process, see `recorder.py`
               predictions-TASK.jsonl  the answers to the tasks in run.eval_tasks, from the latest evaluation
@@ -19,7 +20,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from utils import UserError, is_main_process, log, log_to_file, open_log, replac
 PROFILE = "profile"
 LOGS = "logs"  # one file per process, if there are several processes
 SAVED = "saved"
-OWN_FILES = ("config.json", "metrics.jsonl", "checkpoints", SAVED, "samples.txt", "report.png")
+OWN_FILES = ("config.json", "parameters.txt", "metrics.jsonl", "checkpoints", SAVED, "samples.txt", "report.png")
 SET_ASIDE = "metrics.set_aside.jsonl"
 VISIBLE_S = 5.0  # after at most this time, all hosts see a file that one host wrote to a shared disk
 
@@ -190,10 +191,14 @@ def lock_directory(run: Path | BucketDirectory) -> Iterator[None]:
                     one.rmdir()
 
 
-def open_run(cfg: Config, directory: Path | BucketDirectory, together: Processes) -> None:
+def open_run(
+    cfg: Config, directory: Path | BucketDirectory, together: Processes, parameters: Iterable[str] = ()
+) -> None:
     """Create the run's directory and write its config.json; with --run.restart scratch, delete an earlier run's files.
 
     Only process 0 does this. With several processes, each then checks whether the hosts share a disk, and opens a log.
+
+    parameters  the lines of parameters.txt
     """
     board = together.board
 
@@ -205,6 +210,7 @@ def open_run(cfg: Config, directory: Path | BucketDirectory, together: Processes
         for name in old if cfg.run.restart == "scratch" else ():
             storage.remove(directory, name)
         replace_file(directory / "config.json", json.dumps(describe(cfg), indent=1) + "\n")
+        replace_file(directory / "parameters.txt", "".join(f"{line}\n" for line in parameters))
         storage.upload(directory)
         return (directory / ".lock").read_text() if board.count > 1 else ""
 

@@ -168,7 +168,7 @@ def test_a_run_on_ids_without_a_tokenizer(tmp_path):
     evaluations = rows(tmp_path / "tiny", "eval")
     assert len(evaluations) == 2 and all(row["bits_per_byte"] is None and row["loss"] > 3 for row in evaluations)
     assert {path.name for path in (tmp_path / "tiny").iterdir()} == {
-        "config.json", "metrics.jsonl", "checkpoints", "saved", "report.png"}  # fmt: skip
+        "config.json", "parameters.txt", "metrics.jsonl", "checkpoints", "saved", "report.png"}  # fmt: skip
     assert run(words)[1].startswith(f"{tmp_path}/tiny is complete: 2 of 2 steps taken.")
     with pytest.raises(UserError, match="tiny has no tokenizer, which text input and output need; set --tokenizer to"):
         generate.load(str(tmp_path / "tiny"))

@@ -158,7 +158,8 @@ def test_every_file_that_is_named_exists():
 
 
 # Made by commands and users; packages have an __init__.py
-MADE = ("runs/", "tokens/", "checkpoints/", "profile/", "samples.txt", "hosts.txt", "__init__.py")
+MADE = ("runs/", "tokens/", "checkpoints/", "profile/", "evaluations/", "samples.txt", "parameters.txt", "hosts.txt",
+        "__init__.py")  # fmt: skip
 # Modules that `make help` omits: started by bench.gpu or by a run (to send its rows to wandb), parts of docs.build,
 # called by `make test-rotation`, or listed as a file.
 NOT_FOR_HELP = {"bench.deadlock", "bench.torch_trainer", "train.tracking", "docs.notebooks", "docs.reference",

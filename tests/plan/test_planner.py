@@ -445,7 +445,7 @@ def test_compiled_numbers_are_printed_next_to_predicted_ones(capsys, tmp_path):
     """Catches a command that compiles something else, or does not print the result."""
     path, picture = tmp_path / "plan.json", tmp_path / "plan.png"
     status, out, _ = run(capsys, "tiny", "--mesh", "fsdp=4,stage=2", "--compile", "--json", str(path), "--plot",
-                         str(picture))  # fmt: skip
+                         str(picture), "--hlo", str(tmp_path / "step.hlo"))  # fmt: skip
     assert status == 0
     found = json.loads(path.read_text())
     assert found["compiled"].keys() >= WANTED
@@ -458,6 +458,9 @@ def test_compiled_numbers_are_printed_next_to_predicted_ones(capsys, tmp_path):
     assert "difference" in out
     assert "the ledger" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+    text, cfg = (tmp_path / "step.hlo").read_text(), planner.plan(preset("tiny", mesh="fsdp=4,stage=2")).cfg
+    counted = ledger.read(text, sharding.make_mesh(cfg.mesh), compiled.shares(cfg, text))
+    assert counted.flops == found["compiled"]["hardware_flops"], "the file is not the compiled step"
 
 
 @pytest.fixture
@@ -504,6 +507,8 @@ def test_a_search_is_drawn(capsys, tmp_path, figures):
     (["--max_batch", "--plot", "a.png"], "--max_batch finds a single number, so there is nothing to draw"),
     (["--search", "8", "--topology", "cpu:8", "--plot", "a.png"], "the speed of this machine is unknown"),
     (["--search", "8", "--topology", "cpu:8", "--compile"], "--search and --compile are mutually exclusive"),
+    (["--hlo", "a.hlo"], "--hlo a.hlo: only --compile compiles the step; add --compile, or drop --hlo"),
+    (["--compile", "--hlo", "no/a.hlo"], "--hlo no/a.hlo: the folder no does not exist; create it"),
 ])  # fmt: skip
 def test_flags_that_exclude_each_other_are_refused(capsys, monkeypatch, words, why):
     """Catches a traceback after minutes of compiling, and a flag that has no effect."""

@@ -203,4 +203,4 @@ def test_a_restart_starts_a_new_wandb_run(directory, tmp_path, monkeypatch):
     alone = join(RunConfig())
     open_run(preset("tiny", **{"run.restart": "scratch"}), directory, alone)
     alone.watchdog.closed.set()
-    assert {path.name for path in directory.iterdir()} == {"config.json"}
+    assert {path.name for path in directory.iterdir()} == {"config.json", "parameters.txt"}
