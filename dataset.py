@@ -430,8 +430,19 @@ def evaluation_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the validation split in a fixed order, each target once. The last batch is padded.
 
-    With `batches` > 0, yield at most that many, from a shuffle that is the same in every run. `rows` as for `batch`.
+    With `batches` > 0, yield the rows of that many, from a shuffle that is the same in every run. `rows`: see `batch`.
     Every run divides a text of the split into the same inputs and targets. A mixture of objectives is always shuffled.
+    """
+    return (batch for _, batch in evaluation_batches_by_source(cfg, batches, rows))
+
+
+def evaluation_batches_by_source(
+    cfg: Config, batches: int = 0, rows: Sequence[int] | None = None
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Yield (source, batch) for the batches of `evaluation_batches`. The last batch of each source is padded.
+
+    A row belongs to the source of its first token. The source is "" without a mixture, and for `task`, which packs
+    examples of several sources into a row.
     """
     corpus, d = open_corpus(cfg), evaluation_data(cfg)
     split = corpus.splits["val"]
@@ -446,8 +457,18 @@ def evaluation_batches(
         pieces = _pieces(split, d, objective, row) if number < count else []
         return Row(pieces, objective, (EVALUATION_SEED, row))
 
-    for first in range(0, count, d.batch_size):
-        yield _make_batch([row_of(first + row) for row in _rows(cfg, rows)], corpus.eot, cfg)
+    numbers_of = {"": range(count)}
+    if corpus.sources and "task" not in parse_objectives(d.objective):
+        numbers_of, names = {name: [] for name in corpus.sources}, [*corpus.sources]
+        ends = np.cumsum([source.splits["val"].tokens for source in corpus.sources.values()])
+        for number in range(count):
+            [(_, start, _)] = row_of(number).pieces
+            numbers_of[names[np.searchsorted(ends, start, side="right")]].append(number)
+    for name, numbers in numbers_of.items():
+        for first in range(0, len(numbers), d.batch_size):
+            chosen = (first + row for row in _rows(cfg, rows))
+            made = [row_of(numbers[one] if one < len(numbers) else max(one, count)) for one in chosen]
+            yield name, _make_batch(made, corpus.eot, cfg)
 
 
 def evaluation_data(cfg: Config) -> DataConfig:
@@ -537,7 +558,7 @@ def prefetch(cfg: Config, start: int, rows: Sequence[int] | None = None) -> Iter
 def bytes_per_token(corpus: Corpus, split: str = "val", objective: str = "causal") -> float:
     """Return the text bytes per target (NaN: unknown). Bits per byte = nats per token / ln 2 / bytes per token."""
     text_bytes = corpus.splits[split].text_bytes
-    return math.nan if text_bytes is None or objective != "causal" else text_bytes / corpus.splits[split].targets
+    return text_bytes / corpus.splits[split].targets if text_bytes and objective == "causal" else math.nan
 
 
 def fingerprint(cfg: Config) -> dict:

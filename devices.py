@@ -113,6 +113,14 @@ def peak_host_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def peak_device_bytes() -> int | None:
+    """Return the largest memory of any device of this process so far; None if unknown, as for a CPU."""
+    import jax
+
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
 def share_of_memory(devices: int) -> int:
     """Return the bytes that each of this process's CPU devices may use, if there are `devices` of them."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

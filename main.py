@@ -120,6 +120,9 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
     """Train from state.step to run.steps. Write metrics, evaluations and checkpoints when they are due."""
     run, first, about = cfg.run, int(state.step), runs.result_settings(runs.describe(cfg))
     peak = hardware.PEAK_FLOPS_PER_S.get(mesh.devices.flat[0].device_kind)  # None for a CPU
+    evaluate = lambda step: evaluation.write(metrics, optimizer.gathered_params(cfg, mesh, state), step)
+    if run.init_from and run.eval_every and not first:
+        evaluate(0)
     losses, mark, watchdog = [], time.perf_counter(), interruptions.together.watchdog
     skips, questions = guard.SkipWatch(cfg, metrics.write), guard.GradientStats(cfg, mesh, metrics.write)
     size, rows = cfg.data.batch_size, sharding.own_rows(mesh, cfg.data.batch_size)
@@ -151,9 +154,7 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
                 show.add_row(taken, row)
                 losses, mark = [], time.perf_counter()
             if evaluation_due:
-                result = evaluation(optimizer.gathered_params(cfg, mesh, state), taken, run.eval_batches)
-                metrics.write("eval", taken, **result)
-                log(f"step {taken:>5}/{run.steps}  validation {format_result(result)}")
+                result = evaluate(taken)
             if checkpoint_due:
                 checkpoint.save(manager, taken, state, about, result["loss"] if evaluation_due else None)
             if stopping:

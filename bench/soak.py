@@ -28,7 +28,8 @@ from train import checkpoint
 from utils import exit_status
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMED = {"tokens_per_s", "mfu", "time", "import_s", "restore_s", "compile_s", "seconds", "peak_host_bytes"}
+TIMED = {"tokens_per_s", "mfu", "time", "import_s", "restore_s", "compile_s", "seconds", "peak_host_bytes",
+         "peak_device_bytes"}  # fmt: skip
 Moment = Literal["step", "save", "start"]
 
 

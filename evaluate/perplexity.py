@@ -29,8 +29,9 @@ def perplexity(run: Run, folder: str, batches: int = 0, batch_size: int = 0) -> 
     total = -(-dataset.rows_of(corpus.splits["val"], dataset.evaluation_data(cfg)) // size)
     with show_progress("batches", min(batches or total, total), say=print_to_stderr) as advance:
         found = progress.evaluate(cfg, run.mesh, compiled, run.params, batches, moves=advance)
+    by_source = {name: value for name, value in found.items() if "/" in name}
     return {"tokens": found["tokens"], "loss": found["loss"], "perplexity": math.exp(found["loss"]),
-            "bits_per_byte": found["bits_per_byte"], "whole": found["full"]}  # fmt: skip
+            "bits_per_byte": found["bits_per_byte"], "whole": found["full"]} | by_source  # fmt: skip
 
 
 def check_tokenizer(run: Run, folder: str, tokenizer: dict) -> None:

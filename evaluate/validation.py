@@ -55,6 +55,12 @@ class Validation:
             moves = lambda: (self.moves(), advance())
             return progress.evaluate(self.cfg, self.mesh, self.compiled, params, 0, moves)
 
+    def write(self, metrics: Metrics, params, step: int) -> dict:
+        """Evaluate on run.eval_batches batches, write the result to metrics.jsonl, and print it."""
+        found, run = self(params, step, self.cfg.run.eval_batches), self.cfg.run
+        metrics.write("eval", step, **found)
+        log(f"step {step:>5}/{run.steps}  validation {progress.format_result(found)}")
+        return found
 
     def __call__(self, params, step: int, batches: int) -> dict:
         """Compute the loss, and the metrics of each task as TASK/METRIC."""

@@ -36,7 +36,8 @@ SMALL = shlex.split(
     f"--optim.lr 0.01 --run.name small --run.steps {STEPS} --run.log_every 1 --run.eval_every 25 --run.eval_batches 1 "
     "--run.checkpoint_every 20"
 )
-TIMED = {"tokens_per_s", "mfu", "time", "import_s", "restore_s", "compile_s", "seconds", "peak_host_bytes"}
+TIMED = {"tokens_per_s", "mfu", "time", "import_s", "restore_s", "compile_s", "seconds", "peak_host_bytes",
+         "peak_device_bytes"}  # fmt: skip
 
 
 def run(argv):
@@ -125,14 +126,21 @@ def test_a_run_starts_from_another(home, tmp_path):
     want = restored(["tiny", *dense.split()], source)
     for name, start in (("tuned", source), ("retuned", converted)):
         # A learning rate of 0 leaves the initial parameters unchanged.
-        status, out, err = run(["tiny", *common, "--init-from", start, "--run.name", name, "--optim.lr", 0])
+        status, out, err = run(["tiny", *common, "--init-from", start, "--run.name", name, "--optim.lr", 0,
+                                "--run.eval_batches", 0])  # fmt: skip
         assert (status, err) == (0, "")
         which = "converted" if start == converted else "step 1"
         assert f"parameters and model settings are from {start} ({which})\n" in out
+        before, after = rows(tmp_path / name, "eval")
+        assert (before["step"], after["step"], before["full"]) == (0, 1, True)
+        assert before["loss"] == after["loss"] == rows(source, "eval")[-1]["loss"]
         got = restored(["tiny", *dense.split()], tmp_path / name)
         for key, value in sharding.flatten_named(want.params).items():
             np.testing.assert_array_equal(sharding.flatten_named(got.params)[key], value, err_msg=f"{name}: {key}")
         assert int(got.step) == 1
+    again = ["tiny", *common, "--init-from", start, "--run.name", name, "--optim.lr", 0, "--run.eval_batches", 0]
+    assert run([*again, "--run.steps", 2])[0] == 0
+    assert [row["step"] for row in rows(tmp_path / name, "eval")] == [0, 1, 2], "the evaluation at step 0 is repeated"
 
 
 def assert_same_arrays(got, want):

@@ -286,13 +286,14 @@ class Metrics:
     """Writer of metrics.jsonl: process 0 appends one JSON object per line and flushes it at once."""
 
     def __init__(self, directory: Path | BucketDirectory, step: int, last_step: int):
-        """Keep the rows up to `step`. Set aside later rows, and an evaluation at the last step: both are rerun."""
+        """Keep the rows up to `step`. Set aside damaged lines and what is rerun: later rows, an evaluation at the last
+        step, and an evaluation before the first step if the run starts again at step 0."""
         self.path = directory / "metrics.jsonl"
         if not is_main_process():
             return
 
         def again(row: dict) -> bool:
-            return row["step"] > step or (row["kind"], row["step"]) == ("eval", last_step)
+            return row["step"] > step or (row["kind"] == "eval" and (row["step"] == last_step or step == 0))
 
         rows = {True: [], False: []}
         for row in read_rows(directory):

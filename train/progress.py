@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import dataset
 import sharding
 from config import Config
+from devices import peak_device_bytes
 from train import guard
 from train.interruptions import command
 from utils import duration, is_main_process, log
@@ -23,28 +24,33 @@ from utils import duration, is_main_process, log
 def evaluate(cfg: Config, mesh, compiled, params, batches: int, moves: Callable[[], None] = lambda: None) -> dict:
     """Compute nats per token and bits per byte on `batches` batches of the validation split; 0: on all of it.
 
-    Every token has the same weight. Bits per byte are NaN if the number of text bytes per token is unknown, or if some
-    tokens are not targets. `moves` is called after each batch, to show that the evaluation has not hung.
+    In a mixture, also compute nats per token for each source, as loss/SOURCE. Every token has the same weight. Bits per
+    byte are NaN if the number of text bytes per token is unknown, or if some tokens are not targets. `moves` is called
+    after each batch, to show that the evaluation has not hung.
     """
-    nats = tokens = 0.0
-    size = cfg.data.batch_size
-    for batch in dataset.evaluation_batches(cfg, batches, sharding.own_rows(mesh, size)):
+    nats, tokens, size = Counter(), Counter(), cfg.data.batch_size
+    for source, batch in dataset.evaluation_batches_by_source(cfg, batches, sharding.own_rows(mesh, size)):
         sums = compiled(params, sharding.put(batch, mesh, size))
-        nats, tokens = nats + float(sums[0]), tokens + float(sums[1])
+        nats[source] += float(sums[0])
+        tokens[source] += float(sums[1])
         moves()
+    by_source = {f"loss/{source}": nats[source] / tokens[source] for source in tokens if source and tokens[source]}
+    nats, tokens = nats.total(), tokens.total()
     bytes_per_token = dataset.bytes_per_token(dataset.open_corpus(cfg), objective=cfg.data.objective)
     return {
         "loss": nats / tokens,
         "bits_per_byte": nats / tokens / math.log(2) / bytes_per_token,
         "tokens": int(tokens),
         "full": batches == 0,
-    }
+    } | by_source
 
 
 def to_row(metrics: dict, losses: list) -> dict:
     """Convert the metrics of the last step to JSON. Only the loss is a mean, over the steps since the previous row."""
     not_here = ("cross_entropy", "skipped_in_a_row", "not_finite")
     row = {name: np.asarray(value).tolist() for name, value in metrics.items() if name not in not_here}
+    if (peak := peak_device_bytes()) is not None:
+        row["peak_device_bytes"] = peak
     row["loss"] = guard.mean_loss(losses)  # cross-entropy alone, in nats per token
     if "balance_loss" in row:
         row["balance_loss"] = float(np.mean(row["balance_loss"]))

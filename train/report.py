@@ -176,6 +176,11 @@ def draw_loss(axes, runs: list[Run]) -> None:
             markeredgecolor="white",
             label="validation" if alone else None,
         )
+    sources = {name: None for row in run.eval for name in row if name.startswith("loss/")} if alone else {}
+    for name, color in zip(sources, itertools.cycle(COLORS[2:]), strict=False):
+        points = [(row["step"], row[name]) for row in run.eval if name in row]
+        label = f"validation, {name.removeprefix('loss/')}"
+        axes.plot(*zip(*points, strict=True), color=color, marker=".", linewidth=1, label=label)
     known = lambda name: {run.start[f"{name}_nats"] for run in runs} - {None}
     levels = [(name, nats) for name in ("unigram", "bigram") for nats in known(name)]
     for _, nats in levels:

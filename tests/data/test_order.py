@@ -221,6 +221,32 @@ def test_a_resumed_run_may_change_only_later_steps(path, tmp_path, monkeypatch):
             again(**{name: value})
 
 
+@pytest.mark.parametrize("limit", [0, 1])
+def test_the_loss_of_each_source_is_reported(path, limit):
+    """Catches a source that is left out, a row of another source, and a whole loss that is not over the same tokens."""
+    cfg, mesh = config(path, "code=0.2,prose=0.3,maths=0.5", **{"data.seq_len": 7}), sharding.make_mesh("data=1")
+
+    def id_as_loss(params, batch):  # so that the loss of a token is its id
+        weights_BT = np.asarray(batch["weights_BT"])
+        return np.sum(weights_BT * np.asarray(batch["targets_BT"])), weights_BT.sum()
+
+    found = progress.evaluate(cfg, mesh, id_as_loss, None, limit)
+    rows = dataset.rows_of(dataset.open_corpus(cfg).splits["val"], dataset.evaluation_data(cfg))
+    order = dataset._shuffled(rows, dataset.EVALUATION_SEED) if limit else range(rows)
+    text = [3000, *range(20), 3000, *range(1000, 1020), 3000, *range(2000, 2020)]  # 3000 begins a document
+    wanted = {name: [] for name in SIZES}
+    for row in (order[number] for number in range(min(rows, limit * B or rows))):
+        wanted[list(SIZES)[row * 7 // 21]] += text[row * 7 + 1 : row * 7 + 8]
+    assert len([name for name in wanted if wanted[name]]) > 1
+    for name, targets in wanted.items():
+        assert found.get(f"loss/{name}", 0) == pytest.approx(np.mean(targets or [0]), rel=1e-6), name
+    every = [target for targets in wanted.values() for target in targets]
+    assert (found["loss"], found["tokens"]) == (pytest.approx(np.mean(every), rel=1e-6), len(every))
+    said = progress.format_result(found)
+    assert all(f", loss/{name} {np.mean(targets):.3f}" in said for name, targets in wanted.items() if targets)
+    assert "loss/" not in progress.format_result(progress.evaluate(config(f"{path}/code"), mesh, id_as_loss, None, 0))
+
+
 # Epochs ---------------------------------------------------------------------------------------------------------------
 
 

@@ -183,3 +183,12 @@ def test_rows_of_repeated_steps_are_set_aside(tmp_path, capsys):
         assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:step])
     assert (tmp_path / SET_ASIDE).read_text() == lines[5] + lines[3]
     assert capsys.readouterr().out.count("set aside  1 rows of rerun steps (after step ") == 2
+
+
+@pytest.mark.parametrize("step, kept", [(0, [("start", 0)]), (1, [("start", 0), ("eval", 0), ("train", 1)])])
+def test_an_evaluation_before_the_first_step_is_written_once(tmp_path, step, kept):
+    """Catches a second row after a kill before the first checkpoint, and one that is lost in a later resume."""
+    rows = [("start", 0), ("eval", 0), ("train", 1), ("eval", 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"kind": k, "step": s}) + "\n" for k, s in rows))
+    Metrics(tmp_path, step, 3)
+    assert [(row["kind"], row["step"]) for row in rows_of(tmp_path)] == kept

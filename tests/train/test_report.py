@@ -60,6 +60,26 @@ def test_the_curves_match_the_rows(tmp_path, moe):
     assert ([21], [1.125]) in lines_of(drawn["Loss"]), "the validation loss is not drawn"
 
 
+def test_an_evaluation_before_the_first_step_is_drawn(tmp_path):
+    """Catches a plot of fine-tuning without the loss that it starts from."""
+    start, *rest = rows()
+    loss = panels(write(tmp_path / "a", [start, rest[-2] | {"step": 0, "loss": 9.5}, *rest]))["Loss"]
+    assert ([0, 21], [9.5, 1.125]) in lines_of(loss)
+
+
+def test_each_source_of_a_mixture_has_a_curve(tmp_path):
+    """Catches a source that is not drawn, or drawn at steps where it has no value, and several runs that mix theirs."""
+    start, *rest = rows()
+    first = rest[-2] | {"step": 9, "loss/code": 2.5}
+    last = rest[-2] | {"loss/code": 1.5, "loss/prose": 3.5}
+    run = write(tmp_path / "a", [start, *rest[:-2], first, last])
+    loss = panels(run)["Loss"]
+    drawn = {line.get_label(): tuple(map(list, line.get_data())) for line in loss.get_lines()}
+    assert drawn["validation, code"] == ([9, 21], [2.5, 1.5]) and drawn["validation, prose"] == ([21], [3.5])
+    labels = [text.get_text() for text in panels(run, run)["Loss"].get_legend().get_texts()]
+    assert labels == ["a", "a"]
+
+
 def test_reference_lines_are_at_the_entropies(tmp_path):
     """Catches a line at another height than its label says, and one for a text whose entropy is unknown."""
     loss = panels(write(tmp_path / "a", rows()))["Loss"]
