@@ -35,11 +35,15 @@ class Arguments(RunArguments):
     # file that caches the model's responses, so that the same command resumes after an interruption; empty: for --task
     # RUN/predictions-TASK-STEP.jsonl, otherwise none
     cache: str = ""
+    # evaluate every checkpoint of a run, also those that it saves later, until it is complete; results are also in
+    # RUN/evaluations, so the same command continues after an interruption
+    follow: bool = False
     json: bool = False  # print JSON instead of a table
 
 
 HELP = """\
 e.g. python -m evaluate runs/laptop --perplexity tokens/stdlib-bytes
+     python -m evaluate runs/laptop --perplexity tokens/stdlib-bytes --follow   # as the run trains
      python -m evaluate runs/laptop --task stdlib_functions --limit 100
      python -m evaluate runs/laptop --tasks lambada_openai --limit 100   # needs extra-evaluate
 
@@ -123,8 +127,21 @@ def print_table(rows: list[tuple], *columns: str) -> None:
 
 def load_run(args: Arguments) -> Run:
     """Open the run on the devices of all processes, each of which answers the same requests."""
-    use_devices(args.devices, join(RunConfig()).board.count)
+    use_devices(args.devices, (processes.current or join(RunConfig())).board.count)
     return open_run(args.run, args.mesh, args.tokenizer, args.seq_len, args.step, texts=bool(args.tasks or args.task))
+
+
+def follow_run(args: Arguments, evaluate: Callable[[Arguments], dict]) -> Iterator[dict]:
+    """Yield the results of each checkpoint of a run that trains. Errors that need no checkpoint are raised first."""
+    if args.step or args.cache or os.environ.get("JAX_NUM_PROCESSES", "1") != "1":
+        raise UserError("--follow evaluates every checkpoint, in one process; omit --step, --cache and other hosts")
+    if args.task:
+        task.open_task(args.task)
+    if args.perplexity:
+        dataset.load(args.perplexity)
+    only_speed = ("run", "step", "cache", "follow", "json", "mesh", "devices", "batch")
+    of = {name: value for name, value in vars(args).items() if value and name not in only_speed}
+    return follow.follow(args.run, of, lambda step: evaluate(dataclasses.replace(args, step=str(step))))
 
 
 @end_together
@@ -135,9 +152,9 @@ def main(argv: list[str] | None = None) -> None:
     chosen = [kind for kind, value in kinds.items() if value]
     if len(chosen) != 1:
         raise UserError("choose what to evaluate: one of --task NAME, --tasks NAMES and --perplexity TOKENS")
-    results = {"run": args.run} | chosen[0](args)
-    if args.json and is_main_process():
-        print(json.dumps(to_json(results), indent=1))
+    for result in follow_run(args, chosen[0]) if args.follow else (chosen[0](args),):
+        if args.json and is_main_process():
+            print(json.dumps(to_json({"run": args.run} | result), indent=None if args.follow else 1), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from progress import print_to_stderr, show_progress
 from train import progress
 from utils import UserError
 
+compile_once = functools.lru_cache(pipeline.evaluate)  # for all checkpoints of a run
+
 
 def perplexity(run: Run, folder: str, batches: int = 0, batch_size: int = 0) -> dict:
     """Return loss (nats per token), perplexity and bits per byte over a validation split, or `batches` batches of it.
@@ -25,7 +27,7 @@ def perplexity(run: Run, folder: str, batches: int = 0, batch_size: int = 0) -> 
     cfg = replace(run.cfg, **{"data.path": folder, "data.mixture": mixture, "data.batch_size": size})
     corpus = dataset.open_corpus(cfg)
     check_tokenizer(run, folder, corpus.manifest["tokenizer"])
-    compiled = pipeline.evaluate(cfg, run.mesh)
+    compiled = compile_once(cfg, run.mesh)
     total = -(-dataset.rows_of(corpus.splits["val"], dataset.evaluation_data(cfg)) // size)
     with show_progress("batches", min(batches or total, total), say=print_to_stderr) as advance:
         found = progress.evaluate(cfg, run.mesh, compiled, run.params, batches, moves=advance)

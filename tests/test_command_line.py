@@ -474,6 +474,7 @@ HELP = {  # command -> its examples, in the order of its help
     "-m bench.plan": ["--drawn 4", "llama3_8b --topology v4:4x4x4 --data.batch_size 64 --data.seq_len 4096 --first 10"],
     "-m weights": ["from-hf DIR --out runs/x", "to-hf runs/x --out DIR", "slim runs/x DIR --dtype bfloat16"],
     "-m evaluate": ["runs/laptop --perplexity tokens/stdlib-bytes",
+                    "runs/laptop --perplexity tokens/stdlib-bytes --follow   # as the run trains",
                     "runs/laptop --task stdlib_functions --limit 100",
                     "runs/laptop --tasks lambada_openai --limit 100   # needs extra-evaluate"],
     "main.py": ["laptop --run.steps 100",

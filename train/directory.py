@@ -9,6 +9,7 @@ runs/laptop/  config.json    all settings, and a fingerprint of the tokens; what
               samples.txt    report.png
               profile/       the steps of --run.profile, one folder per process, see `recorder.py`
               predictions-TASK.jsonl  the answers to the tasks in run.eval_tasks, from the latest evaluation
+              evaluations/   the results of `python -m evaluate --follow`
               .lock          exists while a process trains there
 
 For a run at gs://BUCKET/DIR, `storage.py` explains where these files are stored.
@@ -33,6 +34,7 @@ from train.storage import BucketDirectory
 from utils import UserError, is_main_process, log, log_to_file, open_log, replace_file
 
 PROFILE = "profile"
+EVALUATIONS = "evaluations"
 LOGS = "logs"  # one file per process, if there are several processes
 SAVED = "saved"
 OWN_FILES = ("config.json", "parameters.txt", "metrics.jsonl", "checkpoints", SAVED, "samples.txt", "report.png")
@@ -206,7 +208,7 @@ def open_run(
         storage.local_folder(directory).mkdir(parents=True, exist_ok=True)
         storage.claim_ownership(directory)
         predictions = (file.name for file in storage.local_folder(directory).glob("predictions-*.jsonl"))
-        old = (*OWN_FILES, SET_ASIDE, LOGS, PROFILE, *tracking.FILES, *predictions)
+        old = (*OWN_FILES, SET_ASIDE, LOGS, PROFILE, EVALUATIONS, *tracking.FILES, *predictions)
         for name in old if cfg.run.restart == "scratch" else ():
             storage.remove(directory, name)
         replace_file(directory / "config.json", json.dumps(describe(cfg), indent=1) + "\n")

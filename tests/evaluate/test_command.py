@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 from data import prepare, tokenizers
+from evaluate import follow
 from evaluate.__main__ import main
 from generate.runs import open_run
 from tests import test_training
 from tests.test_training import SMALL
+from weights import convert
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/weights/fixtures"
@@ -99,6 +101,53 @@ def test_other_tokens_need_the_same_tokenizer(home):
         f"{home}/others was tokenized with 'unknown', vocabulary 257, but {home}/small was trained with 'bytes', "
         "vocabulary 257; prepare the text again with the run's tokenizer")  # fmt: skip
     assert "no tokens at " in command(home / "small", "--perplexity", home / "none")[2]
+
+
+def test_a_run_is_followed_as_it_grows(home, tmp_path, monkeypatch):
+    """Catches a checkpoint that is evaluated twice, not at all or before it is complete; a command that waits for a run
+    that is complete; and one that stops at a damaged checkpoint."""
+    run, whole = tmp_path / "small", home / "small"
+    shutil.copytree(whole, run, ignore=shutil.ignore_patterns("2"))
+    (run / "saved").write_text("1\n")
+    waited, argv = [], (run, "--perplexity", home / "tokens", "--batches", "1", "--json")
+
+    def grow(seconds):
+        waited.append(seconds)
+        if len(waited) == 1:
+            (run / "checkpoints/2").mkdir()  # left empty by an unmounted disk, and later than `saved`
+        elif len(waited) == 2:
+            (run / "checkpoints/2").rmdir()
+            shutil.copytree(whole / "checkpoints/2", run / "checkpoints/2.saving")
+        else:
+            (run / "checkpoints/2.saving").rename(run / "checkpoints/2")
+            (run / "saved").write_text("2\n")
+
+    monkeypatch.setattr(follow.time, "sleep", grow)
+    status, out, err = command(*argv, "--follow")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert (status, waited, [row["step"] for row in rows]) == (0, 3 * [follow.POLL_S], [1, 2])
+    assert rows == [json.loads(command(*argv, "--step", step)[1]) for step in (1, 2)]
+    assert err.count(f"waiting    for a checkpoint of {run} after step 1 of 2\n") == 1 == err.count("waiting")
+
+    assert command(*argv, "--follow") == (0, "", "") and len(waited) == 3
+    largest = max((run / "checkpoints/1/state").rglob("*"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    argv = [*argv[:3], *argv[5:], "--follow"]  # other arguments: without --batches
+    status, out, err = command(*argv)
+    assert (status, [json.loads(line)["step"] for line in out.splitlines()]) == (0, [2])
+    assert "skipped    step 1: state/" in err
+    results = sorted(json.loads(path.read_text())["step"] for path in (run / "evaluations").iterdir())
+    assert results == [1, 2, 2]
+
+
+def test_what_cannot_be_followed_is_refused(home, converted, tmp_path):
+    """Catches a command that waits forever for a checkpoint, or for a task that it cannot evaluate."""
+    loss = ("--perplexity", home / "tokens", "--follow")
+    assert refused(home / "small", *loss, "--step", "2").startswith("--follow evaluates every checkpoint, in one proc")
+    assert refused(tmp_path, *loss).startswith(f"{tmp_path}: no config.json")
+    assert refused(converted, *loss) == f"{converted} has exported weights but no checkpoints to follow; omit --follow"
+    assert refused(home / "small", "--task", "none", "--follow").startswith("unknown task 'none'")
+    assert "error: no tokens at " in command(home / "small", "--perplexity", tmp_path, "--follow")[2]
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
