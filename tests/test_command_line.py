@@ -487,7 +487,7 @@ HELP = {  # command -> its examples, in the order of its help
     "-m train.report": ["runs/laptop", "runs/a runs/b --out both.png"],
     "-m plan.profile": ["runs/laptop"],
     "-m train.selfcheck": ["--devices 8"],
-    "-m train.checkpoint": ["ls runs/laptop", "verify runs/laptop"],
+    "-m train.checkpoint": ["ls runs/laptop", "verify runs/laptop", "keep runs/laptop 300"],
     "-m data.prepare": ["--source stdlib --tokenizer bytes --out tokens/stdlib-bytes",
                         "--source 'jsonl:mine/*.jsonl' --tokenizer gpt2 --out tokens/mine-gpt2"],
     "-m data.check": ["tokens/stdlib-bytes", "tokens/stdlib-bytes --plot lengths.png"],

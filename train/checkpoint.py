@@ -4,6 +4,7 @@
                      state/rest/    the other arrays: optimizer state and counters
                      about.json     the settings of the run, which are compared before it resumes
                      manifest.json  bytes and sha256 of every other file
+                     keep           empty, and only if the run must never delete this step
     checkpoints/60.saving/          an unfinished save; it is renamed last, so a directory named 60 is complete
 
 A bucket cannot rename files. There a step has its final name from the start, and its manifest is written last. The
@@ -11,7 +12,7 @@ manifest has the md5 that the bucket itself stores for each file, so nothing is 
 
 A step is read only if its files still match its manifest, because Orbax restores flipped bits without an error. If the
 latest step does not match, the run prints why and uses the previous one. `python -m train.checkpoint ls DIR` lists the
-steps of a run, and `python -m train.checkpoint verify DIR` reads every byte of them.
+steps of a run, `verify DIR` reads every byte of them, and `keep DIR STEP` keeps a step forever.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ from config.fields import is_remote
 from progress import print_to_stderr
 from sharding import flatten_named, map_named
 from train import storage
-from train.steps import DELETING, MANIFEST, SAVING, Read, StepDirectory, latest_step, list_steps, write_manifest
+from train.steps import DELETING, KEEP, MANIFEST, SAVING, Read, StepDirectory, latest_step, list_steps, write_manifest
 from utils import DiskLost, UserError, exit_status, is_main_process, replace_file
 
 CHUNK_BYTES = 2**26  # largest chunk of an array: reading any part of a chunk decompresses all of it
@@ -60,7 +61,8 @@ class Saver:
     """A directory of checkpoints, open for writing: `with Saver(..) as saver`. Entering removes leftovers of failed
     saves, and leaving waits for the last save.
 
-    keep         keep the latest `keep` good steps and the one with the lowest loss; damaged steps are never deleted
+    keep         keep the latest `keep` good steps, the one with the lowest loss, and those with a file KEEP; damaged
+                 steps are never deleted
     keeper       None: each process writes its shards; the host of process 0 if the processes don't share this
                  directory: process 0 gathers the arrays and writes all of them
     send, saved  called on process 0 from another thread: send() before a step is completed, saved(step) afterwards
@@ -191,12 +193,15 @@ def save(saver: Saver, step: int, state, about: dict, loss: float | None = None)
     path = saver.unfinished_path(step)
     with saver.explain_errors(step):
         if is_main_process():
+            is_kept = StepDirectory(os.path.join(saver.directory, str(step)), step, is_complete=True).is_kept
             if saver.far:
                 _discard(path)  # a damaged checkpoint of the same step
                 storage.remove_path(path)
             else:
                 os.mkdir(path)  # without parents: if the disk is unmounted, nothing may be written to its mount point
             epath.Path(path, "about.json").write_text(json.dumps(about))
+            if is_kept:
+                epath.Path(path, KEEP).write_text("")
         arrays = flatten_named(state) if saver.shared else {name: gather(x) for name, x in flatten_named(state).items()}
         params = {name: x for name, x in arrays.items() if name.startswith("params.")}
         parts = {"params": params, "rest": {name: x for name, x in arrays.items() if name not in params}}
@@ -254,7 +259,7 @@ def _complete(saver: Saver, step: int, loss: float | None) -> None:
     manifests = [_PolicyStep(entry.step, entry.manifest()) for entry in good]
     preserve = saver.policy.should_preserve(manifests, context=policies.PreservationContext())
     for entry, stays in zip(good, preserve, strict=True):
-        if not stays:
+        if not (stays or entry.is_kept):
             _discard(entry.path)
     for entry in list_steps(saver.directory):
         if not entry.is_complete:
@@ -440,6 +445,15 @@ class Verify(List):
 
 
 @dataclass(frozen=True)
+class Keep:
+    """Keep a checkpoint forever: the run will not delete it when it saves later ones."""
+
+    directory: Directory  # a run's directory, e.g. runs/laptop, or its checkpoints
+    step: tyro.conf.Positional[int]  # step of the checkpoint
+    undo: bool = False  # let the run delete it again
+
+
+@dataclass(frozen=True)
 class Row:
     """What `ls` and `verify` print for one step."""
 
@@ -449,6 +463,7 @@ class Row:
     bytes: int
     loss: float | None  # validation loss, if it was measured
     best: bool  # whether it has the lowest loss of all steps without a fault
+    kept: bool  # whether `keep` keeps it forever
     fault: str | None  # why it is not a good checkpoint
 
 
@@ -460,28 +475,44 @@ def step_rows(directory: str | os.PathLike, read: Read) -> list[Row]:
         with contextlib.suppress(OSError, ValueError):
             manifest = entry.manifest()
         name, size = os.path.basename(entry.path), sum(size for size, _ in storage.file_sizes(entry.path).values())
-        table.append(Row(name, entry.step, manifest.get("saved"), size, manifest.get("loss"), False, fault))
+        table.append(
+            Row(name, entry.step, manifest.get("saved"), size, manifest.get("loss"), False, entry.is_kept, fault)
+        )
     measured = [row for row in table if row.loss is not None and not row.fault]
     best = min(measured, key=lambda row: row.loss, default=None)
     return [replace(row, best=row is best) for row in table]
 
 
+def keep(directory: str | os.PathLike, step: int, undo: bool = False) -> None:
+    """Write the file KEEP of a step, or remove it. Raises: UserError if there is no good checkpoint of this step."""
+    file = epath.Path(_select_step(directory, step, "none")[1], KEEP)
+    if undo:
+        file.unlink(missing_ok=True)
+    else:
+        file.write_text("")
+
+
 HELP = """\
 e.g. python -m train.checkpoint ls runs/laptop
      python -m train.checkpoint verify runs/laptop
+     python -m train.checkpoint keep runs/laptop 300
 
-List the checkpoints of a run, or verify that they have not changed since they were written. No GPU or TPU is needed."""
+List the checkpoints of a run, verify that their files are unchanged, or keep a step forever, without a GPU or TPU."""
 
 
 @exit_status
 def main(argv: list[str] | None = None) -> int:
     args = tyro.extras.subcommand_cli_from_dict(
-        {"ls": List, "verify": Verify}, args=argv, prog="python -m train.checkpoint", description=HELP
+        {"ls": List, "verify": Verify, "keep": Keep}, args=argv, prog="python -m train.checkpoint", description=HELP
     )
     if not epath.Path(args.directory).is_dir():
         raise UserError(f"{args.directory} does not exist; pass the directory of a run, such as runs/laptop")
     inside = os.path.join(args.directory, "checkpoints")
     directory, read = inside if epath.Path(inside).is_dir() else args.directory, isinstance(args, Verify)
+    if isinstance(args, Keep):
+        keep(directory, args.step, args.undo)
+        print(f"step {args.step} of {directory} " + ("may be deleted" if args.undo else "is kept forever"))
+        return 0
     table = step_rows(directory, "all" if read else "none")
     if not table:
         raise UserError(f"no checkpoint in {directory}")
@@ -494,7 +525,8 @@ def main(argv: list[str] | None = None) -> int:
             saved = (row.saved or "unknown").replace("T", " ").removesuffix("+00:00")
             loss = "" if row.loss is None else f"{row.loss:.4f}"
             best = "best" if row.best else ""
-            print(f"{row.name:>12}  {saved:19}  {row.bytes:>15,}  {loss:>7}  {best:4}  {row.fault or good}")
+            state = (row.fault or good) + ", kept forever" * row.kept
+            print(f"{row.name:>12}  {saved:19}  {row.bytes:>15,}  {loss:>7}  {best:4}  {state}")
     damaged = [row for row in table if row.fault and row.name.isdecimal()]
     return 1 if read and damaged else 0
 

@@ -17,6 +17,7 @@ from train import storage
 from utils import UserError
 
 MANIFEST = "manifest.json"
+KEEP = "keep"  # an empty file in the directory of a step that a run never deletes
 REST = os.path.join("state", "rest", "")  # not needed to read only the parameters
 Read = Literal["all", "params", "none"]  # which files to verify by checksum; all others only by size
 SAVING, DELETING = ".saving", ".deleting"  # suffixes of directories that are not complete checkpoints
@@ -37,6 +38,11 @@ class StepDirectory:
             raise ValueError("the contents do not match the file's sha256")
         return manifest
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether this step has the file KEEP."""
+        return epath.Path(self.path, KEEP).exists()
+
     def find_fault(self, read: Read = "all") -> str | None:
         """Describe why this is not a good checkpoint, or return None. `read`: which checksums to verify."""
         if not self.is_complete:
@@ -49,6 +55,8 @@ class StepDirectory:
             return f"it has no {MANIFEST}"
         except (OSError, ValueError) as error:
             return f"its {MANIFEST} cannot be read: {error}"
+        if manifest["step"] != self.step:
+            return f"its {MANIFEST} is the one of step {manifest['step']}: rename the directory to that step"
         for name, want in manifest["files"].items():
             if name not in there:
                 return f"{name} is missing"
@@ -119,6 +127,8 @@ def write_manifest(path: str, step: int, loss: float | None) -> None:
     """Write a step's manifest, which lists every file in its directory with size and checksum."""
     files, kind = {}, "md5" if is_remote(path) else "sha256"
     for name, (size, mark) in storage.file_sizes(path).items():
+        if name == KEEP:  # it may come and go
+            continue
         files[name] = {"bytes": size, kind: _checksum(kind, os.path.join(path, name), size, mark)}
     saved = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     loss = loss if loss is not None and math.isfinite(loss) else None

@@ -351,9 +351,9 @@ class Address(str):
         return f"{self}/{name}"
 
 
-def save(address, steps, send=lambda: None):
+def save(address, steps, send=lambda: None, keep=9):
     """Save a small array at each step."""
-    with checkpoint.Saver(address, keep=9, send=send) as saver:
+    with checkpoint.Saver(address, keep=keep, send=send) as saver:
         for step in steps:
             checkpoint.save(saver, step, {"params": {"x": jax.numpy.full(1000, step)}}, {"by": "us"})
 
@@ -374,6 +374,16 @@ def test_only_an_unchanged_step_with_a_manifest_counts(servers, asked):
     assert not [path for _, path, _ in asked if "state" in path and "alt=media" in path]
     save(address, [3])
     assert checkpoint.latest_step(address) == 3 and not system.exists(f"{address}/4")
+
+
+def test_a_step_in_a_bucket_is_kept_forever(servers):
+    """Catches a mark that only a disk can have, and a marked step that fails its verification."""
+    address = f"gs://own/{uuid.uuid4().hex}"
+    save(f"{address}/checkpoints", [1, 2])
+    assert checkpoint.main(["keep", address, "1"]) == 0
+    save(f"{address}/checkpoints", [3, 4], keep=1)
+    rows = checkpoint.step_rows(f"{address}/checkpoints", "all")
+    assert [(row.step, row.kept, row.fault) for row in rows] == [(4, False, None), (1, True, None)]
 
 
 def test_the_last_process_to_start_owns_the_run(servers, tmp_path):

@@ -56,6 +56,21 @@ def test_an_unwritable_directory_is_an_error(home, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_the_page_lists_what_may_change():
+    """Catches a setting that the page on checkpoints allows you to change and a run refuses, or the reverse."""
+    lines = (ROOT / "docs/checkpoints.md").read_text().partition("### What may change when you resume")[2].splitlines()
+    table = [line.split("|")[1:3] for line in lines[4 : lines.index("", 4)]]
+    row_of = {name: said for names, said in table for name in re.findall(r"`([\w.*]+)`", names)}
+    row_for = lambda name: row_of.get(name, row_of.get(f"{name.partition('.')[0]}.*", "")).strip()
+    later = {*affecting(Affects.ORDER)}
+    may = {*affecting(Affects.SPEED, Affects.RUN, Affects.START)} | later
+    for name in affecting(*Affects):
+        said = row_for(name)
+        assert said.startswith("may change" if name in may else "must stay the same"), name
+        assert said.startswith("may change for steps after") == (name in later), name
+    assert {*row_of} <= {*affecting(*Affects)} | {f"{name}.*" for name in Config.__dataclass_fields__}
+
+
 # Missing checkpoints and rows -----------------------------------------------------------------------------------------
 
 
