@@ -1,11 +1,12 @@
-"""Read documents from the standard library or from files, in a fixed order, and split them into units of work."""
+"""Read documents from the standard library, files or your own rows, in order, and split files into units of work."""
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,16 +42,37 @@ class Part(NamedTuple):
     is_partial: bool  # True if the file has other parts
 
 
+Rows = Iterable[str | Mapping] | Callable[[], Iterable[str | Mapping]]  # texts, or dicts with texts
 Unit = tuple[Part, ...]  # parts tokenized together; depends only on the source
 
 
-def read_documents(source: str, text_field: str = "text") -> Iterator[Document]:
-    """Read a source: files sorted by name, where each file or each row is a document.
+def read_documents(source: "str | Rows", text_field: str = "text") -> Iterator[Document]:
+    """Read a source: files sorted by name, where each file or each row is a document; or your own rows.
 
     Raises: UserError immediately if the source is not found, and during iteration, with file and row, for a bad row.
     """
+    if not isinstance(source, str):
+        return (Document(name, _field_of(row, text_field, f"row {number} of the source"))
+                for number, (name, row) in enumerate(read_rows(source), 1))  # fmt: skip
     found = list_files(source)
     return (document for kind, file in found for document in read_part(whole_file(kind, file), text_field))
+
+
+def read_rows(source: Rows) -> Iterator[tuple[str, dict]]:
+    """Yield the rows of an iterable, or of a function that returns one, each with a hash of its content as its name.
+
+    Raises: UserError for a row that is neither a text nor a dict.
+    """
+    for number, row in enumerate(source if hasattr(source, "__iter__") else source(), 1):
+        if not isinstance(row, str | Mapping):
+            raise UserError(f"row {number} of the source is {type(row).__name__}; it must be text, or a dict of texts")
+        fields = {"text": row} if isinstance(row, str) else dict(row)
+        yield hashlib.sha256(repr(sorted(fields.items())).encode(errors="surrogateescape")).hexdigest()[:16], fields
+
+
+def _field_of(row: dict, field: str, where: str) -> bytes:
+    _require_field(field, row, where)
+    return _encode_text(row[field], where, field)
 
 
 def list_files(source: str) -> list[tuple[str, File]]:

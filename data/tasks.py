@@ -9,6 +9,7 @@ Source: seqio, in the T5X paper, arXiv:2203.17189, section 3.
 """
 
 import ast
+import dataclasses
 import inspect
 import itertools
 import re
@@ -29,6 +30,7 @@ from utils import UserError, exit_status, suggest
 
 Document = dict[str, str]  # but `choices` is a list of strings, and with it `answer` may be an index
 Preprocessor = Callable[[Document], Iterator[Document]]
+Metric = Callable[[str, str], float]  # your own: the score of a target and a prediction; the mean is the result
 # The first two are measured as in training; `evaluate.metrics` computes the others from decoded text.
 METRICS = ("loss", "bits_per_byte", "exact_match", "token_f1", "bleu", "rouge1", "rouge2", "rougeL", "accuracy")
 DIVIDED_TOKENS = 200  # tokens of a document that `show` divides into inputs and targets
@@ -40,19 +42,40 @@ class Task:
 
     name: str
     about: str  # one sentence
-    source: str  # as for `python -m data.prepare`
+    source: str | sources.Rows  # as for `python -m data.prepare`, or texts or dicts, or a function that returns them
     preprocessors: tuple[Preprocessor, ...] = ()
     tokenizer: str = "bytes"
     val_share: float = 0.05  # fraction of documents held out, chosen by a hash of their names
-    metrics: tuple[str, ...] = ("loss",)  # metrics to compare models by
+    metrics: tuple[str | Metric, ...] = ("loss",)  # metrics to compare models by: names, or your own functions
     text_field: str = "text"
     where: str = field(default="", compare=False)  # file and line where it was registered
 
     def __post_init__(self):
-        if unknown := [name for name in self.metrics if name not in METRICS]:
+        if unknown := [one for one in self.metrics if not callable(one) and one not in METRICS]:
             raise UserError(f"task {self.name!r}: unknown metric {unknown[0]!r}; {suggest(unknown[0], METRICS)}")
+        for name in self.own_metrics:
+            if name in (*METRICS, "input", "target", "prediction", "choice") or not name.isidentifier():
+                raise UserError(f"task {self.name!r}: the metric function {name!r} needs another name, because results "
+                                "are stored under it; define it with `def`")  # fmt: skip
+        if len({*self.metric_names}) < len(self.metrics):
+            raise UserError(f"task {self.name!r}: two metrics have one name: {', '.join(self.metric_names)}")
+        if hasattr(self.source, "__next__"):
+            raise UserError(f"task {self.name!r}: its source is a {type(self.source).__name__}, which can be read only "
+                            "once, and each split reads it; pass the function that returns it, or a list")  # fmt: skip
         if not 0 < self.val_share < 1:
             raise UserError(f"task {self.name!r}: val_share={self.val_share} must be between 0 and 1")
+
+    @property
+    def own_metrics(self) -> dict[str, Metric]:
+        return {_name_of(one): one for one in self.metrics if callable(one)}
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        return tuple(_name_of(one) for one in self.metrics)
+
+
+def _name_of(one: object) -> str:
+    return one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__)
 
 
 class Example(NamedTuple):
@@ -86,16 +109,26 @@ def documents(task: Task, split: str) -> Iterator[Document]:
     """Yield the preprocessed documents of a split. Raises: UserError for text that is not UTF-8."""
     if split not in SPLITS:
         raise UserError(f"unknown split {split!r}; use {' or '.join(SPLITS)}")
-    for one in sources.read_documents(task.source, task.text_field):
-        if units.split_of(one.name, task.val_share) != split:
+    for name, fields in read_fields(task):
+        if units.split_of(name, task.val_share) != split:
             continue
-        try:
-            processed = iter([{"name": one.name, "text": one.text.decode()}])
-        except UnicodeDecodeError as error:
-            raise UserError(f"task {task.name!r}: {one.name}: not UTF-8: {error}") from error
+        processed = iter([{"name": name} | fields])
         for step in task.preprocessors:
             processed = itertools.chain.from_iterable(map(step, processed))
         yield from processed
+
+
+def read_fields(task: Task) -> Iterator[tuple[str, Document]]:
+    """Yield the name and the fields of each document of a source: the text, and all fields of your own rows."""
+    if not isinstance(task.source, str):
+        for name, fields in sources.read_rows(task.source):
+            yield name, fields | ({"text": fields[task.text_field]} if task.text_field in fields else {})
+        return
+    for one in sources.read_documents(task.source, task.text_field):
+        try:
+            yield one.name, {"text": one.text.decode()}
+        except UnicodeDecodeError as error:
+            raise UserError(f"task {task.name!r}: {one.name}: not UTF-8: {error}") from error
 
 
 def answer_text(document: Document) -> str:
@@ -106,17 +139,59 @@ def answer_text(document: Document) -> str:
 def examples(task: Task, split: str) -> Iterator[Example]:
     """Encode the documents of a split. Special tokens that appear in them are treated as text."""
     encoding = tokenizers.load(task.tokenizer)
-    for document in documents(task, split):
-        parts = [(document.get("prompt", ""), 0.0), (answer_text(document), 1.0)]
-        if "text" in document:
-            parts = [(document["text"], 1.0)]
-        elif not {"prompt", "answer"} <= set(document):
-            raise UserError(f"task {task.name!r}: a document has {', '.join(document)}; it needs text, or prompt and "
-                            "answer (see `rekey`)")  # fmt: skip
-        ids = [tokenizers.encode(encoding, text.encode()) for text, _ in parts]
-        weights = [np.full(len(part), weight) for part, (_, weight) in zip(ids, parts, strict=True)]
-        yield Example(np.concatenate([[encoding.eot_token], *ids]).astype(np.int32),
-                      np.concatenate([[0.0], *weights]).astype(np.float32))  # fmt: skip
+    return (encode(encoding, *texts_of(task, document)) for document in documents(task, split))
+
+
+def texts_of(task: Task, document: Document) -> tuple[str, str]:
+    """Return the prompt, or "", and the targets of a document. Raises: UserError if it has none."""
+    if "text" in document:
+        texts = "", document["text"]
+    elif {"prompt", "answer"} <= set(document):
+        texts = document["prompt"], answer_text(document)
+    else:
+        raise UserError(f"task {task.name!r}: a document has {', '.join(document)}; it needs text, or prompt and "
+                        "answer (see `rekey`)")  # fmt: skip
+    for text in texts:
+        if not isinstance(text, str):
+            raise UserError(f"task {task.name!r}: a document has {type(text).__name__} where it needs text")
+    return texts
+
+
+def to_bytes(text: str) -> bytes:
+    return text.encode(errors="replace")  # JSON allows a lone surrogate, UTF-8 doesn't
+
+
+def encode(encoding, prompt: str, targets: str) -> Example:
+    ids = [tokenizers.encode(encoding, to_bytes(text)) for text in (prompt, targets)]
+    weights = np.repeat(np.float32([0, 0, 1]), [1, *map(len, ids)])
+    return Example(np.concatenate([[encoding.eot_token], *ids]).astype(np.int32), weights)
+
+
+def check(task: Task) -> tuple[list[str], list[str]]:
+    """Read all documents of a task. Return a line about each split, and a line about each fault."""
+    encoding, lines, faults, train = tokenizers.load(task.tokenizer), [], {}, set()
+    for split in SPLITS:
+        lengths = []
+        for texts in (texts_of(task, document) for document in documents(task, split)):
+            tokens, weights = encode(encoding, *texts)
+            decoded = [encoding.decode_bytes(tokens[1:][weights[1:] == w].tolist()) for w in (0, 1)]
+            found = {
+                "have no targets": not weights.any(),
+                "are in train too; drop them from one of the splits": split == "val" and texts in train,
+                f"change when {task.tokenizer} encodes and decodes them": decoded != [*map(to_bytes, texts)],
+            }
+            for fault in (fault for fault, is_there in found.items() if is_there):
+                faults.setdefault(f"examples of {split} {fault}", []).append("".join(texts)[:60])
+            lengths.append(len(tokens) - 1)
+            if split == "train":
+                train.add(texts)
+        if lengths:
+            lines.append(f"{split}: {len(lengths):,} examples, {sum(lengths):,} tokens, from {min(lengths):,} to "
+                         f"{max(lengths):,} in an example")  # fmt: skip
+        else:
+            faults[f"examples are in {split}: change val_share={task.val_share}, or the source"] = []
+    such = lambda texts: f", such as {texts[0]!r}" if texts else ""
+    return lines, [f"{len(texts):,} {fault}{such(texts)}" for fault, texts in faults.items()]
 
 
 def rows(task: Task, split: str, seq_len: int) -> Iterator[dict[str, np.ndarray]]:
@@ -201,6 +276,8 @@ class Arguments:
     """List the tasks, or print a few decoded examples of one task; `| ` marks targets that do not count in the loss.
 
     With --out, write the tokens of a task. A run that trains on them counts only the task's targets in the loss.
+
+    With --check, read all examples, and exit with status 1 if one is in both splits, lacks targets or decodes wrongly.
     """
 
     name: tyro.conf.Positional[str] = ""  # name of a task; empty: list all
@@ -209,6 +286,8 @@ class Arguments:
     objective: str = ""  # print inputs and targets of the first 200 tokens with this data.objective; <0> is a sentinel
     out: str = ""  # write all tokens and target weights of both splits to this directory, for --data.path
     overwrite: bool = False  # replace the tokens in --out
+    tokenizer: str = ""  # use this tokenizer instead of the task's; as for `python -m data.prepare`
+    check: bool = False  # check all examples of both splits
 
 
 def show(task: Task, split: str, count: int, objective: str = "") -> str:
@@ -251,16 +330,26 @@ def write(task: Task, out: str, overwrite: bool = False) -> dict:
 
 
 @exit_status
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     about = f"e.g. python -m data.tasks stdlib_functions --examples 1\n\n{inspect.getdoc(Arguments)}"
     args = tyro.cli(Arguments, args=argv, prog="python -m data.tasks", description=about)
-    if args.name and args.out:
-        write(get(args.name), args.out, args.overwrite)
-    elif args.name:
-        print(show(get(args.name), args.split, args.examples, args.objective))
-    for task in () if args.name else TASKS.values():
-        print(f"{task.name:18} {task.source}, tokenizer {task.tokenizer}, val {task.val_share:.0%}, "
-              f"{' and '.join(task.metrics)}: {task.about}")  # fmt: skip
+    if not args.name:
+        for task in TASKS.values():
+            print(f"{task.name:18} {_name_of(task.source)}, tokenizer {task.tokenizer}, val {task.val_share:.0%}, "
+                  f"{' and '.join(task.metric_names)}: {task.about}")  # fmt: skip
+        return 0
+    task = get(args.name)
+    task = dataclasses.replace(task, tokenizer=args.tokenizer or task.tokenizer)
+    if args.check:
+        lines, faults = check(task)
+        print(*lines, *(f"wrong: {fault}" for fault in faults), sep="\n")
+        if faults:
+            return 1
+    if args.out:
+        write(task, args.out, args.overwrite)
+    elif not args.check:
+        print(show(task, args.split, args.examples, args.objective))
+    return 0
 
 
 if __name__ == "__main__":

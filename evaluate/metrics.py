@@ -1,6 +1,7 @@
 """Compute the metrics of a task from its targets and the decoded predictions. Every function is pure.
 
-Metrics are from 0 to 1, except BLEU, which is from 0 to 100. `data.tasks.METRICS` lists them, besides the loss.
+Metrics are from 0 to 1, except BLEU, which is from 0 to 100. `data.tasks.METRICS` lists them, besides the loss. A task
+can have its own metrics, which are functions of a target and a prediction.
 """
 
 import collections
@@ -9,7 +10,7 @@ import importlib.util
 import math
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from utils import UserError
 
@@ -61,6 +62,20 @@ def rouge(name: str, target: str, prediction: str) -> float:
 SCORES = {"exact_match": exact_match, "token_f1": token_f1} | {
     name: functools.partial(rouge, name) for name in ("rouge1", "rouge2", "rougeL")
 }
+
+
+def own_scores(functions: Mapping[str, Callable], target: str, prediction: str) -> dict[str, float]:
+    """Return the scores of a task's own metrics. Raises: UserError, with the texts, if one fails or gives no number."""
+    scores = {}
+    for name, function in functions.items():
+        where = f"the metric {name!r}, for the target {target[:60]!r} and the prediction {prediction[:60]!r}"
+        try:
+            scores[name] = float(function(target, prediction))
+        except Exception as error:  # show any error in the user's function as one line
+            raise UserError(f"{where}: {type(error).__name__}: {error}") from error
+        if not math.isfinite(scores[name]):
+            raise UserError(f"{where}, returned {scores[name]}; it must return a finite number")
+    return scores
 
 
 def score_example(names: Sequence[str], target: str, prediction: str | None, choice: str | None) -> dict[str, float]:

@@ -37,14 +37,14 @@ def open_task(name: str) -> Task:
     """Return a task. Raises: UserError if it doesn't exist, or if none or one of its metrics can't be computed."""
     task = tasks.get(name)
     if not text_metrics(task):
-        raise UserError(f"task {name!r} has only {' and '.join(task.metrics)}, which --perplexity computes; use a task "
-                        "with a metric of answers, such as exact_match")  # fmt: skip
-    metrics.check_packages(task.metrics)
+        raise UserError(f"task {name!r} has only {' and '.join(task.metric_names)}, which --perplexity computes; use a "
+                        "task with a metric of answers, such as exact_match")  # fmt: skip
+    metrics.check_packages(task.metric_names)
     return task
 
 
 def text_metrics(task: Task) -> list[str]:
-    return [name for name in task.metrics if name not in LOSSES]
+    return [name for name in task.metric_names if name not in LOSSES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +113,8 @@ class Evaluator:
         rows = resume_rows(path, of, fields, str(path)) if resume else begin_rows(path, of, str(path))
         if [(row["input"], row["target"]) for row in rows] != [(q.input, q.target) for q in asked[: len(rows)]]:
             raise UserError(f"{path} was changed: it has other inputs or targets than the task; delete it")
+        own = task.own_metrics
+        rows = [row | metrics.own_scores(own, row["target"], row["prediction"]) for row in rows] if own else rows
         left = asked[len(rows) :]
         predictions = choices = itertools.repeat(None)
         if {*names} != {metrics.LIKELIHOOD}:
@@ -122,6 +124,7 @@ class Evaluator:
         for question, prediction, choice in zip(left, predictions, choices, strict=False):
             row = {"input": question.input, "target": question.target, "prediction": prediction, "choice": choice}
             row |= metrics.score_example(names, question.target, prediction, choice)
+            row |= metrics.own_scores(own, question.target, prediction)
             append_row(path, row := {name: value for name, value in row.items() if value is not None})
             rows.append(row)
             advance()

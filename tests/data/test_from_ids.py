@@ -11,7 +11,7 @@ import dataset
 import generate
 from config import preset, replace
 from data import prepare, tokenizers, units
-from data.prepare import from_ids
+from data.prepare import from_ids, from_texts
 from tests.data.test_prepare import write_ranks
 from tests.test_training import rows, run
 from utils import UserError
@@ -22,16 +22,38 @@ def streams(out):
     return {name: split.read(0, split.tokens).tolist() for name, split in dataset.load(str(out)).splits.items()}
 
 
-def test_the_example_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("function, out", [(from_ids, "tokens/mine"), (from_texts, "tokens/texts")])
+def test_the_example_runs(function, out, tmp_path, monkeypatch):
     """Catches an example that does not run, or that prints something else."""
     monkeypatch.chdir(tmp_path)
-    test = doctest.DocTestFinder().find(from_ids, globs={})[0]
-    assert len(test.examples) == 4
+    test = doctest.DocTestFinder().find(function, globs={})[0]
+    assert len(test.examples) >= 2
     said = []
     assert doctest.DocTestRunner().run(test, out=said.append).failed == 0, "".join(said)
-    dataset.verify("tokens/mine")
-    cfg = preset("laptop", **{"data.path": "tokens/mine"})
+    dataset.verify(out)
+    cfg = preset("laptop", **{"data.path": out})
     assert dataset.batch(cfg, 0)["tokens_BT"].shape == (8, 256)
+
+
+def test_your_own_texts_are_tokenized(tmp_path):
+    """Catches texts that are lost, the wrong field, a special token that ends a text, a split that depends on the
+    order, an empty split, and a row that is not text."""
+    texts = [f"text {n}<|endoftext|>" for n in range(40)]
+    first = from_texts(texts, str(tmp_path / "first"), val_share=0.3)
+    assert sum(split["documents"] for split in first["splits"].values()) == 40
+    of = lambda out, split: sorted("".join(map(chr, streams(tmp_path / out)[split])).split(chr(256)))
+    rows = [{"title": "x", "body": text} for text in reversed(texts)]
+    from_texts(lambda: iter(rows), str(tmp_path / "rows"), text_field="body", val_share=0.3)
+    assert sorted(of("rows", "train") + of("rows", "val")) == sorted(of("first", "train") + of("first", "val"))
+    from_texts(iter(reversed(texts)), str(tmp_path / "again"), val_share=0.3)
+    assert of("again", "val") == of("first", "val") and len(of("again", "val")) > 5
+    one = from_texts(["a text"], str(tmp_path / "one"))
+    assert all(split["tokens"] for split in one["splits"].values())
+    with pytest.raises(UserError, match=r"row 1 of the source: no field 'text'; it has title, body"):
+        from_texts(rows, str(tmp_path / "bad"))
+    with pytest.raises(UserError, match=r"row 2 of the source is int; it must be text, or a dict of texts"):
+        from_texts(["a", 3], str(tmp_path / "bad"))
+    assert not (tmp_path / "bad").exists()
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

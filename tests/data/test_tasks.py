@@ -1,5 +1,6 @@
 """A task has a unique name, keeps its splits apart, and decides which targets count."""
 
+import dataclasses
 import json
 import re
 import unicodedata
@@ -11,6 +12,7 @@ import dataset
 from config import preset
 from data import prepare, tasks
 from data.tasks import Task
+from tests.data.test_prepare import write_ranks
 from utils import UserError
 
 
@@ -21,8 +23,8 @@ def own(tmp_path, monkeypatch):
     texts = [f"text {n}<|endoftext|>e\u0301 {n}" for n in range(60)]  # a row of jsonl is always one document
     (tmp_path / "own.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
-    def make(*preprocessors, **more):
-        return tasks.add(Task("own", "of a test", f"jsonl:{tmp_path}/own.jsonl", preprocessors, **more))
+    def make(*preprocessors, name="own", source=f"jsonl:{tmp_path}/own.jsonl", **more):
+        return tasks.add(Task(name, "of a test", source, preprocessors, **more))
 
     return make
 
@@ -36,6 +38,86 @@ def test_a_task_name_is_unique(own):
         tasks.get("stdlb")
     with pytest.raises(UserError, match="unknown metric 'los'"):
         Task("x", "", "stdlib", metrics=("los",))
+
+
+def longer(target, prediction):
+    return len(prediction) - len(target)
+
+
+def test_a_metric_of_your_own_has_a_name():
+    """Catches two metrics that overwrite each other's scores, or a score that overwrites the prediction."""
+    assert Task("x", "", "stdlib", metrics=("loss", longer)).metric_names == ("loss", "longer")
+    for metrics, message in (
+        ((lambda a, b: 1.0,), "task 'x': the metric function '<lambda>' needs another name"),
+        ((dataclasses.replace,), None),
+        ((longer, longer), "task 'x': two metrics have one name: longer, longer"),
+    ):
+        if message is None:
+            Task("x", "", "stdlib", metrics=metrics)
+            continue
+        with pytest.raises(UserError, match=message):
+            Task("x", "", "stdlib", metrics=metrics)
+    for name in ("prediction", "loss"):
+        longer_too = lambda a, b: 0.0
+        longer_too.__name__ = name
+        with pytest.raises(UserError, match=f"the metric function '{name}' needs another name"):
+            Task("x", "", "stdlib", metrics=(longer_too,))
+
+
+@pytest.mark.parametrize("kind", ["list", "function"])
+def test_a_source_of_your_own(own, kind):
+    """Catches fields that are lost, a second split that is empty because the rows were read already, and a split that
+    depends on the order of the rows."""
+    rows = [{"question": f"{n}?", "reply": f"{n}!", "title": 3} for n in range(60)]
+    source = {"list": rows, "function": lambda: (row for row in reversed(rows))}[kind]
+    task = own(tasks.rekey(prompt="question", answer="reply"), source=source, val_share=0.3)
+    of = {split: sorted(d["prompt"][:-1] for d in tasks.documents(task, split)) for split in tasks.SPLITS}
+    assert sorted(of["train"] + of["val"]) == sorted(map(str, range(60))) and 9 < len(of["val"]) < 28
+    assert of["val"] == sorted(d["prompt"][:-1] for d in tasks.documents(dataclasses.replace(task, source=rows), "val"))
+    texts = Task("texts", "", ["one", "two"], text_field="body")
+    assert sorted(d["text"] for split in tasks.SPLITS for d in tasks.documents(texts, split)) == ["one", "two"]
+    body = Task("body", "", [{"body": "one"}], text_field="body")
+    assert [d["text"] for split in tasks.SPLITS for d in tasks.documents(body, split)] == ["one"]
+    with pytest.raises(UserError, match="its source is a list_iterator, which can be read only once, and each"):
+        own(source=iter(rows), name="once")
+    with pytest.raises(UserError, match="task 'typed': a document has int where it needs text"):
+        [*tasks.examples(own(tasks.rekey(text="title"), source=rows, name="typed"), "train")]
+
+
+def test_a_task_is_checked(own, capsys):
+    """Catches an example in both splits, an empty answer, a tokenizer that loses text, an empty split, and a check that
+    reports faults with status 0, or none with status 1."""
+    rows = [{"prompt": f"{n}", "answer": "\u2581 yes"} for n in range(40)]
+    own(source=rows)
+    assert tasks.main(["own", "--check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and re.fullmatch(r"train: 3\d examples, [\d,]+ tokens, from 8 to 9 in an example", lines[0])
+    own(lambda d: iter([d | {"answer": d["answer"] * (d["prompt"] != "7"), "prompt": d["prompt"][-1]}]),
+        source=rows, name="bad", val_share=0.3)  # fmt: skip
+    assert tasks.main(["bad", "--check"]) == 1
+    wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wrong: ")]
+    none, both = sorted(wrong, key=len)
+    assert re.fullmatch(r"wrong: 1 examples of (train|val) have no targets, such as '7'", none)
+    assert re.match(r"wrong: \d+ examples of val are in train too; drop them from one of the splits, such as '", both)
+    own(source=rows[:1], name="few")
+    assert tasks.main(["few", "--check"]) == 1
+    assert "wrong: 0 examples are in val: change val_share=0.05, or the source" in capsys.readouterr().out
+
+
+def test_a_task_with_another_tokenizer(own, tmp_path, capsys, monkeypatch):
+    """Catches a tokenizer that is ignored, and one that loses text and passes the check."""
+    own(source=["unsi"] * 3, val_share=0.9)
+    ranks = write_ranks(tmp_path / "ranks", [b"un", b"si"])
+    assert tasks.main(["own", "--tokenizer", ranks, "--split", "val", "--examples", "1"]) == 0
+    assert capsys.readouterr().out.startswith("--- own val 0: 3 tokens, 2 targets count\nunsi")
+    assert tasks.main(["own", "--tokenizer", ranks, "--out", str(tmp_path / "own"), "--check"]) == 1  # no train
+    assert not (tmp_path / "own").exists() and tasks.get("own").tokenizer == "bytes"
+    assert tasks.main(["own", "--tokenizer", "byte"]) == 2
+    monkeypatch.setattr(tasks.tokenizers, "encode", lambda encoding, text: np.array([*text.upper()]))
+    capsys.readouterr()
+    assert tasks.main(["own", "--check"]) == 1
+    want = "wrong: 3 examples of val change when bytes encodes and decodes them, such as 'unsi'"
+    assert want in capsys.readouterr().out
 
 
 def test_splits_share_no_document_and_preprocessors_run_in_turn(own):

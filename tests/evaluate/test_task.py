@@ -9,6 +9,7 @@ import pytest
 
 from data import tasks
 from data.tasks import Task
+from evaluate import metrics, task as evaluating
 from generate.runs import open_run
 from tests.evaluate.test_command import command, refused
 from tests.generate.models import rule_text, save_run
@@ -19,6 +20,10 @@ PROMPTS = [chr(33 + (7 * n) % 90) * (n % 3 > 0) + chr(34 + (11 * n) % 88) for n 
 
 def to_fields(document):
     yield json.loads(document["text"])
+
+
+def length_off(target, prediction):
+    return abs(len(target) - len(prediction))
 
 
 def write_source(path):
@@ -41,7 +46,7 @@ def home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tasks, "TASKS", dict(tasks.TASKS))
         tasks.add(Task("rule", "of a test", f"jsonl:{home}/rule.jsonl", (to_fields, tasks.normalise()), val_share=0.8,
-                       metrics=("loss", "exact_match", "token_f1", "accuracy")))  # fmt: skip
+                       metrics=("loss", "exact_match", "token_f1", "accuracy", length_off)))  # fmt: skip
         yield home
 
 
@@ -69,6 +74,7 @@ def test_known_answers_give_known_metrics(home, finished):
         right = rule_text(row["input"], 12)[len(row["input"]) :]
         assert row["prediction"] == row["choice"] == right
         assert row["exact_match"] == row["accuracy"] == (row["target"] == right)
+        assert row["length_off"] == abs(len(row["target"]) - len(right)) == 0
     share = np.mean(["~" not in row["target"] for row in rows])
     assert 0.5 < share < 1 and results["exact_match"] == results["accuracy"] == share
     assert share <= results["token_f1"] < 1 and "loss" not in results
@@ -116,7 +122,26 @@ def test_an_interrupted_evaluation_resumes(evaluator, finished, tmp_path, monkey
     monkeypatch.setattr(one, "generate", lambda *args, run=one.generate: seen.append(len(args[1])) or run(*args))
     found = one.evaluate(task, asked, params, path, of, lambda: None)
     assert path.read_text() == whole and seen == [len(asked) - 6]
-    assert found == {name: results[name] for name in found} and list(found) == ["exact_match", "token_f1", "accuracy"]
+    assert found == {name: results[name] for name in found} and list(found) == [
+        "exact_match", "token_f1", "accuracy", "length_off"]  # fmt: skip
+
+
+def test_a_metric_of_your_own_may_change_or_fail(evaluator, finished, tmp_path):
+    """Catches scores of an earlier version of the function, which the file still has, and a traceback."""
+    (one, params, of), (results, file) = evaluator, finished
+    asked, path, task = evaluating.questions(tasks.get("rule")), tmp_path / "predictions", tasks.get("rule")
+    path.write_text(file.read_text())
+    changed = lambda target, prediction: 1 + (target == prediction)
+    changed.__name__ = "length_off"
+    task = dataclasses.replace(task, metrics=(*task.metrics[:-1], changed))
+    assert one.evaluate(task, asked, params, path, of)["length_off"] == 1 + results["exact_match"]
+    for bad, message in (
+        (lambda target, prediction: 1 / 0, "the metric 'bad', for the target 'a' and the prediction 'b': ZeroDiv"),
+        (lambda target, prediction: "much", r".*: ValueError: could not convert"),
+        (lambda target, prediction: float("nan"), r".* and the prediction 'b', returned nan; it must return a finite"),
+    ):
+        with pytest.raises(UserError, match=message):
+            metrics.own_scores({"bad": bad}, "a", "b")
 
 
 def test_other_targets_and_weights_are_refused(evaluator, home, finished, tmp_path):
