@@ -217,25 +217,18 @@ class _ReaderStream(io.RawIOBase):
 def open_url(address: str, method: str = "GET", **headers: str):
     """Send a request to a web server and return the open response. Raises: UserError within half a minute."""
     request = urllib.request.Request(address, headers=headers, method=method)
-    if address.startswith(hub_url()) and (token := os.environ.get("HF_TOKEN")):
-        request.add_unredirected_header("Authorization", f"Bearer {token}")  # not sent after a redirect
     for last in (False, True):
         try:
             return urllib.request.urlopen(request, timeout=REQUEST_S)
         except urllib.error.HTTPError as error:
             error.close()
             if last or error.code < 500:
-                why = {401: "; set HF_TOKEN if you have access", 403: "; set HF_TOKEN if you have access"}
-                raise UserError(f"{address}: {error.code} {error.reason}{why.get(error.code, '')}") from error
+                raise UserError(f"{address}: {error.code} {error.reason}") from error
         except (OSError, ValueError) as error:
             if last or isinstance(error, ValueError):
                 reason = getattr(error, "reason", error)
                 raise UserError(f"{address} cannot be reached ({reason}); check the network and the URL, or download "
                                 "a copy and pass it as text:FILE, jsonl:FILE or parquet:FILE") from error  # fmt: skip
-
-
-def hub_url() -> str:
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/") + "/"
 
 
 class _WebStream(io.RawIOBase):

@@ -1,88 +1,73 @@
-"""List the files of a data set on the Hugging Face hub at one commit, for a configuration that its card defines."""
+"""Read the training split of a data set on the Hugging Face hub with the library `datasets`, without storing it."""
 
-import fnmatch
-import json
-import os
-import urllib.parse
+import functools
+from collections.abc import Callable, Iterator
 
 from data import files
 from data.files import File
 from utils import UserError
 
-ENDINGS = {"parquet": (".parquet",), "jsonl": (".jsonl", ".json", ".ndjson"), "text": (".txt", ".md")}
-READABLE = tuple(
-    ending + packed for endings in ENDINGS.values() for ending in endings for packed in ("", ".gz", ".zst")
-)
 SPLIT = "train"  # the split of a data set that our train and val splits are made of
+BATCH_ROWS = 1000
 
 
-def file_kind(file: File) -> str:
-    """Return the kind of a file (a key of ENDINGS) from its ending."""
-    name = file.name.removesuffix(".gz").removesuffix(".zst")
-    return next(kind for kind, endings in ENDINGS.items() if name.endswith(endings))
+def find_dataset(name: str) -> File:
+    """Describe NAME or NAME:CONFIG as one file: its size is that of its files on the hub, its version a commit.
 
-
-def dataset_files(name: str) -> list[File]:
-    """List the files of the split `train` of NAME or NAME:CONFIG.
-
-    Each worker later reads byte ranges of its files from the hub, without storing them. Set HF_ENDPOINT to use another
-    hub, and HF_TOKEN to read private data sets.
-    Source: https://huggingface.co/docs/hub/datasets-manual-configuration, for `configs` and `data_files`.
+    The environment variables of huggingface_hub apply: HF_ENDPOINT selects another hub, HF_TOKEN gives access.
     """
-    name, _, config = name.partition(":")
-    api = f"{files.hub_url()}api/datasets/{urllib.parse.quote(name)}"
-    with files.open_url(f"{api}?full=true") as answer:
-        about = json.load(answer)
-    commit = about["sha"]
-    there = [one["rfilename"] for one in about["siblings"] if one["rfilename"].endswith(READABLE)]
-    patterns = _patterns(name, config, (about.get("cardData") or {}).get("configs"))
-    chosen = sorted({path for path in there for pattern in patterns if _matches(path, pattern)})
-    if not patterns:
-        chosen = sorted(path for path in there if SPLIT in path) or sorted(there)
-    if not chosen:
-        raise UserError(f"hf:{name}: none of its {len(about['siblings'])} files matches {' or '.join(patterns) or '*'} "
-                        "and ends in .parquet, .jsonl or .txt; pass the files as parquet:URL")  # fmt: skip
-    sizes = _sizes(api, commit, chosen)
-    root = f"{files.hub_url()}datasets/{urllib.parse.quote(name)}/resolve/{commit}/"
-    return [File(path, root + urllib.parse.quote(path), sizes[path], commit) for path in chosen]
+    repository, _, config = name.partition(":")
+    try:
+        import datasets  # an extra
+        import huggingface_hub
+    except ImportError as error:
+        raise UserError(f"hf:{name} needs the package datasets; install it with: make extra-datasets") from error
+    hub = huggingface_hub.HfApi()
+    # `datasets` retries for minutes without a network, so ask first.
+    about = _ask(name, lambda: hub.dataset_info(repository, files_metadata=True, timeout=files.REQUEST_S))
+    sizes = {f"hf://datasets/{repository}@{about.sha}/{one.rfilename}": one.size or 0 for one in about.siblings}
+    options = {"name": config or None, "revision": about.sha}
+    builder = _ask(name, lambda: datasets.load_dataset_builder(repository, **options))
+    paths = (builder.config.data_files or {}).get(SPLIT, [])
+    size = sum(sizes.get(path, 0) for path in paths) or sum(sizes.values())
+    return File(name, f"hf://{name}", max(size, 1), about.sha)
 
 
-def _patterns(name: str, config: str, configs: list[dict] | None) -> list[str]:
-    """Return the globs of a configuration's training files; empty if the data set has no configurations."""
-    if not configs:
-        if config:
-            raise UserError(f"hf:{name} has no configurations; use hf:{name} without {config!r}")
-        return []
-    known = [one["config_name"] for one in configs]
-    wanted = config or next((one["config_name"] for one in configs if one.get("default")), None)
-    wanted = wanted or ("default" if "default" in known else known[0] if len(known) == 1 else None)
-    if wanted not in known:
-        problem = f"has no configuration {config!r}" if config else "has several configurations"
-        raise UserError(f"hf:{name} {problem}; use hf:{name}:CONFIG with one of {', '.join(known[:20])}")
-    paths = next(one for one in configs if one["config_name"] == wanted).get("data_files")
-    if isinstance(paths, list) and paths and isinstance(paths[0], dict):
-        paths = next((one["path"] for one in paths if one["split"] == SPLIT), None)
-    if not paths:
-        raise UserError(f"hf:{name}:{wanted} lists no files for split {SPLIT!r}; pass the files as parquet:URL")
-    return [paths] if isinstance(paths, str) else list(paths)
+def read_tables(file: File, start: int, stop: int) -> Iterator:
+    """Yield tables (pyarrow) of the rows that begin in a range of bytes. Every row is in exactly one of several ranges.
+
+    Each of the data set's n files counts as size / n bytes, and so does each row group in a file of Parquet. A file of
+    another format is one piece.
+    """
+    rows = open_rows(file.name, file.version)
+    n = rows.num_shards
+    for number in range(start * n // file.size, (stop * n - 1) // file.size + 1):
+        pieces = rows.shard(n, number).reshard()
+        count = pieces.num_shards
+        for piece in range(count):
+            if start <= (number * count + piece) * file.size // (n * count) < stop:
+                yield from pieces.shard(count, piece).with_format("arrow").iter(BATCH_ROWS)
 
 
-def _matches(path: str, pattern: str) -> bool:
-    """Match a path as a shell does: * stays within a directory, ** crosses directories."""
-    if "**" in pattern:
-        return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, pattern.replace("**/", ""))
-    same_depth = pattern.count("/") == path.count("/")
-    return same_depth and all(map(fnmatch.fnmatchcase, path.split("/"), pattern.split("/")))
+@functools.cache
+def open_rows(name: str, commit: str):
+    """Return the rows of NAME or NAME:CONFIG at a commit, a `datasets.IterableDataset`."""
+    import datasets
+
+    repository, _, config = name.partition(":")
+    options = {"name": config or None, "revision": commit, "split": SPLIT, "streaming": True}
+    return _ask(name, lambda: datasets.load_dataset(repository, **options))
 
 
-def _sizes(about: str, commit: str, paths: list[str]) -> dict[str, int]:
-    """Return the size of each file in bytes, with one request per directory (and per page of its listing)."""
-    sizes = {}
-    for folder in sorted({os.path.dirname(path) for path in paths}):
-        address = f"{about}/tree/{commit}" + (f"/{urllib.parse.quote(folder)}" if folder else "")
-        while address:
-            with files.open_url(address) as answer:
-                sizes |= {one["path"]: one["size"] for one in json.load(answer) if one["type"] == "file"}
-                link = answer.headers.get("Link") or ""
-            address = link.partition("<")[2].partition(">")[0] if 'rel="next"' in link else ""
-    return {path: sizes[path] for path in paths}
+def _ask(name: str, work: Callable):
+    """Return work(). Raises: UserError if it fails, or does not end in time."""
+    try:
+        return files.wait_at_most(files.ANSWER_S, work)
+    except TimeoutError as error:
+        raise UserError(f"hf:{name}: the hub did not answer within {files.ANSWER_S:g} s") from error
+    except Exception as error:  # each layer of the library has its own errors
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"hf:{name}: {type(error).__name__}: {reason}; check the name, the network and HF_TOKEN, or download a "
+            "copy and pass it as text:FILE, jsonl:FILE or parquet:FILE"
+        ) from error

@@ -34,7 +34,7 @@ class Document(NamedTuple):
 class Part(NamedTuple):
     """A file, or a range of a large file: bytes, or row groups of Parquet."""
 
-    kind: str  # whole, text, jsonl or parquet
+    kind: str  # whole, text, jsonl, parquet or hf
     file: File
     start: int
     stop: int
@@ -81,7 +81,7 @@ def list_files(source: str) -> list[tuple[str, File]]:
     if source == "stdlib":
         return [("whole", file) for file in stdlib_files()]
     if kind == "hf" and pattern:
-        return [(hub.file_kind(file), file) for file in hub.dataset_files(pattern)]
+        return [(kind, hub.find_dataset(pattern))]
     if kind in FOLDER_PATTERNS and pattern:
         return [(kind, file) for file in files.find_files(pattern, FOLDER_PATTERNS[kind])]
     raise UserError(f"unknown source {source!r}; use {KINDS}")
@@ -131,7 +131,7 @@ def whole_file(kind: str, file: File) -> Part:
 
 def split_file(kind: str, file: File, unit_bytes: int) -> list[Part]:
     """Split a large file at document boundaries, `unit_bytes` or more apart. Text without a SEPARATOR stays whole."""
-    cut = _split_parquet if kind == "parquet" else _split_at_separators
+    cut = {"parquet": _split_parquet, "hf": _split_evenly}.get(kind, _split_at_separators)
     starts = cut(kind, file, unit_bytes)
     if len(starts) == 2:
         return [whole_file(kind, file)]
@@ -174,6 +174,11 @@ def _split_parquet(kind: str, file: File, unit_bytes: int) -> list[tuple[int, in
     return [*starts, (groups, rows)]
 
 
+def _split_evenly(kind: str, file: File, unit_bytes: int) -> list[tuple[int, int]]:
+    """Like `_split_at_separators`, for any range of a data set on the hub. Its rows are not counted."""
+    return [(start, 0) for start in (*range(0, file.size, unit_bytes), file.size)]
+
+
 # Reading a part -------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +189,7 @@ def read_part(part: Part, text_field: str) -> Iterator[Document]:
         return _read_parquet(part, text_field)
     if kind == "whole":
         return iter([Document(file.name, Path(file.path).read_bytes())])
-    return (_read_json_lines if kind == "jsonl" else _read_texts)(part, text_field)
+    return {"jsonl": _read_json_lines, "text": _read_texts, "hf": _read_hub}[kind](part, text_field)
 
 
 def _read_json_lines(part: Part, field: str) -> Iterator[Document]:
@@ -278,6 +283,16 @@ def _read_parquet(part: Part, field: str) -> Iterator[Document]:
             raise
         except (OSError, ValueError) as error:  # base classes of pyarrow's errors
             raise UserError(f"{path}: damaged after row {number}: {error}") from error
+
+
+def _read_hub(part: Part, field: str) -> Iterator[Document]:
+    """Yield a document for each row, named by a hash of its text."""
+    where = f"{part.file.path} from byte {part.start} on"
+    for table in hub.read_tables(part.file, part.start, part.stop):
+        _require_field(field, table.column_names, where)
+        for value in table[field].to_pylist():
+            text = _encode_text(value, where, field)
+            yield Document(hashlib.sha256(text).hexdigest()[:16], text)
 
 
 def _require_field(field: str, names, where: str) -> None:

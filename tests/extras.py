@@ -14,6 +14,7 @@ PACKAGES = {
     "serve": ("openai", "uvicorn"),
     "buckets": ("moto", "s3fs", "gcp_storage_emulator", "gcsfs"),
     "ray": ("ray",),
+    "datasets": ("datasets",),
     "sentencepiece": ("sentencepiece",),
     "evaluate": ("lm_eval", "tenacity"),
     "metrics": ("rouge_score", "sacrebleu"),
@@ -21,7 +22,7 @@ PACKAGES = {
     "torch": ("torch", "accelerate"),
     "tpu": ("libtpu",),
 }
-LIGHT = {"serve", "buckets", "metrics"}  # `make test-more` installs them; the tests of all other extras run by rotation
+LIGHT = {"serve", "buckets", "metrics", "datasets"}  # `make test-more` installs them; the others' tests run by rotation
 
 
 @cache

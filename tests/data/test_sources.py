@@ -9,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.parse
 
 import fsspec
 import numpy as np
@@ -248,13 +247,13 @@ def test_a_bucket_that_does_not_answer_is_an_error(monkeypatch):
     assert refusal("text:s3://b/x") == "s3://b/x: timed out after 0.3 s; check the network and the URL"
 
 
-# The hub
+# A web server
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """A Hugging Face hub on loopback: its files, and the requests that it got."""
-    held, asked, card = {}, [], {}
+def web(monkeypatch):
+    """A web server on loopback: its address, its files, and the ranges that were requested."""
+    held, asked = {}, []
     ranges = ["answered"]  # empty: a server that sends the whole file
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -262,27 +261,13 @@ def hub(monkeypatch):
             self.do_GET()
 
         def do_GET(self):
-            asked.append((self.command, self.path, self.headers.get("Range"), self.headers.get("Authorization")))
-            path = urllib.parse.unquote(self.path)
-            api, resolve = "/api/datasets/me/set", "/datasets/me/set/resolve/c0ffee/"
-            if path == f"{api}?full=true":
-                self.answer(json.dumps({"sha": "c0ffee", "cardData": card,
-                                        "siblings": [{"rfilename": name} for name in held]}).encode())  # fmt: skip
-            elif path.startswith(f"{api}/tree/c0ffee"):
-                folder = path.removeprefix(f"{api}/tree/c0ffee").strip("/")
-                self.answer(json.dumps([{"type": "file", "path": name, "size": len(content)} for name, content
-                                        in held.items() if name.rpartition("/")[0] == folder]).encode())  # fmt: skip
-            elif path.startswith(resolve) and path.removeprefix(resolve) in held:  # files are on another host
-                self.send_response(302)
-                place = self.path.removeprefix(urllib.parse.quote(resolve))
-                self.send_header("Location", f"http://127.0.0.2:{server.server_port}/elsewhere/{place}")
-                self.end_headers()
-            elif path.startswith("/elsewhere/"):
-                content = held[path.removeprefix("/elsewhere/")]
-                start = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
-                self.answer(content[start:], 206 if start else 200) if ranges else self.answer(content)
-            else:
-                self.answer(b"", 401 if "private" in path else 404)
+            asked.append((self.command, self.headers.get("Range")))
+            content = held.get(self.path[1:])
+            if content is None:
+                self.answer(b"", 404)
+                return
+            start = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
+            self.answer(content[start:], 206 if start else 200) if ranges else self.answer(content)
 
         def answer(self, content, status=200):
             self.send_response(status)
@@ -294,91 +279,47 @@ def hub(monkeypatch):
         def log_message(self, *_):
             pass
 
-    server = http.server.ThreadingHTTPServer(("0.0.0.0", 0), Handler)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.setenv(name, "127.0.0.1,127.0.0.2")
-    yield held, card, asked, ranges
+        monkeypatch.setenv(name, "127.0.0.1")
+    yield f"http://127.0.0.1:{server.server_port}", held, asked, ranges
     server.shutdown()
     server.server_close()
 
 
-def parquet(rows):
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.table({"text": rows, "n": [*range(len(rows))]}), sink, row_group_size=5)
-    return sink.getvalue().to_pybytes()
+def test_a_file_on_a_web_server_is_read_by_ranges(web):
+    """Catches a large file in memory, and a truncated response taken for the end of the file."""
+    root, held, asked, ranges = web
+    held["a.jsonl"] = LINES
+    with files.open_stored(f"{root}/a.jsonl") as file:
+        file.seek(1000)
+        assert file.read(10) == LINES[1000:1010]
+    assert [found for command, found in asked if command == "GET"] == ["bytes=1000-"]
+    assert [row for _, row in read_texts(f"jsonl:{root}/a.jsonl")] == ROWS
+    ranges.clear()
+    with files.open_stored(f"{root}/a.jsonl") as file:
+        file.seek(1000)
+        with pytest.raises(UserError, match="rejects range requests; download the file first"):
+            file.read(10)
 
 
-def test_a_data_set_of_the_hub_is_read_by_name(hub, monkeypatch):
-    """Catches training on the test split, another configuration's files, a commit that is not pinned, a whole file
-    downloaded for one row group, and a token sent to another server."""
-    held, card, asked, _ = hub
-    monkeypatch.setenv("HF_TOKEN", "hf_mine")
-    held |= {"data/train-00000.parquet": parquet(ROWS[:30]), "data/train-00001.parquet": parquet(ROWS[30:]),
-             "data/test.parquet": parquet(["test"]), "README.md": b"#",
-             "small/a b.jsonl.gz": gzip.compress(LINES)}  # fmt: skip
-    card["configs"] = [
-        {"config_name": "default", "data_files": [{"split": "test", "path": "data/test.parquet"},
-                                                  {"split": "train", "path": "data/train-*"}]},
-        {"config_name": "small", "data_files": "small/*"},
-    ]  # fmt: skip
-    rows = [row for _, row in read_texts("hf:me/set")]
-    assert rows == ROWS
-    assert {one[3] for one in asked if "elsewhere" not in one[1]} == {"Bearer hf_mine"}
-    assert {one[3] for one in asked if "elsewhere" in one[1]} == {None}, "a token goes to the hub alone"
-    assert [row for _, row in read_texts("hf:me/set:small")] == ROWS
-    monkeypatch.setattr(sources, "LEAST_UNIT_BYTES", 100)
-    assert [document.text.decode() for document in read_by_units("hf:me/set")] == ROWS
-    assert {path.split("/")[5] for _, path, _, _ in asked if "resolve" in path} == {"c0ffee"}
-    assert "hf:me/set has no configuration 'big'; use hf:me/set:CONFIG with one of default, small" in refusal(
-        "hf:me/set:big"
-    )
-    card.clear()
-    assert [name for name, _ in read_texts("hf:me/set")][::30] == [
-        "data/train-00000.parquet:1",
-        "data/train-00001.parquet:1",
-    ]
-    del held["data/train-00000.parquet"], held["data/train-00001.parquet"], held["data/test.parquet"]
-    assert len(read_texts("hf:me/set")) == 61, "no file says that it is for training: all are"
-    assert "hf:me/set has no configurations; use hf:me/set without 'small'" in refusal("hf:me/set:small")
-
-
-def test_errors_of_the_hub_are_reported(hub, monkeypatch):
-    """Catches urllib's traceback, and a private data set whose error does not mention the token."""
-    assert re.search(r"datasets/me/none\?full=true: 404 Not Found", refusal("hf:me/none"))
-    assert "401 Unauthorized; set HF_TOKEN if you have access" in refusal("hf:me/private")
+def test_a_missing_file_on_a_web_server_is_reported(web):
+    """Catches urllib's traceback."""
+    assert refusal(f"jsonl:{web[0]}/b.jsonl") == f"{web[0]}/b.jsonl: 404 Not Found"
 
 
 @pytest.mark.parametrize("listening", [False, True], ids=["refused", "no answer"])
-def test_an_unreachable_hub_is_reported_soon(monkeypatch, listening):
+def test_an_unreachable_server_is_reported_soon(monkeypatch, listening):
     """Catches minutes of retries where there is no network."""
     monkeypatch.setattr(files, "REQUEST_S", 0.3)
     with socket.socket() as stand_in:
         stand_in.bind(("127.0.0.1", 0))
         if listening:
             stand_in.listen()
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{stand_in.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         began = time.monotonic()
-        said = refusal("hf:me/set")
+        said = refusal(f"text:http://127.0.0.1:{stand_in.getsockname()[1]}/a.txt")
         assert time.monotonic() - began < 5
     assert re.search(r"cannot be reached \((timed out|.*refused)\); check the network and the URL, or ", said)
     assert "pass it as text:FILE, jsonl:FILE or parquet:FILE" in said
-
-
-def test_a_file_on_a_web_server_is_read_by_ranges(hub):
-    """Catches a large file in memory, and a truncated response taken for the end of the file."""
-    held, _, asked, ranges = hub
-    held["a.jsonl"] = LINES
-    address = sources.list_files("hf:me/set")[0][1].path
-    with files.open_stored(address) as file:
-        file.seek(1000)
-        assert file.read(10) == LINES[1000:1010]
-    assert [one[2] for one in asked if one[0] == "GET"][-1] == "bytes=1000-"
-    assert [row for _, row in read_texts(f"jsonl:{address}")] == ROWS
-    ranges.clear()
-    with files.open_stored(address) as file:
-        file.seek(1000)
-        with pytest.raises(UserError, match="rejects range requests; download the file first"):
-            file.read(10)
