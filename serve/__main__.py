@@ -26,6 +26,7 @@ class Arguments(RunArguments):
     host: str = "127.0.0.1"  # address to listen on; addresses other than loopback need --api_key_file
     port: Count = 8000  # port to listen on; 0: any free port
     api_key_file: str = ""  # file with the key that clients send as `Authorization: Bearer KEY`; empty: no key
+    cors: str = ""  # origin of a web page that may use the server, e.g. http://localhost:5173; empty: only its own page
     slots: Size = 8  # number of texts generated at the same time
     context: Count = 0  # maximum tokens of a prompt and its text; 0: data.seq_len of the run, which is the limit
     piece: Size = 64  # prompt tokens per prefill chunk
@@ -48,9 +49,12 @@ def open_socket(host: str, port: int) -> socket.socket:
 def read_key(args: Arguments) -> str:
     """Return the API key, or "". Raises: UserError if the file is empty, or if a public host has no key."""
     if args.api_key_file:
-        if not (key := Path(args.api_key_file).read_text().strip()):
+        if not (key := Path(args.api_key_file).read_bytes().strip()):
             raise UserError(f"{args.api_key_file}: empty; write a key to it, e.g. with `openssl rand -hex 32`")
-        return key
+        if not re.fullmatch(rb"[!-~]+", key):
+            raise UserError(f"{args.api_key_file}: a key is one line of ASCII characters without spaces; write one to "
+                            "it, e.g. with `openssl rand -hex 32`")  # fmt: skip
+        return key.decode()
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(args.host).is_loopback:
             return ""
@@ -58,6 +62,13 @@ def read_key(args: Arguments) -> str:
         raise UserError(f"--host {args.host}: other machines can connect, so a key is required; add --api_key_file "
                         "FILE, or use --host 127.0.0.1")  # fmt: skip
     return ""
+
+
+def check_origin(text: str) -> None:
+    """Raises: UserError if --cors is not an origin in the form that browsers send."""
+    if text and not re.fullmatch(r"https?://([a-z0-9._-]+|\[[0-9a-f:]+\])(:\d+)?", text):
+        raise UserError(f"--cors {text}: should be an origin: http:// or https://, a host in lower case, and the port "
+                        "unless it is the default, without a path, e.g. https://example.com")  # fmt: skip
 
 
 def load(args: Arguments):
@@ -91,6 +102,7 @@ Serve a trained model over HTTP with OpenAI's protocol: /v1/completions, /v1/cha
 def main(argv: list[str] | None = None) -> int:
     args = tyro.cli(Arguments, args=argv, prog="python -m serve", description=HELP, use_underscores=True)
     check(args)
+    check_origin(args.cors)
     api_key = read_key(args)
     try:
         from serve import lifetime, template
@@ -104,7 +116,8 @@ def main(argv: list[str] | None = None) -> int:
         chat_template = None if is_sentencepiece else template.find_template(args.run, *folders)
         served = lifetime.ServedModel(Path(args.run).resolve().name, sampler.encoding, engine.context, chat_template,
                                       sampler.cfg.data.input_len)  # fmt: skip
-        return asyncio.run(lifetime.run(listener, served, engine, args.queue, api_key, args.timeout_s))
+        access = lifetime.Access(api_key, args.host, args.cors)
+        return asyncio.run(lifetime.run(listener, served, engine, args.queue, access, args.timeout_s))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,19 @@
 import asyncio
 import contextlib
 import hmac
+import html
+import json
+import re
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -23,19 +29,53 @@ MAX_REQUEST_BYTES = 2**20
 PAGE = Path(__file__).parent / "page.html"
 
 
+@dataclass(frozen=True)
+class Access:
+    """Which clients may use the server.
+
+    api_key  key required for /v1 and /metrics; empty: none, and only programs and pages of this machine have access
+    host     address that the server listens on
+    cors     origin of a page that has access, in addition to the server's own page; empty: none
+    """
+
+    api_key: str = ""
+    host: str = "127.0.0.1"
+    cors: str = ""
+
+    def check(self, scope: Scope) -> None:
+        """Raises: RequestError if a request has no access."""
+        headers = Headers(scope=scope)
+        if {"content-length", "transfer-encoding"} <= {*headers}:  # a proxy may see another end of the request
+            why = "the request has both Content-Length and Transfer-Encoding; send one of them"
+            raise RequestError(400, why, Connection="close")
+        if self.api_key:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            same = hmac.compare_digest(key.encode("latin-1"), self.api_key.encode())
+            if scope["path"].startswith(("/v1", "/metrics")) and not (same and scheme.lower() == "bearer"):
+                why = "wrong API key: send it as `Authorization: Bearer KEY`"
+                raise RequestError(401, why, code="invalid_api_key")
+            return
+        # Any page in a browser can send requests to this machine, under its own host name too (DNS rebinding).
+        host, origin = headers.get("host", ""), headers.get("origin")
+        local = {"localhost", "127.0.0.1", "[::1]", self.host, f"[{self.host}]"}
+        if re.sub(r":\d*$", "", host).lower() not in local:
+            raise RequestError(403, f"Host {host!r:.60}: without a key, the server must be addressed as localhost, "
+                                    "127.0.0.1, [::1] or its --host; use one of them, or --api_key_file")  # fmt: skip
+        if origin not in (None, f"http://{host}", f"https://{host}", self.cors or None):
+            raise RequestError(403, f"Origin {origin!r:.60}: without a key, the server allows only its own page; start "
+                                    "it with --cors ORIGIN to allow another one")  # fmt: skip
+
+
 class Server:
     """The HTTP application around a worker.
 
-    api_key    key required for /v1 and /metrics; empty: none
     timeout_s  maximum duration of a request in seconds, including its wait for a slot
     draining   true after a shutdown signal, while the server only finishes requests that it has accepted
     """
 
-    def __init__(
-        self, served: ServedModel, worker: Worker, metrics: Metrics, api_key: str = "", timeout_s: float = 600
-    ):
+    def __init__(self, served: ServedModel, worker: Worker, metrics: Metrics, access: Access, timeout_s: float = 600):
         self.served, self.worker, self.metrics = served, worker, metrics
-        self.api_key, self.timeout_s, self.draining = api_key, timeout_s, False
+        self.timeout_s, self.draining = timeout_s, False
         self.created = int(time.time())
         get, post = (lambda path, answer, how=how: Route(path, answer, methods=[how]) for how in ("GET", "POST"))
         app = Starlette(
@@ -50,7 +90,7 @@ class Server:
             ],
             exception_handlers={RequestError: error_response, HTTPException: error_response, Exception: error_response},
         )
-        self.app = count_requests(require_api_key(app, api_key), metrics, {route.path for route in app.routes})
+        self.app = count_requests(restrict_access(app, access), metrics, {route.path for route in app.routes})
 
     # About the server
 
@@ -170,20 +210,20 @@ async def error_response(_, error: Exception) -> Response:
 # Middleware -----------------------------------------------------------------------------------------------------------
 
 
-def require_api_key(app: ASGIApp, api_key: str) -> ASGIApp:
-    """Wrap an app so that /v1 and /metrics require the API key."""
+def restrict_access(app: ASGIApp, access: Access) -> ASGIApp:
+    """Wrap an app to refuse requests without access, and to tell browsers which page has it."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        if api_key and scope["type"] == "http" and scope["path"].startswith(("/v1", "/metrics")):
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + api_key.encode()):
-                error = RequestError(
-                    401, "wrong API key: send it as `Authorization: Bearer KEY`", code="invalid_api_key"
-                )
+        if scope["type"] == "http":
+            try:
+                access.check(scope)
+            except RequestError as error:
                 return await (await error_response(None, error))(scope, receive, send)
         return await app(scope, receive, send)
 
-    return guard
+    if not access.cors:
+        return guard
+    return CORSMiddleware(guard, [access.cors], ("GET", "POST"), ("*",), allow_private_network=True)
 
 
 def count_requests(app: ASGIApp, metrics: Metrics, paths: set[str]) -> ASGIApp:

@@ -54,7 +54,7 @@ class TextStream:
         if news.index in self.unfinished:
             self.updates.put_nowait(news)
             if news.ended:
-                self.worker.remove(self.unfinished.pop(news.index))
+                del self.worker.streams[self.unfinished.pop(news.index)]
 
     def end(self, why: str) -> None:
         """End the unfinished texts for the given reason; their slots are free at the engine's next step."""
@@ -76,7 +76,6 @@ class Worker:
         self.max_texts = len(engine.slots) + waiting
         self.submitted: queue.SimpleQueue[ServedText | None] = queue.SimpleQueue()
         self.streams: dict[ServedText, tuple[TextStream, int]] = {}  # of every unfinished text
-        self.changed = asyncio.Event()  # set when a text is finished
         self.loop = asyncio.get_running_loop()
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self.thread.start()
@@ -103,10 +102,6 @@ class Worker:
             self.submitted.put(job)
         return answer
 
-    def remove(self, job: ServedText) -> None:
-        del self.streams[job]
-        self.changed.set()
-
     def deliver(self, drawn: list[tuple[ServedText, str, Token | None, str]]) -> None:
         """Pass the tokens of one step to the streams that wait for them."""
         for job, piece, token, ended in drawn:
@@ -119,12 +114,6 @@ class Worker:
         for answer, _ in [*self.streams.values()]:
             answer.end(why)
         self.on_failure()
-
-    async def wait_until_done(self) -> None:
-        """Wait until every text is finished."""
-        while self.streams:
-            self.changed.clear()
-            await self.changed.wait()
 
     def stop(self) -> bool:
         """End the thread after the engine's current step. Returns: False if the engine had failed."""

@@ -12,9 +12,9 @@ if extras.installed("serve"):  # otherwise every test module here is skipped
     import openai
     import uvicorn
 
-    from serve import worker
+    from serve import lifetime, worker
     from serve.__main__ import open_socket
-    from serve.app import Server
+    from serve.app import Access, Server
     from serve.metrics import Metrics
     from serve.protocol import ServedModel
 
@@ -30,15 +30,16 @@ def engine(rule):  # noqa: F811
 
 
 @contextlib.contextmanager
-def serving(sampler, engine, waiting=64, **settings):
+def serving(sampler, engine, waiting=64, timeout_s=600, **access):
     """Run a server in a thread, and yield it with a client and the internals that tests inspect."""
     here, ready = SimpleNamespace(engine=engine), threading.Event()
 
     async def run(listener):
         metrics = Metrics()
         here.worker = worker.Worker(engine, waiting, metrics)
-        here.server = Server(ServedModel("rule", sampler.encoding, engine.context), here.worker, metrics, **settings)
-        here.http = uvicorn.Server(uvicorn.Config(here.server.app, log_level="warning", timeout_graceful_shutdown=1))
+        served = ServedModel("rule", sampler.encoding, engine.context)
+        here.server = Server(served, here.worker, metrics, Access(**access), timeout_s)
+        here.http = uvicorn.Server(lifetime.uvicorn_config(here.server, timeout_graceful_shutdown=1))
         ready.set()
         await here.http.serve(sockets=[listener])
         here.worker.stop()
@@ -48,7 +49,7 @@ def serving(sampler, engine, waiting=64, **settings):
         thread = threading.Thread(target=lambda: asyncio.run(run(listener)), daemon=True)
         thread.start()
         ready.wait()
-        here.client = openai.OpenAI(base_url=f"{here.url}/v1", api_key=settings.get("api_key", "any"), max_retries=0)
+        here.client = openai.OpenAI(base_url=f"{here.url}/v1", api_key=access.get("api_key", "any"), max_retries=0)
         try:
             with here.client:
                 yield here

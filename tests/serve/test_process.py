@@ -105,7 +105,12 @@ def test_invalid_flags_and_runs_are_refused(run_directory, tmp_path):
      "or use --host 127.0.0.1"),
         (("--api_key_file", tmp_path / "key"), f"{tmp_path}/key: empty; write a key to it, e.g. with `openssl rand "
          "-hex 32`"),
+        (("--api_key_file", tmp_path / "config.json"), f"{tmp_path}/config.json: a key is one line of ASCII characters "
+         "without spaces; write one to it, e.g. with `openssl rand -hex 32`"),
         (("--api_key_file", tmp_path / "none"), f"[Errno 2] No such file or directory: '{tmp_path}/none'"),
+        *[(("--cors", page), f"--cors {page}: should be an origin: http:// or https://, a host in lower case, and the "
+           "port unless it is the default, without a path, e.g. https://example.com")
+          for page in ("*", "null", "localhost:5173", "http://localhost:5173/", "https://Example.com")],
         (("--context", 25), "context=25: must be at most data.seq_len=24, as in training"),
         (("--timeout_s", "nan"), "timeout_s=nan: must be above 0, and finite"),
         (("--mesh", "data=16"), "mesh data=16 needs 16 devices, and there are 8; --devices 16 simulates them"),

@@ -164,7 +164,7 @@ def test_a_disconnect_frees_the_slots(serve, gate, engine, stream):
     step, and waiting texts of the same request are removed."""
     with serve() as server:
         body = json.dumps(ASKED["completions"] | {"max_tokens": 22, "n": 4, "stream": stream}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
             client.sendall(head + body)
             wait_until(lambda: len(server.worker.streams) == 4)
@@ -187,7 +187,7 @@ def test_a_request_ends_at_its_timeout(serve, gate):
             [*completion(server, stream=True)]
         assert not server.worker.streams
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
             assert slow.recv(99).startswith(b"HTTP/1.1 408 ")
         gate.set()
         assert completion(server, max_tokens=2).choices[0].text == rule_text("!", 2)[1:]
