@@ -45,10 +45,10 @@ class WithSentinels:
 
     def encode_ordinary(self, text: str) -> list[int]:
         ids = []
-        for part in re.split(r"(<extra_id_\d+>)", text):
-            sentinel = re.fullmatch(r"<extra_id_(\d+)>", part)
+        for part in re.split(r"(<extra_id_\d{1,9}>)", text):
+            sentinel = re.fullmatch(r"<extra_id_(\d{1,9})>", part)
             id = self.n_vocab - 1 - int(sentinel[1]) if sentinel else -1
-            ids += [id] if id >= self.encoding.n_vocab else self.encoding.encode_ordinary(part)
+            ids += [id] if id >= self.encoding.n_vocab else encode_text(self.encoding, part)
         return ids
 
     def decode_single_token_bytes(self, id: int) -> bytes:
@@ -73,27 +73,27 @@ def unused_ids(encoding) -> list[int]:
     return tokenizers.unused_ids(encoding.encoding if isinstance(encoding, WithSentinels) else encoding)
 
 
+def encode_text(encoding, text: str) -> list[int]:
+    """Encode a text. `encode_ordinary` of tiktoken would panic at a run of spaces that is too long for its regex."""
+    if isinstance(encoding, WithSentinels):
+        return encoding.encode_ordinary(text)
+    return tokenizers.encode(encoding, text.encode()).tolist()
+
+
 def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int, input_len: int = 0) -> list[int]:
     """Encode a prompt after the end-of-text token. For an encoder, end of text ends the inputs, and then starts the
     decoder (`features.encoder_decoder`).
 
     Raises: UserError if it leaves no room for a new token, or is longer than an encoder's inputs.
     """
+    ids, end = encode_text(encoding, prompt), encoding.eot_token
+    most, why = seq_len - 2, f"before it leave no room in data.seq_len={seq_len}"
     if input_len:
-        ids = [*encoding.encode_ordinary(prompt), encoding.eot_token]
-        if len(ids) > input_len:
-            raise UserError(
-                f"a prompt of {len(ids) - 1} tokens and the end-of-text token after it do not fit into "
-                f"data.input_len={input_len}; shorten the prompt to at most {input_len - 1} tokens"
-            )
-        return [*ids, encoding.eot_token]
-    ids = [encoding.eot_token, *encoding.encode_ordinary(prompt)]
-    if len(ids) >= seq_len:
-        raise UserError(
-            f"a prompt of {len(ids) - 1} tokens and the end-of-text token before it leave no room in "
-            f"data.seq_len={seq_len}; shorten the prompt to at most {seq_len - 2} tokens"
-        )
-    return ids
+        most, why = input_len - 1, f"after it do not fit into data.input_len={input_len}"
+    if len(ids) > most:
+        raise UserError(f"a prompt of {len(ids)} tokens and the end-of-text token {why}; shorten the prompt to at most "
+                        f"{most} tokens")  # fmt: skip
+    return [*ids, end, end] if input_len else [end, *ids]
 
 
 class TextJob(Job):

@@ -80,7 +80,7 @@ class Server:
         get, post = (lambda path, answer, how=how: Route(path, answer, methods=[how]) for how in ("GET", "POST"))
         app = Starlette(
             routes=[
-                get("/", lambda _: HTMLResponse(PAGE.read_text().replace("MODEL", served.model))),
+                get("/", lambda _: HTMLResponse(PAGE.read_text().replace("MODEL", html.escape(served.model)))),
                 get("/health", self.health),
                 get("/metrics", self.prometheus),
                 get("/v1/models", lambda _: JSONResponse({"object": "list", "data": [self.model_json()]})),
@@ -204,7 +204,8 @@ async def error_response(_, error: Exception) -> Response:
         )
     elif not isinstance(error, RequestError):
         error = RequestError(500, f"{type(error).__name__}: {error}")
-    return JSONResponse(error.body, error.status, error.headers)
+    body = json.dumps(error.body)  # escapes half of a surrogate pair, which UTF-8 cannot encode
+    return Response(body, error.status, error.headers, "application/json")
 
 
 # Middleware -----------------------------------------------------------------------------------------------------------

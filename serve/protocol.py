@@ -18,12 +18,13 @@ import tiktoken
 
 from generate.engine import Token
 from generate.request import MOST_ALTERNATIVES, Request
-from generate.texts import token_text
+from generate.texts import encode_text, token_text
 from serve.template import Template
 from serve.worker import ServedText, TextUpdate
 from utils import UserError, suggest
 
 MAX_TEXTS = 128  # per request
+MAX_STOPS = 4  # OpenAI's limit; each costs time for every token, in the thread of the engine
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's limit
 
 # Errors ---------------------------------------------------------------------------------------------------------------
@@ -108,20 +109,22 @@ class ServedModel:
                 del values[name]
             elif name in UNSUPPORTED and name not in known:
                 nothing, instead = UNSUPPORTED[name]
-                if values.pop(name) not in nothing:
+                value = values.pop(name)
+                if not any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in nothing):
                     raise bad_request(name, f"{name} is not supported; {instead}")
             elif name not in known:
-                raise bad_request(name, f"unknown parameter {name!r}; {suggest(name, known)}")
+                raise bad_request(name[:60], f"unknown parameter {name!r:.60}; {suggest(name[:60], known)}")
         self.check_model(_typed_value(values, "model", str, None))
         stream, n = _typed_value(values, "stream", bool, False), _typed_value(values, "n", int, 1)
         options = _typed_value(values, "stream_options", dict, {})
         if options and not stream:
             raise bad_request("stream_options", "stream_options needs stream=true; set it, or leave stream_options out")
-        prompts = [self.chat_prompt(values)] if chat else self.prompts(values)
-        if n < 1 or n * len(prompts) > MAX_TEXTS:
+        given = [None] if chat else given_prompts(values)
+        if n < 1 or n * len(given) > MAX_TEXTS:
             raise bad_request(
-                "n", f"n={n} for {len(prompts)} prompts: a request can have 1 to {MAX_TEXTS} texts in total"
+                "n", f"n={n} for {len(given)} prompts: a request can have 1 to {MAX_TEXTS} texts in total"
             )
+        prompts = [self.chat_prompt(values)] if chat else [self.ids(one) for one in given]
         echo, logprobs = _typed_value(values, "echo", bool, False), _wants_logprobs(values)
         if echo and self.input_len:
             raise bad_request("echo", "echo does not work with an encoder-decoder, which does not predict its prompt")
@@ -135,10 +138,7 @@ class ServedModel:
         for text in texts:
             text.max_new_tokens = 0 if nothing else text.max_new_tokens
             text.prompt_tokens = [] if echo and logprobs else None
-        given = values["prompt"] if echo else []
-        ours = [
-            isinstance(one, str) for one in ([given] if given and _is_single_prompt(given) else given) for _ in range(n)
-        ]
+        ours = [isinstance(one, str) for one in given for _ in range(n)] if echo else []
         return ParsedRequest(self.model, texts, n, chat, stream, bool(options.get("include_usage")), logprobs, ours)
 
     def check_model(self, name: str | None) -> None:
@@ -154,7 +154,9 @@ class ServedModel:
         stop = values.get("stop", [])
         stop = [stop] if isinstance(stop, str) else stop
         if not isinstance(stop, list):
-            raise bad_request("stop", f"stop={stop!r}: should be a string, or a list of strings")
+            raise bad_request("stop", f"stop={stop!r:.60}: should be a string, or a list of strings")
+        if len(stop) > MAX_STOPS:
+            raise bad_request("stop", f"stop has {len(stop)} strings: a request can have at most {MAX_STOPS}")
         given = {name: _number(name, values[name]) for name in ("temperature", "top_p", "min_p", "repetition_penalty")
                  if name in values}  # fmt: skip
         try:
@@ -168,16 +170,6 @@ class ServedModel:
             message = str(error).replace("tokens=", f"{param}=", 1)
             raise bad_request(param if name == "tokens" else name, message) from error
 
-    def prompts(self, values: dict) -> list[list[int]]:
-        """Return the tokens of each prompt. The parameter is a string, token ids, or a list of either."""
-        prompt = _typed_value(values, "prompt", (str, list), None)
-        if prompt is None:
-            raise bad_request("prompt", "prompt is missing; set it to a string, token ids, or a list of either")
-        found = [self.ids(one) for one in ([prompt] if _is_single_prompt(prompt) else prompt)]
-        if not found:
-            raise bad_request("prompt", "prompt=[] has no text to continue; for an empty prompt use ''")
-        return found
-
     def ids(self, prompt) -> list[int]:
         """Return the end-of-text token and the tokens of a text; token ids are returned unchanged. With an encoder, end
         of text ends both, and then starts the decoder."""
@@ -187,7 +179,7 @@ class ServedModel:
             except UnicodeEncodeError as error:
                 raise bad_request("prompt", f"prompt: not UTF-8 ({error.reason} at character {error.start})") from error
             before = [] if self.input_len else [self.encoding.eot_token]
-            found = [*before, *self.encoding.encode_ordinary(prompt)]
+            found = [*before, *encode_text(self.encoding, prompt)]
         else:
             found = prompt
             whole = isinstance(found, list) and all(isinstance(id, int) and not isinstance(id, bool) for id in found)
@@ -195,7 +187,8 @@ class ServedModel:
                 raise bad_request(
                     "prompt", "prompt: should be a string, token ids, or a list of either, none of them empty"
                 )
-            if wrong := [id for id in found if not 0 <= id < self.encoding.n_vocab or not self.is_token(id)]:
+            seen = found[: max(self.context, self.input_len)]  # a longer prompt is refused below
+            if wrong := [id for id in seen if not 0 <= id < self.encoding.n_vocab or not self.is_token(id)]:
                 raise bad_request("prompt", f"prompt: token {wrong[0]} is not one of 0..{self.encoding.n_vocab - 1}")
         if self.input_len:
             if (excess := len(found) + 1 - self.input_len) > 0:
@@ -228,6 +221,8 @@ class ServedModel:
             return self.ids(self.encoding.encode(self.template.render(turns), allowed_special="all"))
         except jinja2.TemplateError as error:
             raise bad_request("messages", f"messages: the model's chat template rejects them: {error}") from error
+        except ValueError as error:  # a run of spaces too long for tiktoken
+            raise bad_request("messages", f"messages: the tokenizer cannot encode them: {error}") from error
 
 
 ROLES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
@@ -243,7 +238,7 @@ def chat_text(messages: list[tuple[str, str]]) -> str:
 
 
 def _message(message, name: str) -> tuple[str, str]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+    if not isinstance(message, dict) or message.get("role") not in [*ROLES]:  # a role may be a list
         raise bad_request(
             "messages", f'{name}: should be {{"role": ..., "content": ...}}, with a role of {", ".join(ROLES)}'
         )
@@ -270,8 +265,14 @@ def read_json(body: bytes) -> dict:
     return values
 
 
-def _is_single_prompt(prompt: str | list) -> bool:
-    return isinstance(prompt, str) or (bool(prompt) and all(isinstance(x, int) for x in prompt))
+def given_prompts(values: dict) -> list:
+    """Return each prompt of a completion. The parameter is a string, token ids, or a list of either."""
+    prompt = _typed_value(values, "prompt", (str, list), None)
+    if prompt is None:
+        raise bad_request("prompt", "prompt is missing; set it to a string, token ids, or a list of either")
+    if not prompt and isinstance(prompt, list):
+        raise bad_request("prompt", "prompt=[] has no text to continue; for an empty prompt use ''")
+    return [prompt] if isinstance(prompt, str) or all(isinstance(x, int) for x in prompt) else prompt
 
 
 def _typed_value(values: dict, name: str, kind: type | tuple, default):

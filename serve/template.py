@@ -21,12 +21,17 @@ class Template:
         env.globals["raise_exception"] = raise_template_error
         token = lambda value: value["content"] if isinstance(value, dict) else value or ""
         self.special_tokens = {name: token(about.get(name)) for name in ("bos_token", "eos_token")}
+        if wrong := [name for name, text in self.special_tokens.items() if not isinstance(text, str)]:
+            raise TypeError(f"{wrong[0]} should be text")
         self.template, self.end_text = env.from_string(source), self.special_tokens["eos_token"]
 
     def render(self, messages: list[tuple[str, str]]) -> str:
         """Render messages as one prompt. Raises: jinja2.TemplateError, e.g. for a role that the template rejects."""
         turns = [{"role": role.replace("developer", "system"), "content": content} for role, content in messages]
-        return self.template.render(messages=turns, add_generation_prompt=True, **self.special_tokens)
+        try:
+            return self.template.render(messages=turns, add_generation_prompt=True, **self.special_tokens)
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 def raise_template_error(why: str):
@@ -43,7 +48,7 @@ def find_template(*folders: str) -> Template | None:
                 source = {one["name"]: one["template"] for one in source}.get("default")
             if source:
                 return Template(source, about)
-        except (ValueError, AttributeError, KeyError, TypeError, jinja2.TemplateError) as error:
+        except (ValueError, AttributeError, KeyError, RecursionError, TypeError, jinja2.TemplateError) as error:
             raise UserError(f"{folder}: cannot read the chat template: {type(error).__name__}: {error}") from error
     return None
 

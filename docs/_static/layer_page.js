@@ -155,7 +155,7 @@
   new ResizeObserver(() => { if (part("ways").clientWidth !== wide) { wide = part("ways").clientWidth; for (const way in WAYS) picture(way); } }).observe(part("ways"));
 
   const asked = new URLSearchParams(location.search).get("case");  // ?case=v5p_ring
-  const first = data.cases[asked] ?? Object.values(data.cases)[0];
+  const first = Object.hasOwn(data.cases, asked) ? data.cases[asked] : Object.values(data.cases)[0];
   for (const one of data.switches) field[one].value = first.switches[one];
   read();
   draw();

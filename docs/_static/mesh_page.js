@@ -230,7 +230,7 @@
 
   // ?model=llama3_8b&mesh=fsdp=4,tensor=2&device=3&show=line weights, or show=weights w_query_DHK
   const asked = new URLSearchParams(location.search);
-  if (data.models[asked.get("model")]) form.elements.model.value = asked.get("model");
+  if (Object.hasOwn(data.models, asked.get("model"))) form.elements.model.value = asked.get("model");
   for (const one of (asked.get("mesh") ?? "stage=2,fsdp=2,tensor=4").split(",")) {
     const [axis, size] = one.split("=");
     if (AXES.includes(axis) && size >= 1) form.elements[axis].value = String(Math.floor(Math.log2(size)));

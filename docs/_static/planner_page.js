@@ -57,7 +57,7 @@
   // Keep the kind of chips, and change their number to that of the mesh, if there is a slice of this size.
   function fitTopology() {
     const [, slices, key] = value("topology").match(/^(?:(\d+)\s*\*)?\s*([a-z0-9]+)/) ?? [], chip = data.chips[key];
-    if (!chip) return;
+    if (!Object.hasOwn(data.chips, key ?? "")) return;
     const several = slices && chip.torus_dims ? Number(slices) : 1, shape = chip.shapes[devicesOf(value("mesh")) / several];
     if (shape) field.topology.value = `${several > 1 ? `${several}*` : ""}${key}:${shape}`;
   }
@@ -70,7 +70,8 @@
   }
 
   function write(state) {
-    for (const [name, value] of Object.entries(state)) if (field[name] && name !== "explain") field[name].value = value;
+    const controls = new Set([...field].map((one) => one.name));  // not field[name]: form.elements also has `length`
+    for (const [name, value] of Object.entries(state)) if (controls.has(name) && name !== "explain") field[name].value = value;
     if ("explain" in state) field.explain.checked = Boolean(state.explain);
     moveSliders();
   }

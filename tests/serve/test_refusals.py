@@ -12,9 +12,14 @@ from tests import extras
 pytestmark = extras.require("serve")
 
 import openai
+import tiktoken
 
+from data.tokenizers import GPT2_PATTERN
+from generate.texts import WithSentinels
 from serve import app
-from tests.generate.models import rule_text
+from serve.protocol import CHAT, COMPLETION, IGNORED, UNSUPPORTED, RequestError, ServedModel
+from serve.template import Template
+from tests.generate.models import BYTES, rule_text
 from tests.serve.test_answers import completion, read_metrics
 
 ASKED = {"completions": {"model": "rule", "prompt": "!"},
@@ -44,6 +49,7 @@ COMPLETIONS = [  # parameters to change (None: to remove), the status, the param
     ({"seed": 1.5}, 400, "seed", "seed=1.5: should be a whole number"),
     ({"stop": [""]}, 400, "stop", "stop=('',): must be strings, and none may be empty"),
     ({"stop": 3}, 400, "stop", "stop=3: should be a string, or a list of strings"),
+    ({"stop": ["x"] * 5}, 400, "stop", "stop has 5 strings: a request can have at most 4"),
     ({"n": 0}, 400, "n", "n=0 for 1 prompts: a request can have 1 to 128 texts in total"),
     ({"n": 100}, 400, "n", "the request has 100 texts, but this server runs and queues at most 67"),
     ({"logprobs": 6}, 400, "logprobs", "logprobs=6: must be from 0 to 5"),
@@ -51,8 +57,12 @@ COMPLETIONS = [  # parameters to change (None: to remove), the status, the param
      "stream_options needs stream=true; set it, or leave stream_options out"),
     ({"presence_penalty": 0.5}, 400, "presence_penalty",
      "presence_penalty is not supported; repetition_penalty above 1 makes repeated tokens less likely"),
+    ({"best_of": True}, 400, "best_of", "best_of is not supported; request n texts with logprobs, and choose the best"),
+    ({"presence_penalty": False}, 400, "presence_penalty", "presence_penalty is not supported; repetition_penalty "),
+    ({"\ud800": 1}, 400, "\ud800", r"unknown parameter '\ud800'; known: "),
+    ({"prompt": [{}] * 200}, 400, "n", "n=1 for 200 prompts: a request can have 1 to 128 texts in total"),
     ({"echo": True, "stream": True}, 400, "echo", "echo does not work with stream=true; set one of them to false"),
-    ({"top-k": 3}, 400, "top-k", "unknown parameter 'top-k'; did you mean 'top_k'? known: top_k, "),
+    ({"top-k": 3}, 400, "top-k", "unknown parameter 'top-k'; did you mean 'top_k'? closest of "),
     (b"[]", 400, None, 'the request body should be a JSON object, e.g. {"model": ..., "prompt": ...}'),
     (b'{"model"', 400, None, "the request body is not JSON: JSONDecodeError: Expecting ':' delimiter: line 1 column 9"),
     (b"[" * 100_000, 400, None, "the request body is not JSON: RecursionError: "),
@@ -63,6 +73,8 @@ CHATS = [
     ({"messages": None}, 400, "messages", 'messages is missing; use e.g. [{"role": "user", "content": "Hello"}]'),
     ({"messages": [{"role": "robot", "content": "a"}]}, 400, "messages",
      'messages[0]: should be {"role": ..., "content": ...}, with a role of system, developer, user, assistant'),
+    *[({"messages": [{"role": role, "content": "a"}]}, 400, "messages", 'messages[0]: should be {"role": ..., ')
+      for role in (["user"], {"user": 1}, True, 1, None)],
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages",
      'messages[0]: content should be a string, or a list of {"type": "text", "text": ...}'),
     ({"tools": [{}]}, 400, "tools", "tools is not supported; describe them in the prompt, and read the text"),
@@ -208,3 +220,52 @@ def test_clients_are_told_when_the_engine_fails(serve, engine, monkeypatch):
         assert server.worker.failure
     while not engine.idle:  # finish the texts that were left in it
         engine.step()
+
+
+# Prompts --------------------------------------------------------------------------------------------------------------
+
+
+RANKS = {bytes([byte]): byte for byte in range(256)}
+SPLITS_SPACES = tiktoken.Encoding(
+    "bpe", pat_str=GPT2_PATTERN, mergeable_ranks=RANKS, special_tokens={"<|endoftext|>": 256}
+)
+
+
+@pytest.mark.parametrize("encoding, text", [
+    (SPLITS_SPACES, " " * 1_000_000), (WithSentinels(SPLITS_SPACES, 300), " " * 1_000_000),
+    (WithSentinels(SPLITS_SPACES, 300), f"<extra_id_{'9' * 5000}>")])  # fmt: skip
+def test_a_prompt_that_overflows_the_tokenizer_is_refused(encoding, text):
+    """Catches tiktoken's panic, which is no Exception, and a number that Python does not convert."""
+    for template in (None, Template("{{ messages[0].content }}", {})):
+        model = ServedModel("rule", encoding, 24, template)
+        for path, asked in (("completions", {"prompt": text}),
+                            ("chat/completions", {"messages": [{"role": "user", "content": text}]})):  # fmt: skip
+            with pytest.raises(RequestError) as error:
+                model.parse_request(json.dumps(ASKED[path] | asked).encode(), path != "completions")
+            assert error.value.status == 400
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content + 1 }}", "{{ 1 // 0 }}", "{% for x in 5 %}{% endfor %}"])
+def test_a_template_that_fails_is_refused(source):
+    """Catches a template whose own mistakes are an internal error."""
+    model = ServedModel("rule", BYTES, 24, Template(source, {}))
+    with pytest.raises(RequestError, match="messages: the model's chat template rejects them: ") as error:
+        model.parse_request(json.dumps(ASKED["chat/completions"]).encode(), chat=True)
+    assert error.value.status == 400
+
+
+ODD = (None, "", "x", "\ud800", True, -1, 0, 1.5, float("inf"), 10**4000, [], {}, ["a"] * 5, [[]], [None], {"a": []},
+       [{"role": [], "content": ""}], [{"role": "user", "content": [{"type": [], "text": 5}]}])  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_any_value_of_any_parameter_is_parsed_or_refused(path):
+    """Catches an internal error for a value of another type, in any parameter."""
+    model, statuses = ServedModel("rule", BYTES, 24), set()
+    for name in {*COMPLETION, *CHAT, *UNSUPPORTED, *IGNORED, "\ud800"}:
+        for value in ODD:
+            try:
+                model.parse_request(json.dumps(ASKED[path] | {name: value}).encode(), path != "completions")
+            except RequestError as error:
+                statuses.add(error.status)
+    assert statuses == {400, 404}
