@@ -23,10 +23,9 @@ def read_scores(path: str) -> dict[tuple[str, str], float]:
     if not path:
         return {}
     try:
-        values = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        scores = dict(_numbers(json.loads(Path(path).read_text()), ()))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--scores {path}: {getattr(error, 'strerror', None) or f'not JSON: {error}'}") from error
-    scores = dict(_numbers(values, ()))
     if not scores:
         raise UserError(f'--scores {path} has no number; it should look like {{"task": {{"accuracy": 0.5}}}}')
     return scores
@@ -36,7 +35,7 @@ def _numbers(values, at: tuple[str, ...]):
     if isinstance(values, dict | list):
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):
             yield from _numbers(value, (*at, str(name)))
-    elif isinstance(values, int | float) and not isinstance(values, bool) and math.isfinite(values):
+    elif isinstance(values, int | float) and not isinstance(values, bool) and abs(values) < 1e308:
         yield (" ".join(at[:-1]), at[-1] if at else "score"), values
 
 
@@ -103,7 +102,16 @@ python -m weights to-hf DIR --out HF
 ```"""
 
 
-def render_card(run, about: dict, declared: dict, step: int | None, scores: dict, hf: dict | None = None) -> str:
+def render_card(run, *facts) -> str:
+    """Return the card, as `_render_card`. Raises: UserError if a file of the run has a value of another type."""
+    try:
+        return _render_card(run, *facts)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{run}: config.json or metrics.jsonl is damaged, and the model card needs both: {error!r}"
+                        ) from error  # fmt: skip
+
+
+def _render_card(run, about: dict, declared: dict, step: int | None, scores: dict, hf: dict | None = None) -> str:
     """Return the card. hf: the config.json of a Hugging Face folder, or None for a folder in our format."""
     step = about.get("slim", {}).get("step") if step is None else step
     name = about.get("config", {}).get("run", {}).get("name") or Path(str(run)).name

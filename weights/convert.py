@@ -85,8 +85,12 @@ def from_hf(
         raise UserError(f"{directory}/config.json does not exist{how_to_convert(directory)}")
     hf = source.json("config.json")
     c, kind = config_from_hf(hf), hf["model_type"]
-    all_pieces, parts, declared = pieces(c, kind), {}, sharding.flatten_named(declare(c))
     tensors = Tensors(source)
+    experts = c.n_blocks * c.n_experts if any("{expert}" in r.hf_name for r in FAMILIES[kind].layer) else 0
+    if (fewest := sum(stack.numbers.size for stack in architecture(c).stacks(c)) + experts) > len(tensors.arrays):
+        raise UserError(f"{source} has {len(tensors.arrays)} tensors, but config.json describes a model of at least "
+                        f"{fewest:,}; download the folder again")  # fmt: skip
+    all_pieces, parts, declared = pieces(c, kind), {}, sharding.flatten_named(declare(c))
     drop_prediction_modules(tensors, c, hf)
     tensors.check({piece.hf_name: piece.shape for piece in all_pieces})
     c = dataclasses.replace(c, precision=stored_precision(tensors, all_pieces))
@@ -105,7 +109,7 @@ def from_hf(
 def drop_prediction_modules(tensors: Tensors, c: ModelConfig, hf: dict) -> None:
     """Leave out the modules for multi-token prediction, which are stored as layers after the last, and say so."""
     count = hf.get("num_nextn_predict_layers") or 0
-    begins = tuple(f"model.layers.{c.n_layers + i}." for i in range(count))
+    begins = tuple(f"model.layers.{c.n_layers + i}." for i in range(min(count, len(tensors.arrays))))
     extra = [name for name in tensors.arrays if name.startswith(begins)] if count else []
     for name in extra:
         del tensors.arrays[name]
@@ -163,17 +167,18 @@ def read_about(run: str | Path) -> dict:
     """
     if not (folder := Folder(run)).has("config.json"):
         raise UserError(f"{run}: no config.json; pass a run directory, such as runs/laptop{how_to_convert(run)}")
-        raise UserError(f"{run}: no config.json; pass a run directory, such as runs/laptop")
-    about = folder.json("config.json")
-    if not isinstance(about, dict) or "config" not in about:
-        raise UserError(f"{run}/config.json is not the config of a run (convert a Hugging Face folder with from-hf)")
+    about = {name: value for name, value in folder.json("config.json").items() if value is not None}
+    if not isinstance(about.get("config"), dict):
+        raise UserError(f"{run}/config.json is not the config of a run; if it is a model of Hugging Face, convert it: "
+                        f"python -m weights from-hf {run} --out runs/NAME")  # fmt: skip
+    for name, kind in (("data", dict), ("family", str), ("hf", dict), ("slim", dict)):
+        if name in about and not isinstance(about[name], kind):
+            raise UserError(f"{run}/config.json is damaged: {name} is {about[name]!r:.60}; restore the file")
     return about | {"data": about.get("data")}
 
 
 def read_config(run: str | Path) -> ModelConfig:
-    config = read_about(run)["config"]
-    data = {"input_len": config.get("data", {}).get("input_len", 0)}  # a model with an encoder needs it
-    return Config.from_dict({"model": config["model"], "data": data} if "model" in config else {}).model
+    return Config.from_dict(read_about(run)["config"]).model
 
 
 def has_weights_only(run: str | Path) -> bool:

@@ -183,6 +183,11 @@ class Family:
     layer: tuple[Row, ...]  # tensors of a layer; rows that a layer lacks are skipped
     layer_name: str = "model.layers.{layer}."
 
+    @property
+    def known(self) -> set[str]:
+        """The HF settings that may be in a config.json."""
+        return {name for s in self.settings for name in s.hf_name.split()} | {*self.hf_fixed} | PASSED_THROUGH | IGNORED
+
 
 # Numbers in `rope_scaling` of config.json, in the order of our setting, and their defaults in transformers.
 ROPE_NUMBERS = {
@@ -199,12 +204,13 @@ def rope_scaling_from_hf(rope: dict) -> str:
     kind = given.pop("rope_type", given.pop("type", None))
     if kind == "default" and not given:
         return ""
-    names = ROPE_NUMBERS.get(kind, {})
+    names = ROPE_NUMBERS.get(kind, {}) if isinstance(kind, str) else {}
     numbers = [given.pop(name, default) for name, default in names.items()]
-    if not names or REQUIRED in numbers or given not in ({}, {"truncate": True}):
+    valid = all(isinstance(x, int | float) and abs(x) < 1e300 for x in numbers)  # not REQUIRED
+    if not names or not valid or given not in ({}, {"truncate": True}):
         supported = " or ".join(f"{name} with {', '.join(ROPE_NUMBERS[name])}" for name in ROPE_NUMBERS)
         raise UserError(f"config.json: rope_scaling={rope!r} is not supported; it must be {supported}")
-    while not numbers[-1]:
+    while numbers and not numbers[-1]:
         numbers.pop()
     return ":".join([kind, *(str(int(x) if x == int(x) else x) for x in numbers)])
 

@@ -10,6 +10,7 @@ import errno
 import functools
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ NUMPY = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16
 STORED = NUMPY | {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 # Weights in fp8 are stored with a float32 scale for each block of 128 x 128 (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
 FP8, SCALE, SCALED_BLOCK = "F8_E4M3", "_scale_inv", 128  # dtype and suffix of the name, in safetensors files
+MAX_HEADER_BYTES = 100_000_000  # as in the library
 FILE_BYTES = 2**31  # largest file that we write, unless a single tensor is larger
 ONE_FILE, INDEX = FILES = ("model.safetensors", "model.safetensors.index.json")
 PARTIAL = ".partial"  # suffix of an unfinished folder
@@ -65,9 +67,12 @@ class Folder:
     def json(self, name: str) -> dict:
         text = self.read(name)
         try:
-            return json.loads(text)
-        except ValueError as error:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{self}/{name} is not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise UserError(f"{self}/{name} is not a JSON object; download or copy the file again")
+        return value
 
     def open(self, name: str):
         """Open a new file for sequential writing."""
@@ -91,26 +96,23 @@ def fresh_folder(path: str | Path) -> Iterator[Folder]:
         raise UserError(f"{whole} exists; choose another folder, or delete it")
     folder = whole if whole.is_remote else Folder(f"{whole}{PARTIAL}")
     if not whole.is_remote:
-        shutil.rmtree(folder.root, ignore_errors=True)  # left by a killed conversion
+        _remove(folder)  # left by a killed conversion
         Path(folder.root).mkdir(parents=True)
-    done = False
     try:
         yield folder
         if not whole.is_remote:
             Path(folder.root).rename(whole.root)
-        done = True
-    except OSError as error:
-        if error.errno not in DISK_FULL_ERRNOS:
-            raise
-        raise UserError(f"cannot write {whole}: {error.strerror}; the partial folder was deleted") from error
-    finally:
-        if not whole.is_remote:
-            shutil.rmtree(folder.root, ignore_errors=True)  # exists only after a failure
-        elif not done:
-            _remove(whole)
+    except BaseException as error:
+        _remove(folder)
+        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
+            raise UserError(f"cannot write {whole}: {error.strerror}; the partial folder was deleted") from error
+        raise
 
 
 def _remove(folder: Folder) -> None:
+    """Remove a local folder, or from a bucket the files that were written."""
+    if not folder.is_remote:
+        return shutil.rmtree(folder.root, ignore_errors=True)
     for name in folder.written_files:
         with contextlib.suppress(Exception):  # keep the original error
             folder.files.rm_file(f"{folder.root}/{name}")
@@ -155,37 +157,31 @@ class Tensors:
 
     def __init__(self, folder: Folder):
         self.folder, self.arrays = folder, {}
-        index = folder.json(INDEX).get("weight_map", {}) if folder.has(INDEX) else {"": ONE_FILE}
-        for file in sorted(set(index.values())):
-            self.arrays |= self._header(file)
+        file_of = folder.json(INDEX).get("weight_map") if folder.has(INDEX) else {"": ONE_FILE}
+        for file in sorted(set(check_weight_map(file_of, f"{folder}/{INDEX}").values())):
+            arrays = self._header(file)
+            self.arrays |= {name: array for name, array in arrays.items() if file_of.get(name, file) == file}
 
     def _header(self, file: str) -> dict[str, StoredArray]:
         damaged = lambda why: UserError(f"{self.folder}/{file} is damaged or not a safetensors file: {why}")
         size = self.folder.size(file)
         begin = 8 + int.from_bytes(self.folder.read(file, 0, 8), "little")
-        if begin > size:
+        if begin > min(size, 8 + MAX_HEADER_BYTES):
             raise damaged(f"the header would end at byte {begin} of {size}")
+        text = self.folder.read(file, 8, begin)
         try:
-            header = json.loads(self.folder.read(file, 8, begin))
-            header.pop("__metadata__", None)
-            spans = {name: (begin + x["data_offsets"][0], begin + x["data_offsets"][1]) for name, x in header.items()}
-            shapes = {name: tuple(x["shape"]) for name, x in header.items()}
-            dtypes = {name: x["dtype"] for name, x in header.items()}
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            tensors = parse_header(text, size - begin)
+        except ValueError as error:
+            raise damaged(error) from error
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise damaged(f"the header cannot be read ({error!r})") from error
-        if (end := max((stop for _, stop in spans.values()), default=begin)) != size:
-            raise damaged(f"the file has {size} bytes, but its header describes {end}")
-        arrays = {}
-        for name, (start, stop) in spans.items():
-            dtype, need = DTYPES.get(dtypes[name], dtypes[name]), stop - start
-            if dtype in STORED and need != math.prod(shapes[name]) * STORED[dtype].itemsize:
-                raise damaged(f"{name} has {need} bytes, but shape {shapes[name]} of {dtype}")
-            arrays[name] = StoredArray(self.folder, file, dtype, shapes[name], start)
-        return arrays
+        return {name: StoredArray(self.folder, file, dtype, shape, begin + start)
+                for name, (dtype, shape, start) in tensors.items()}  # fmt: skip
 
     def is_scaled(self, name: str) -> bool:
         """Return whether a tensor is stored in fp8 with scales of blocks."""
-        return self.arrays[name].dtype_name == FP8 and f"{name}{SCALE}" in self.arrays
+        array, scales = self.arrays[name], self.arrays.get(f"{name}{SCALE}")
+        return array.dtype_name == FP8 and len(array.shape) == 2 and scales is not None and scales.dtype_name in NUMPY
 
     def dtype(self, name: str) -> str:
         """Return the dtype of what `read` returns."""
@@ -212,6 +208,41 @@ class Tensors:
                 raise UserError(
                     f"{self.folder}: {name} has shape {self.arrays[name].shape}, but config.json needs {want}"
                 )
+
+
+def check_weight_map(file_of, name: str) -> dict[str, str]:
+    """Return the map from tensors to files in an index. Raises: UserError if it names anything but files next to it."""
+    files = file_of.values() if isinstance(file_of, dict) else [file_of]
+    for file in files:
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
+            raise UserError(f"{name}: weight_map should map tensors to *.safetensors files of the same folder, but has "
+                            f"{file!r:.60}; download the file again")  # fmt: skip
+    return file_of
+
+
+def parse_header(text: bytes, data_bytes: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Return {name: (dtype, shape, first byte in the data)}, with the checks of the library.
+
+    Raises: ValueError, TypeError, KeyError, AttributeError or RecursionError if the header is damaged.
+    """
+    tensors, end = json.loads(text), 0
+    tensors.pop("__metadata__", None)
+    spans = {name: about["data_offsets"] for name, about in tensors.items()}
+    for name, (start, stop) in sorted(spans.items(), key=lambda item: item[1]):
+        dtype, shape = DTYPES.get(tensors[name]["dtype"], tensors[name]["dtype"]), tensors[name]["shape"]
+        sizes = (*shape, start, stop) if isinstance(shape, list) else (shape,)
+        if wrong := [x for x in sizes if type(x) is not int or x < 0]:
+            raise ValueError(f"{name} has {wrong[0]!r:.60} in its shape or its data_offsets")
+        if not isinstance(dtype, str):
+            raise ValueError(f"{name} has dtype {dtype!r:.60}")
+        if start != end:
+            raise ValueError(f"{name} begins at byte {start} of the data, but the tensor before it ends at byte {end}")
+        if stop - start != math.prod(shape) * STORED[dtype].itemsize if dtype in STORED else stop < start:
+            raise ValueError(f"{name} has {stop - start} bytes, but shape {tuple(shape)} of {dtype}")
+        tensors[name], end = (dtype, tuple(shape), start), stop
+    if end != data_bytes:
+        raise ValueError(f"the file has {data_bytes} bytes of data, but its header describes {end}")
+    return tensors
 
 
 def scale_blocks(array: np.ndarray, scales: np.ndarray, name: str) -> np.ndarray:

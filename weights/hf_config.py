@@ -3,9 +3,16 @@
 from typing import Any
 
 from config import ModelConfig
+from config.fields import Count, Size, check_value, hints
 from utils import UserError, suggest
 from weights import families
-from weights.families import IGNORED, PASSED_THROUGH, REQUIRED, Family, family_of
+from weights.families import REQUIRED, Family, family_of
+
+# Types of settings that are not among those of a family's table. The others have the type of our field.
+TYPES = {"model_type": str, "rope_parameters": dict, "rope_scaling": dict, "layer_types": list,
+         "quantization_config": dict, "num_nextn_predict_layers": Count, "n_group": Count, "experts_per_token": Size,
+         "max_position_embeddings": Size, "sliding_window": Count}  # fmt: skip
+MOST = 2**40  # larger sizes would overflow the floats of a plan
 
 
 def config_from_hf(hf: dict) -> ModelConfig:
@@ -13,14 +20,14 @@ def config_from_hf(hf: dict) -> ModelConfig:
 
     Raises: UserError naming the first setting, with its value, that is unknown or that our models don't support.
     """
+    check_types(hf)
     kind = hf.get("model_type")
     if kind not in families.FAMILIES:
         known = suggest(str(kind), families.FAMILIES)
         raise UserError(f"config.json: model_type={kind!r} is unknown; {known}; add a mapping with --table FILE.py")
     family, hf = families.FAMILIES[kind], without_stored_form(with_old_names(hf))
-    known = {s.hf_name for s in family.settings} | set(family.hf_fixed) | PASSED_THROUGH | IGNORED
     for name in hf:
-        if name not in known:
+        if name not in family.known:
             raise UserError(
                 f"config.json: unknown setting {name}={hf[name]!r} for {kind}, which may change the model; "
                 "if it doesn't, remove it from the file")  # fmt: skip
@@ -29,11 +36,21 @@ def config_from_hf(hf: dict) -> ModelConfig:
         if value != want:
             left_out = "" if name in hf else " (the default)"
             raise UserError(f"config.json: {name}={value!r}{left_out} is not supported for {kind}; it must be {want!r}")
-    if set(hf.get("layer_types") or []) - {"full_attention"}:
+    if any(kind != "full_attention" for kind in hf.get("layer_types") or []):
         raise UserError(f"config.json: layer_types={hf['layer_types']!r} is not supported; only full_attention is")
     c = ModelConfig(**family.initial_fields | field_values(family, hf))
     check_fits(c, kind)
     return c
+
+
+def check_types(hf: dict) -> None:
+    """Raises: UserError naming the first setting in TYPES of another type. Each may be null."""
+    for name, hint in TYPES.items():
+        if (value := hf.get(name)) is not None:
+            if hint in (dict, list) and not isinstance(value, hint):
+                what = "a JSON object" if hint is dict else "a list"
+                raise UserError(f"config.json: {name}={value!r:.60}: should be {what}")
+            check_value(f"config.json: {name}", value, hint)
 
 
 def without_stored_form(hf: dict) -> dict:
@@ -49,9 +66,14 @@ def field_values(family: Family, hf: dict) -> dict[str, Any]:
     """Return our fields for a config.json. Raises: UserError if a setting is missing, or contradicts another."""
     values, source = dict(family.fixed_fields), {}
     for s in family.settings:
-        value = hf.get(s.hf_name)
+        value, names = hf.get(s.hf_name), s.hf_name.split()
+        if len(names) > 1:
+            value = tuple(y if x is None else x for x, y in zip(map(hf.get, names), s.absent, strict=True))
         if value is not None:
             value = s.to_ours(value)
+            check_value(f"config.json: {s.hf_name}", value, hints(ModelConfig)[s.field])
+            if isinstance(value, int) and value > MOST:
+                raise UserError(f"config.json: {s.hf_name}={value}: must be at most {MOST:,}")
         else:
             if s.absent is REQUIRED:
                 needed = ", ".join(s.hf_name for s in family.settings if s.absent is REQUIRED)
@@ -74,7 +96,9 @@ def with_old_names(hf: dict) -> dict:
     num_local_experts of Qwen3-MoE. Newer files of T5 have scale_decoder_outputs instead of tie_word_embeddings, which
     is always true there."""
     rope = hf.get("rope_parameters") or {}
-    rope = dict(rope.get("full_attention", rope))  # one entry per kind of layer
+    rope = rope.get("full_attention", rope)  # one entry per kind of layer
+    check_types({"rope_parameters": rope})
+    rope = dict(rope or {})
     renamed = {"scale_decoder_outputs": "tie_word_embeddings"}
     renamed |= {"num_local_experts": "num_experts"} if hf.get("model_type") == "qwen3_moe" else {}
     rest = {name: value for name, value in hf.items() if name != "rope_parameters" and name not in renamed}

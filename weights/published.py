@@ -17,8 +17,8 @@ from architectures import architecture, declare
 from config import Config, ModelConfig, replace
 from utils import UserError, suggest
 from weights import families
-from weights.families import IGNORED, PASSED_THROUGH, Family, Setting, rope_scaling_from_hf
-from weights.hf_config import field_values, with_old_names
+from weights.families import Family, Setting, rope_scaling_from_hf
+from weights.hf_config import check_types, field_values, with_old_names
 
 # Families that can only be planned ------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ def read(path: str) -> Published:
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; pass a preset, or a config.json of Hugging Face, or its folder"
                         ) from None  # fmt: skip
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not JSON ({error}); download config.json again") from None
     if not isinstance(hf, dict):
         raise UserError(f"{file}: a config.json is a JSON object, but this is {hf!r:.60}")
@@ -189,6 +189,7 @@ def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int]]:
     if isinstance(hf.get("text_config"), dict):
         notes["encoders of images or sound, whose parameters are not counted here"] = 0
         hf = {"model_type": f"{hf.get('model_type')}_text"} | hf["text_config"]
+    check_types(hf)
     known, hf = PLANNED | families.FAMILIES, with_old_names(hf)
     if not hf.get("model_type"):
         raise UserError("config.json has no model_type; it is the name of the architecture, such as llama or qwen3")
@@ -208,7 +209,6 @@ def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int]]:
     for name, want in family.hf_fixed.items():
         if name not in explained and (value := hf.get(name, want)) != want:
             notes[f"{name}={value!r}: the plan has {want!r}"] = 0
-    named = {s.hf_name for s in family.settings} | set(family.hf_fixed) | PASSED_THROUGH | IGNORED | explained
-    if unknown := [name for name in hf if name not in named]:
+    if unknown := [name for name in hf if name not in family.known | explained]:
         notes[f"settings that the planner doesn't know: {', '.join(unknown)}"] = 0
     return kind, c, left_out | notes

@@ -128,8 +128,8 @@ REFUSED = [  # contents of config.json -> the message
         "has no hidden_size; a model of this type needs vocab_size, hidden_size",
     ),
     ({"model_type": "gpt_oss"} | {"vocab_size": 8}, "has no hidden_size"),
-    (LLAMA | {"hidden_size": "4096"}, "a setting has a value of another type than expected"),
-    (LLAMA | {"num_attention_heads": 0}, "has no head_dim, and no settings that determine it"),
+    (LLAMA | {"hidden_size": "4096"}, "hidden_size='4096': should be a whole number"),
+    (LLAMA | {"num_attention_heads": 0}, "num_attention_heads=0: must be at least 1"),
     (LLAMA | {"num_key_value_heads": 5}, "must be a multiple of n_kv_heads (32 % 5 = 2)"),
 ]
 

@@ -80,7 +80,11 @@ def test_scores_become_results_of_the_hub(run, tmp_path):
     assert r"| copy | exact\|match | 0.5 |" in text.splitlines()
 
 
-@pytest.mark.parametrize("text, message", [("{", "not JSON: "), ('{"a": "b", "c": [true]}', "s.json has no number; ")])
+@pytest.mark.parametrize("text, message", [
+    ("{", "not JSON: "), ("[" * 5000, "not JSON: "), ("9" * 5000, "not JSON: "),
+    ('{"a": "b", "c": [true]}', "s.json has no number; "),
+    (f'{{"a": 1{"0" * 400}}}', "s.json has no number; "),
+])  # fmt: skip
 def test_a_file_without_scores_is_refused(text, message, tmp_path):
     """Catches a card that is written without the requested scores."""
     (tmp_path / "s.json").write_text(text)
