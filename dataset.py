@@ -30,7 +30,6 @@ from config.fields import PERIOD, Phase, is_remote, parse_mixture, parse_objecti
 from data.reading import bucket, examples, features, manifests, objectives, order, packing
 from utils import UserError
 
-FORMAT = 1  # version of manifest.json
 MANIFEST = "manifest.json"
 AHEAD = 4  # batches prepared in the background
 EVALUATION_SEED = 0  # a short evaluation uses the same windows in every run
@@ -46,6 +45,7 @@ class Split:
     weights: tuple[np.ndarray | bucket.Shard | None, ...]  # weight of each token as a target; None: all are 1
     begins: tuple[np.ndarray | bucket.Shard | None, ...]  # positions in each shard where documents begin; None: unknown
     eot: int  # the token at the start of each document
+    vocabulary: int  # token ids are below this number
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -84,14 +84,24 @@ class Split:
                 f"{self.shards[0].bucket.path}: these tokens have no index of document starts, so data.packing="
                 "'documents' would have to download all of them; regenerate them with data.prepare --overwrite, "
                 "copy them to a local disk, or use --data.packing windows")  # fmt: skip
-        scanned = lambda shard, known: np.flatnonzero(shard == self.eot) if known is None else known[:]
+        scanned = lambda shard, known: (
+            np.flatnonzero(shard == self.eot) if known is None else _read_begins(shard, known)
+        )
         parts = (bucket.pool().map if self.in_bucket else map)(scanned, self.shards, self.begins)
         found = np.concatenate([start + part for start, part in zip(self.starts[:-1], parts, strict=True)])
         return np.concatenate([[0], found[(found > 0) & (found < self.targets)], [self.targets]])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Copy tokens start .. stop-1 of the stream, or fewer at its end."""
-        return np.concatenate([self.shards[shard][a:b] for shard, a, b in self._shard_ranges(start, stop)])
+        """Copy tokens start .. stop-1 of the stream, or fewer at its end.
+
+        Raises: UserError that names the shard if an id is outside of the vocabulary, which JAX would clip silently.
+        """
+        parts = [(shard, self.shards[shard][a:b]) for shard, a, b in self._shard_ranges(start, stop)]
+        for shard, part in parts:
+            if (largest := part.max()) >= self.vocabulary:
+                raise _damaged_shard_error(_file_of(self.shards[shard]), f"has the token id {largest}, but the "
+                                           f"vocabulary in {MANIFEST} has {self.vocabulary}")  # fmt: skip
+        return np.concatenate([part for _, part in parts])
 
     def read_weights(self, start: int, stop: int) -> np.ndarray | int:
         """Return the weights of tokens start .. stop-1 as targets: 0 or 1."""
@@ -171,7 +181,8 @@ def _concatenate_splits(splits: list[Split], eot: int) -> Split:
     )
     known = all(split.text_bytes is not None for split in splits)
     text_bytes = sum(split.text_bytes for split in splits) if known else None
-    return Split(shards, np.cumsum([0] + [len(shard) for shard in shards]), text_bytes, weights, begins, eot)
+    starts = np.cumsum([0] + [len(shard) for shard in shards])
+    return Split(shards, starts, text_bytes, weights, begins, eot, splits[0].vocabulary)
 
 
 def load(path: str, vocab_size: int | None = None, seq_len: int | None = None) -> Corpus:
@@ -233,12 +244,10 @@ def _open(path: str, *_state) -> Corpus:
     contents = remote.read_file(MANIFEST) if remote else Path(path, MANIFEST).read_bytes()
     try:
         manifest = json.loads(contents)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}/{MANIFEST} is not JSON ({error}); run data.prepare --overwrite") from error
-    if manifest.get("format") != FORMAT:
-        raise UserError(f"{path}/{MANIFEST} has format {manifest.get('format')}, but this version reads {FORMAT}; "
-                        f"regenerate it with data.prepare --overwrite")  # fmt: skip
-    splits = {}
+    manifests.check(manifest, f"{path}/{MANIFEST}")
+    splits, tokenizer = {}, manifest["tokenizer"]
     for name, split in manifest["splits"].items():
         one = lambda row, count, dtype: row and (
             bucket.Shard(remote, row["file"], count, dtype, _damaged_shard_error) if remote
@@ -248,7 +257,9 @@ def _open(path: str, *_state) -> Corpus:
         weights = tuple(one(row.get("weights"), row["tokens"], "uint8") for row in rows)
         begins = tuple(one(row.get("begins"), row["documents"], "uint32") for row in rows)
         starts = np.cumsum([0] + [len(shard) for shard in shards])
-        splits[name] = Split(shards, starts, split["text_bytes"], weights, begins, manifest["tokenizer"]["eot"])
+        splits[name] = Split(
+            shards, starts, split["text_bytes"], weights, begins, tokenizer["eot"], tokenizer["vocabulary"]
+        )
     return Corpus(path, manifest, splits)
 
 
@@ -271,6 +282,18 @@ def _open_shard(path: str, name: str, count: int, dtype: str) -> np.ndarray:
     if size != expected_bytes:
         raise _damaged_shard_error(file, f"has {size} bytes, but header and tokens need {expected_bytes}")
     return tokens
+
+
+def _read_begins(shard: np.ndarray | bucket.Shard, begins: np.ndarray | bucket.Shard) -> np.ndarray:
+    """Read the positions in a shard where documents begin. Raises: UserError if they are not in ascending order."""
+    found = begins[:]
+    if len(found) and (np.any(found[1:] <= found[:-1]) or found[-1] >= len(shard)):
+        raise _damaged_shard_error(_file_of(begins), f"has positions that are not ascending, or not below {len(shard)}")
+    return found
+
+
+def _file_of(shard: np.ndarray | bucket.Shard) -> str:
+    return str(shard.filename) if isinstance(shard, np.memmap) else f"{shard.bucket.path}/{shard.name}"
 
 
 def _damaged_shard_error(file: str, what: str) -> UserError:

@@ -16,7 +16,6 @@ from weights import init_from
 if __name__ == "__main__":
     exit_quietly_on_ctrl_c()
 
-import json
 HELP = """\
 e.g. python main.py laptop --run.steps 100
      python main.py Qwen3-0.6B/config.json   # a model of Hugging Face, or its folder, from random parameters
@@ -190,21 +189,19 @@ def finish(cfg: Config, mesh, state, evaluation, metrics: runs.Metrics, director
 
 def replay(cfg: Config) -> None:
     """Repeat step run.replay, from the latest good checkpoint before it or from step 0, without writing any file."""
+    step = cfg.run.replay
     with storage.temporary_copy(storage.run_directory(cfg)) as directory:
-        _replay(cfg, directory, cfg.run.replay)
-
-
-def _replay(cfg: Config, directory, step: int) -> None:
-    if not (directory / "config.json").exists():
-        raise UserError(f"{directory} has no run, so there is no step {step} to replay; select a run with --run.name")
-    if step > cfg.run.steps:
-        raise UserError(f"run.replay={step}: run.steps={cfg.run.steps}; use a step from 1 to {cfg.run.steps}")
-    runs.check_same_settings(cfg, directory)
-    mesh = sharding.make_mesh(cfg.mesh)
-    cfg = preflight.make_plan(cfg, mesh).cfg
-    state = load_state_before(step, cfg, mesh, directory / "checkpoints", init_from.load_init_params)
-    log(f"replaying step {step} of {directory}, from step {int(state.step)}")
-    guard.replay(cfg, mesh, state, [json.loads(row) for row in runs.read_rows(directory)])
+        if not (directory / "config.json").exists():
+            raise UserError(f"{directory} has no run, so there is no step {step} to replay; "
+                            "select a run with --run.name")  # fmt: skip
+        if step > cfg.run.steps:
+            raise UserError(f"run.replay={step}: run.steps={cfg.run.steps}; use a step from 1 to {cfg.run.steps}")
+        runs.check_same_settings(cfg, directory)
+        mesh = sharding.make_mesh(cfg.mesh)
+        cfg = preflight.make_plan(cfg, mesh).cfg
+        state = load_state_before(step, cfg, mesh, directory / "checkpoints", init_from.load_init_params)
+        log(f"replaying step {step} of {directory}, from step {int(state.step)}")
+        guard.replay(cfg, mesh, state, runs.read_rows(directory))
 
 
 def cache_setting() -> str:

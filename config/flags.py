@@ -144,7 +144,7 @@ def read_config(file: str) -> Config:
         values = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--config {file}: {error.strerror}; {hint}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--config {file}: not JSON ({error}); {hint}") from None
     values = values.get("config", values) if isinstance(values, dict) else values
     try:

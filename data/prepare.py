@@ -158,7 +158,7 @@ def _publish(
     The manifest is written last, so a directory with a manifest is complete.
     """
     manifest = {
-        "format": dataset.FORMAT,
+        "format": manifests.FORMAT,
         "arguments": args.manifest_arguments,
         "sources": [{"source": args.source, "weight": 1.0}],
         "tokenizer": {"name": args.tokenizer, "fingerprint": fingerprint, "vocabulary": vocabulary, "eot": eot},

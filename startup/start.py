@@ -1,6 +1,5 @@
 """Prepare the start of a run: trace the training step, and restore or initialize the training state."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -39,8 +38,9 @@ def restore_or_init(cfg: Config, mesh, directory: Path | BucketDirectory, given_
         log(f"resumed    at step {int(state.step)} from {checkpoints}")
         if is_main_process() and (missing := missing_rows(directory, step)):
             log(f"record     {missing}")
-        rows = [row for row in map(json.loads, read_rows(directory)) if (row["kind"], row["step"]) == ("train", step)]
-        if rows and (change := describe_rate_jump(cfg, state, rows[-1]["lr"])):
+        rows = [row for row in read_rows(directory) if (row["kind"], row["step"]) == ("train", step)]
+        before = rows[-1].get("lr") if rows else None
+        if isinstance(before, int | float) and (change := describe_rate_jump(cfg, state, before)):
             log(f"lr         {change}")
     return state
 

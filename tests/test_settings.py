@@ -1,5 +1,6 @@
 """Tests of settings: their number, what they affect, and files and flags that are refused."""
 
+import contextlib
 import json
 
 import pytest
@@ -9,12 +10,27 @@ import main
 from config import Config, fields, flags, preset
 from utils import UserError
 
-# The config.json of `tiny`, written when there were 104 settings.
-OLD = Path(__file__).parent / "fixtures/config_104_settings.json"
+WRONG = None, True, -1, 2.5, float("nan"), "", "x", [], [[]], {}, {"a": []}
 
 
+def one_change_each(values: dict, changed=lambda here: here):
+    """Yield the JSON text of copies of nested settings, each with one group or setting that has a wrong value."""
+    for name, value in values.items():
+        replaced = lambda x, name=name: changed(values | {name: x})
+        yield from (json.dumps(replaced(wrong)) for wrong in WRONG)
+        if isinstance(value, dict):
+            yield from one_change_each(value, replaced)
 
 
+def test_a_file_with_one_wrong_value_is_read_or_refused(tmp_path, capsys):
+    """Catches a traceback for a config.json that was edited by hand."""
+    values, file = preset("tiny").to_dict(), tmp_path / "config.json"
+    texts = [*one_change_each({"config": values}), *one_change_each(values)]
+    for text in (*texts, "[" * 100_000, "[" * 100_000 + "]" * 100_000):
+        file.write_text(text)
+        with contextlib.suppress(UserError):
+            flags.read_config(str(file))
+    assert len(texts) > 2000
 
 
 def test_a_setting_that_does_not_exist_is_refused_in_a_file(tmp_path):

@@ -297,7 +297,8 @@ def _select_step(directory: str | os.PathLike, step: int | None, read: Read = "a
         print_to_stderr(f"reading    step {step} of {directory}")
     path = os.path.join(storage.absolute_path(directory), str(step))
     if not epath.Path(path).is_dir():
-        raise UserError(f"no checkpoint of step {step} in {directory}")
+        steps = ", ".join(str(one.step) for one in reversed(list_steps(directory)))
+        raise UserError(f"no checkpoint of step {step} in {directory}" + (f"; use one of {steps}" if steps else ""))
     if fault := StepDirectory(path, step, is_complete=True).find_fault(read):
         raise UserError(f"{path}: {fault}")
     return step, path
@@ -305,7 +306,11 @@ def _select_step(directory: str | os.PathLike, step: int | None, read: Read = "a
 
 def read_about(directory: str | os.PathLike, step: int, read: Read = "all") -> dict:
     """Return the `about` that `save` stored with a checkpoint: the settings of the run that wrote it."""
-    return json.loads(epath.Path(_select_step(directory, step, read)[1], "about.json").read_text())
+    path = epath.Path(_select_step(directory, step, read)[1], "about.json")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:  # possible unless `read` is "all"
+        raise UserError(f"{path} is not JSON ({error}); move the directory of this step elsewhere") from None
 
 
 def find_difference(directory: str | os.PathLike, step: int, ours: dict, read: Read = "all") -> str | None:

@@ -2,7 +2,8 @@
 
 runs/laptop/  config.json    all settings, and a fingerprint of the tokens; what affects results must not change
               metrics.jsonl  the metrics: one JSON object (a row) per line, in the order of the steps
-              metrics.set_aside.jsonl  rows of steps that were rerun because the run died before it checkpointed them
+              metrics.set_aside.jsonl  rows of steps that were rerun because the run died before it checkpointed them,
+                             and damaged lines
               checkpoints/   see `checkpoint.py`
               saved          the latest step that has a checkpoint; if that checkpoint is gone, the run does not resume
               parameters.txt shape and sharding of every parameter, written at the latest start
@@ -26,10 +27,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import dataset
-from config import Affects, Config, affecting, first_difference
+from config import Affects, Config, DataConfig, affecting, first_difference
+from config.fields import check_value, hints
 from data.reading import order
 from train import checkpoint, storage, tracking
 from train.hosts.processes import Processes
+from train.report import parse_row
 from train.storage import BucketDirectory
 from utils import UserError, is_main_process, log, log_to_file, open_log, replace_file
 
@@ -78,25 +81,44 @@ def check_resumable(cfg: Config, directory: Path | BucketDirectory, read: checkp
 def check_same_settings(cfg: Config, directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> None:
     """Raises: UserError if the directory has a run with different settings; it names the first that affects results."""
     ours, file, checkpoints = result_settings(describe(cfg)), directory / "config.json", directory / "checkpoints"
+    written, fault, difference = describe(cfg), "", None
     try:
-        written = json.loads(file.read_text()) if file.exists() else describe(cfg)
-        theirs = result_settings(written)
-    except (ValueError, KeyError, TypeError) as error:
-        step = checkpoint.latest_step(checkpoints, read=read)
+        if file.exists():
+            written = read_description(file)
+        difference = first_difference(ours, result_settings(written))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        fault = f"cannot be read ({error!r:.200})"
+    if (step := checkpoint.latest_step(checkpoints, read=read)) is not None:
+        other = checkpoint.find_difference(checkpoints, step, ours, read)
+        if difference and not other:
+            fault = f"is damaged, because it differs from that checkpoint: {difference}"
+        if other and not (difference or fault):
+            raise UserError(f"checkpoint {checkpoints}/{step} belongs to another run: {other} (in the checkpoint)")
+    if fault:
         advice = "there is no checkpoint, so choose another --run.name"
         if step is not None:
             advice = "nothing is lost: move the file away and repeat the command with the settings of the run, which "
             advice += f"are also in {checkpoints / str(step) / 'about.json'}"
-        raise UserError(f"{file} cannot be read ({error!r}); {advice}") from None
-    if difference := first_difference(ours, theirs):
+        raise UserError(f"{file} {fault}; {advice}")
+    if difference:
         raise UserError(
             f"{directory} was started with other settings: {difference} (in its config.json); "
             "start another run with --run.name, or delete this one with --run.restart scratch")  # fmt: skip
-    for line in dropped_notes(written["config"]):
-        log(line)
-    if (step := checkpoint.latest_step(checkpoints, read=read)) is not None:
-        checkpoint.check_about(checkpoints, step, ours, read)
-    check_batch_order(cfg, written["config"]["data"], directory, step or 0)
+    check_batch_order(cfg, written["config"].get("data", {}), directory, step or 0)
+
+
+def read_description(file: Path) -> dict:
+    """Read a config.json, see `describe`. Raises: ValueError if it does not have the form of one."""
+    written = json.loads(file.read_bytes())
+    groups = written.get("config") if isinstance(written, dict) else None
+    if not isinstance(groups, dict):
+        raise ValueError("it has no settings under the name config")
+    for name in Config.__dataclass_fields__:
+        if not isinstance(group := groups.get(name, {}), dict):
+            raise ValueError(f"{name} should be an object with settings, but is {group!r:.60}")
+    for name in affecting(Affects.ORDER, group="data"):
+        check_value(f"data.{name}", groups.get("data", {}).get(name, ""), hints(DataConfig)[name])
+    return written
 
 
 def check_batch_order(cfg: Config, written: dict, directory: Path | BucketDirectory, step: int) -> None:
@@ -119,7 +141,7 @@ def check_newest_checkpoint(directory: Path | BucketDirectory, read: checkpoint.
     A damaged checkpoint is not an error here: the run prints a warning and resumes from the previous one.
     """
     path, checkpoints = directory / SAVED, directory / "checkpoints"
-    rows = [json.loads(row) for row in read_rows(directory)]
+    rows = read_rows(directory)
     known = {row["step"] for row in rows if row["kind"] in ("start", "end")}  # there was a checkpoint at these steps
     with suppress(OSError, ValueError):
         known.add(int(path.read_text()))
@@ -249,7 +271,7 @@ def wait_until_visible(path: Path, text: str) -> bool:
 
 def steps_done(cfg: Config, directory: Path | BucketDirectory, read: checkpoint.Read = "all") -> int | None:
     """Return the number of steps of a finished run; None if it still has to train, or to write its report."""
-    rows = [json.loads(row) for row in read_rows(directory)]
+    rows = read_rows(directory)
     ended = max((row["step"] for row in rows if row["kind"] == "end"), default=0)
     reached = checkpoint.latest_step(directory / "checkpoints", read=read) or 0
     return max(ended, reached) if ended >= cfg.run.steps or reached > cfg.run.steps else None
@@ -260,10 +282,23 @@ def record_saved_step(directory: Path | BucketDirectory, step: int) -> None:
     replace_file(directory / SAVED, f"{step}\n")
 
 
-def read_rows(directory: Path | BucketDirectory, name: str = "metrics.jsonl") -> list[str]:
-    """Return the rows (lines) of metrics.jsonl, or of the file `name`, without a half-written last line."""
+def read_lines(directory: Path | BucketDirectory, name: str = "metrics.jsonl") -> Iterator[tuple[bytes, dict | str]]:
+    """Yield each line of metrics.jsonl, or of the file `name`, with its row, or with the reason why it is damaged.
+
+    A half-written last line is left out.
+    """
     path = directory / name
-    return [row for row in path.read_text().splitlines(keepends=True) if row.endswith("\n")] if path.exists() else []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        if line.endswith(b"\n"):
+            try:
+                yield line, parse_row(line)
+            except ValueError as error:
+                yield line, str(error)
+
+
+def read_rows(directory: Path | BucketDirectory, name: str = "metrics.jsonl") -> list[dict]:
+    """Return the rows of metrics.jsonl, or of the file `name`, without damaged lines."""
+    return [row for _, row in read_lines(directory, name) if isinstance(row, dict)]
 
 
 def missing_rows(directory: Path | BucketDirectory, step: int) -> str | None:
@@ -271,7 +306,7 @@ def missing_rows(directory: Path | BucketDirectory, step: int) -> str | None:
 
     Every checkpoint has a row at its step. That row is missing if the run later resumed from an earlier checkpoint.
     """
-    trained = lambda texts: {row["step"] for row in map(json.loads, texts) if row["kind"] == "train"}
+    trained = lambda rows: {row["step"] for row in rows if row["kind"] == "train"}
     last = max((one for one in trained(read_rows(directory)) if one <= step), default=0)
     if last == step:
         return None
@@ -297,14 +332,19 @@ class Metrics:
         def again(row: dict) -> bool:
             return row["step"] > step or (row["kind"] == "eval" and (row["step"] == last_step or step == 0))
 
-        rows = {True: [], False: []}
-        for row in read_rows(directory):
-            rows[again(json.loads(row))].append(row)
-        if rows[True]:
-            with (directory / SET_ASIDE).open("a") as file:
-                file.write("".join(rows[True]))
-            log(f"set aside  {len(rows[True])} rows of rerun steps (after step {step}): {directory / SET_ASIDE}")
-        replace_file(self.path, "".join(rows[False]))
+        kept, rerun, damaged = [], [], []
+        for number, (line, row) in enumerate(read_lines(directory), start=1):
+            if isinstance(row, str):
+                log(f"set aside  {self.path}:{number} is {row}")
+            (damaged if isinstance(row, str) else rerun if again(row) else kept).append(line)
+        if damaged or rerun:
+            with (directory / SET_ASIDE).open("ab") as file:
+                file.write(b"".join((*damaged, *rerun)))
+        if damaged:
+            log(f"set aside  {len(damaged)} damaged lines of {self.path}: {directory / SET_ASIDE}")
+        if rerun:
+            log(f"set aside  {len(rerun)} rows of rerun steps (after step {step}): {directory / SET_ASIDE}")
+        replace_file(self.path, b"".join(kept))
         record_saved_step(directory, step)
 
     def write(self, kind: str, step: int, **values) -> None:

@@ -117,7 +117,7 @@ def replay(cfg: Config, mesh, state: optimizer.TrainState, rows: list[dict]) -> 
             _print_norms(cfg, norms)
             log(f"step {wanted}: loss {losses[wanted]!r}, gradient norm {float(values['grad_norm'])!r}"
                 + (", skipped" if int(values["skipped_in_a_row"]) else ""))  # fmt: skip
-    logged = next((row["loss"] for row in rows if row["kind"] == "train" and row["step"] == stop), "missing")
+    logged = next((row.get("loss") for row in rows if row["kind"] == "train" and row["step"] == stop), "missing")
     if logged == "missing" or begin < start:
         return log("logged: metrics.jsonl has no row for this step, so there is nothing to compare with")
     again = mean_loss([losses[step] for step in range(begin + 1, stop + 1)])

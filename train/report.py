@@ -76,12 +76,12 @@ def read_run(directory: str | Path) -> Run:
     if not path.exists():
         raise UserError(f"{directory} has no metrics.jsonl; pass a run's directory, e.g. runs/laptop")
     rows = {kind: [] for kind in FIELDS}
-    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            if line.endswith("\n"):
-                raise UserError(f"{path}:{number}: not JSON: {line.strip()[:60]!r}; fix or delete the line") from None
+            row = parse_row(line)
+        except ValueError as error:
+            if line.endswith(b"\n"):
+                raise UserError(f"{path}:{number}: {error}; fix or delete the line") from None
             log(f"note: {path}:{number}: skipped the last line, which is incomplete")
             continue
         rows[check_row(row, f"{path}:{number}")].append(row)
@@ -94,9 +94,26 @@ def read_run(directory: str | Path) -> Run:
     return Run(name, rows["start"][-1], rows["train"], rows["eval"])
 
 
-def check_row(row, place: str) -> str:
-    """Return the kind of a row. Raises: UserError if it is unknown, or if the row lacks a field."""
-    kind = row.get("kind") if isinstance(row, dict) else None
+def parse_row(line: bytes) -> dict:
+    """Parse a line of metrics.jsonl. Raises: ValueError that says why it is not a row."""
+    shown = repr(line[:60].decode(errors="replace").strip())
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # bad UTF-8 is a ValueError too
+        raise ValueError(f"not JSON: {shown}") from None
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
+        raise ValueError(f"not a row with a kind: {shown}")
+    if type(row.get("step")) is not int:
+        raise ValueError(f"{row['kind']!r} row without a step: {shown}")
+    for field in FIELDS.get(row["kind"], ()):
+        if not isinstance(row.get(field), int | float | None):
+            raise ValueError(f"{row['kind']!r} row whose {field} is not a number: {row[field]!r:.60}")
+    return row
+
+
+def check_row(row: dict, place: str) -> str:
+    """Return the kind of a row. Raises: UserError if it is unknown, or if the row lacks a field of the plot."""
+    kind = row["kind"]
     if kind not in FIELDS:
         raise UserError(f"{place}: a row has kind={kind!r}; known kinds: {', '.join(FIELDS)}")
     missing = [field for field in FIELDS[kind] if field not in row]

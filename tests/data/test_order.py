@@ -204,7 +204,7 @@ def test_batches_are_skipped(path):
 def written(path, cfg, tmp_path, monkeypatch, step):
     (tmp_path / "config.json").write_text(json.dumps(directory.describe(cfg)))
     monkeypatch.setattr(directory.checkpoint, "latest_step", lambda *_, **__: step)
-    monkeypatch.setattr(directory.checkpoint, "check_about", lambda *_, **__: None)
+    monkeypatch.setattr(directory.checkpoint, "find_difference", lambda *_, **__: None)
     return lambda **more: directory.check_same_settings(
         replace(cfg, **{f"data.{n}": x for n, x in more.items()}), tmp_path
     )

@@ -209,7 +209,21 @@ def test_a_half_written_last_line_is_skipped_with_a_note(tmp_path, capsys):
     "line, message",
     [
         ("{broken\n", "metrics.jsonl:2: not JSON: '{broken'; fix or delete the line"),
-        ("[1]\n", "metrics.jsonl:2: a row has kind=None; known kinds: start, train, eval, end, skip, norms, noise"),
+        ("[1]\n", "metrics.jsonl:2: not a row with a kind: '[1]'; fix or delete the line"),
+        ("\n", "metrics.jsonl:2: not JSON: ''; fix or delete the line"),
+        ("[" * 99_999 + "\n", f"metrics.jsonl:2: not JSON: {'[' * 60!r}; fix or delete the line"),
+        (
+            '{"kind": "end"}\n',
+            "metrics.jsonl:2: 'end' row without a step: '{\"kind\": \"end\"}'; fix or delete the line",
+        ),
+        (
+            '{"kind": "eval", "step": 1, "loss": "low"}\n',
+            "metrics.jsonl:2: 'eval' row whose loss is not a number: 'low'; fix or delete the line",
+        ),
+        (
+            '{"kind": "no", "step": 1}\n',
+            "metrics.jsonl:2: a row has kind='no'; known kinds: start, train, eval, end, skip, norms, noise",
+        ),
         ('{"kind": "eval", "step": 1}\n', "metrics.jsonl:2: this 'eval' row has no loss, bits_per_byte"),
     ],
 )
