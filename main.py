@@ -246,4 +246,4 @@ def main(argv: list[str] | None = None) -> int | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_process(main())

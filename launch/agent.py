@@ -44,8 +44,9 @@ import time
 from pathlib import Path
 
 # ruff: noqa: I001 - one import per line, because `hosts.agent_source` removes these lines
-from launch.supervisor import BEGINNING, LATEST, Launch, Refused, Supervisor, describe_latest, command_environment, kill
-from launch.supervisor import last_line, latest, nothing_runs, read, reported_status, acquire_lock, wait_for, write
+from launch.supervisor import BEGINNING, LATEST, Launch, Refused, Supervisor, describe_latest, in_commit, kill
+from launch.supervisor import last_line, latest, nothing_runs, read, refusal_reason, reported_status, acquire_lock
+from launch.supervisor import wait_for, write
 
 GO_S = 60  # how long a host that is ready waits for the start signal of launcher.sh
 DEVICES = os.environ.get("AXIS_DEVICES", "/dev")  # the folder of the TPU's device files; tests use another one
@@ -187,22 +188,11 @@ def check(commit: str, command: list[str], environment: dict) -> dict:
     """Ask main.py whether the command would run here, without starting it. `--run.check no` skips the check."""
     if re.search(r" --run[.]check[ =]no\b", " ".join(command)):
         return {}
-    done = subprocess.run([*command, "--run.check", "only"], cwd=f"commits/{commit}",
-                          env=command_environment(commit, environment), stdin=subprocess.DEVNULL,
+    done = subprocess.run([*command, "--run.check", "only"], **in_commit(commit, environment),
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     if done.returncode:
         raise Refused(refusal_reason(done.stdout.decode(errors="replace")) or f"exit status {done.returncode}")
     return {}
-
-
-def refusal_reason(text: str) -> str:
-    """Return a command's error message as one line: its `error: ..` line, the text in its box, or its last line."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if errors := [line for line in lines if line.startswith("error: ")]:
-        return errors[0]
-    boxed = [line.strip("│ ") for line in lines if line.startswith("│")]  # tyro and rich draw such boxes
-    boxed = [line for line in boxed if line.strip("─") and not line.startswith("For full helptext")]
-    return f"error: {' '.join(boxed)[:500]}" if boxed else "".join(lines[-1:])
 
 
 # A run ---------------------------------------------------------------------------------------------------------------
@@ -339,9 +329,13 @@ def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
         wait_for(1, (here / "pid").exists)  # the command may be starting right now
     else:
         waits = f", requested earlier by {read(here / 'stop') or 'somebody'}"
+    told = False
     while not nothing_runs() and time.monotonic() - begin < grace_s:
-        if (pid := read(here / "pid")) and create_file(here / "told"):
-            kill(int(pid), signal.SIGTERM)
+        if not told and (pid := read(here / "pid")):
+            told = True
+            if create_file(here / "told"):
+                kill(int(pid), signal.SIGTERM)
+            emit("waiting", True)
         time.sleep(0.05)
     if not nothing_runs():
         wait_for(5, (here / "pid").exists)
@@ -357,13 +351,13 @@ def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
 
 
 def create_file(path: Path, text: str = "") -> bool:
-    """Create a file, which stays empty if the disk is full. Return False if it already exists."""
+    """Create a file, which is empty or missing if the disk is full or read-only. Return False if it already exists."""
     try:
         with open(path, "x") as file:
             file.write(text)
     except FileExistsError:
         return False
-    except OSError:  # the disk is full
+    except OSError:
         pass
     return True
 
@@ -406,13 +400,9 @@ def run_next_to_run(command: list[str]) -> dict:
     """Run a command while the training run goes on, in the same commit."""
     if not (launch := latest()).command:
         raise Refused("nothing was launched here")
-    where = {
-        "cwd": f"commits/{launch.commit}",
-        "env": command_environment(launch.commit, {}),
-        "stdin": subprocess.DEVNULL,
-    }
     try:
-        child = subprocess.Popen(command, **where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        child = subprocess.Popen(command, **in_commit(launch.commit, {}), stdout=subprocess.PIPE,
+                                 stderr=subprocess.STDOUT)  # fmt: skip
     except OSError as error:
         raise Refused(f"{command[0]}: {error.strerror}") from None
     for line in child.stdout:
@@ -508,18 +498,21 @@ VERBS = {
     for verb in (prepare, receive, check, port, start, status, stop, logs, pack, clean, doctor, usage)
 }
 VERBS["exec"] = run_next_to_run
+WRITING = ("prepare", "receive", "start", "clean")  # the others also work if the disk has become read-only
 
 
-def enter(folder: str) -> None:
+def enter(folder: str, verb: str) -> None:
     """Create the launch folder if it is missing, and change into it."""
     try:
         os.chdir(os.path.expanduser("~"))
-        os.makedirs(folder, exist_ok=True)
+        with contextlib.suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
         os.chdir(folder)
-        if not os.access(".", os.W_OK):
+        if verb in WRITING and not os.access(".", os.W_OK):
             raise PermissionError
     except OSError:
-        raise Refused(f"cannot write to {os.path.join(os.path.expanduser('~'), folder)}") from None
+        does = "write to" if verb in WRITING else "open"
+        raise Refused(f"cannot {does} {os.path.join(os.path.expanduser('~'), folder)}") from None
 
 
 def answer() -> None:
@@ -528,12 +521,14 @@ def answer() -> None:
     request = json.loads(stdin.readline())
     mark = request.pop("mark")
     try:
-        enter(request.pop("folder"))
+        enter(request.pop("folder"), request["do"])
         if request.pop("keys"):
             request["environment"] = {**request["environment"], **json.loads(stdin.readline())}
         emit("answer", VERBS[request.pop("do")](**request))
-    except (Refused, OSError) as error:
+    except Refused as error:
         emit("error", str(error))
+    except OSError as error:
+        emit("error", str(error) if error.filename else f"{error}: {os.getcwd()}")
     os._exit(0)  # a thread may still be reading standard input
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import getpass
 import json
 import os
@@ -26,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BOOT = """\
 for p in python3.11 python3.12 python3; do
 if "$p" -I -c "import sys; sys.exit(sys.version_info < (3, 9))" < /dev/null 2> /dev/null; then
-exec "$p" -I -c "import sys; b = sys.stdin.buffer; source = b.read(int(b.readline())).decode(); exec(source)" "$@"; fi
+exec "$p" -I -c "import sys; b = sys.stdin.buffer; n = b.readline(); \
+n.strip().isdigit() or sys.exit(68); source = b.read(int(n)).decode(); exec(source)" "$@"; fi
 done; echo "Python 3.9 or later is missing: sudo apt-get install python3" >&2; exit 69""".replace("\n", " ")
 KEYS = "import json, os, sys; print(json.dumps({name: os.environ[name] for name in sys.argv[1:]}))"
 
@@ -129,7 +131,9 @@ def parse(argv: list[str], takes: dict, usage: str) -> tuple[str, list[str], dic
     if not verb and not command and most is not None:
         raise UserError(f"no command given: use -- COMMAND ...{', '.join(takes)}; see {usage} --help")
     if most is None:
-        raise UserError(f"'{verb}' is not a command of {usage}; see {usage} --help")
+        close = difflib.get_close_matches(verb, takes, n=1)
+        guess = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"'{verb}' is not a command of {usage}{guess}; see {usage} --help")
     if extra := [*(flag for flag in flags if flag not in {*own.split()} | WHICH), *words[max(most, 0) :]]:
         raise UserError(f"{verb or '-- COMMAND'} does not accept '{extra[0]}'; see {usage} --help")
     return verb, words, flags, command, hosts_from_flags(flags)
@@ -167,8 +171,6 @@ class Answer:
     host: str
     values: dict | None = None
     error: str = ""
-    sent_at: float = 0.0  # unix times of the request and the answer, by the local clock
-    answered_at: float = 0.0
 
     @property
     def failed(self) -> bool:
@@ -177,10 +179,11 @@ class Answer:
     def get(self, name: str):
         return None if self.failed else self.values.get(name)
 
-    def clock_s(self) -> int:
-        """Return how many seconds the host's clock is ahead of the local clock, accurate to the request's duration."""
-        clock = self.get("clock") or self.sent_at
-        return round(clock - min(max(clock, self.sent_at), self.answered_at))
+
+def clock_skew_s(clock: float, sent_at: float, answered_at: float) -> int:
+    """Return how many seconds a host's clock is ahead of the local clock, by which the other two times are. It is
+    accurate to the duration of the request."""
+    return round(clock - min(max(clock, sent_at), answered_at))
 
 
 class Fleet:
@@ -269,17 +272,19 @@ class PendingRequest:
         self.fleet, self.host, self.mark, self.timed_out, self.other_output = fleet, host, mark, False, ""
         self.limit_s = fleet.limit_s if limit_s is None else limit_s
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed with this
-        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
+        self.child = subprocess.Popen(command, **pipes, start_new_session=True)  # Ctrl-C signals only this process
         fleet.children.add(self.child)
 
     def answer(self, text: bytes, payload, on_line, on_ready) -> Answer:
         """Send the request, read the complete answer and return it."""
-        answer = Answer(self.host, sent_at=time.time())
+        answer, sent_at = Answer(self.host), time.time()
         timer = threading.Timer(self.limit_s or 10**8, self.give_up)
         timer.daemon = True
         timer.start()
         with contextlib.suppress(OSError):  # the host disconnected; its answer explains why
             self.send(text, payload, stays_open=on_line or on_ready)
+        waits = False  # whether the host waits for its run, without a slot of PARALLEL
         for line in self.child.stdout:
             kind, value = self.parse(line)
             if kind == "ready":
@@ -288,12 +293,19 @@ class PendingRequest:
                 with contextlib.suppress(OSError), self.child.stdin as stdin:
                     stdin.write(b"go\n" if on_ready() else b"")
                 self.fleet.slots.acquire()
+            elif kind == "waiting" and not waits:
+                waits = True
+                self.fleet.slots.release()
             elif kind == "answer":
-                answer.values, answer.answered_at = value, time.time()
+                answer.values = value
+                if "clock" in value:
+                    value["clock_s"] = clock_skew_s(value["clock"], sent_at, time.time())
             elif kind == "error":
                 answer.error = value
             elif kind:
                 on_line(value)
+        if waits:
+            self.fleet.slots.acquire()
         with contextlib.suppress(OSError):
             self.child.stdin.close()
         self.child.stdout.close()
@@ -309,7 +321,7 @@ class PendingRequest:
         self.child.stdin.write(b"%d\n%s%s" % (len(source), source, text))
         self.child.stdin.flush()
         if payload:
-            with subprocess.Popen(payload, stdout=subprocess.PIPE) as child:
+            with subprocess.Popen(payload, stdout=subprocess.PIPE, start_new_session=True) as child:
                 shutil.copyfileobj(child.stdout, self.child.stdin)
         if not stays_open:
             self.child.stdin.close()
@@ -339,8 +351,12 @@ class PendingRequest:
             return f"the host key has changed; if you expected that: {(advice or [f'ssh-keygen -R {host}'])[0]}"
         if status == 255 and "Permission denied" in last:
             return f"ssh key rejected ({last}); add your key on the host, or set the right key in ~/.ssh/config"
+        if status == 255 and "Connection refused" in last:
+            return f"cannot be reached: {last}; no ssh server runs there: install and start openssh-server"
         if status == 255:
             return f"unreachable: {last}" if "timed out" in last else f"cannot be reached: {last}; try ssh {host}"
+        if status == 68:
+            return f"no valid answer: the shell's startup files on {host} (.bashrc) read from standard input"
         if status != 69 and (status in (0, 127) or self.other_output or not last):
             output = f"prints: {self.other_output}" if self.other_output else f"exits{f' ({last})' if last else ''}"
             return f"no valid answer: the host {output}; check the shell's startup files on {host} (.bashrc)"

@@ -95,6 +95,7 @@ from pathlib import Path
 
 from launch import hosts
 from launch.hosts import ROOT, Answer, Fleet, Interrupted, UserError, print_table, whole_number
+from launch.supervisor import refusal_reason
 
 COLUMNS = {"state": "state", "launch": "launch", "commit": "commit", "step": "step", "loss": "loss",
            "tokens_per_s": "tokens/s", "step_s_ago": "step s ago", "log_s_ago": "log s ago",
@@ -166,6 +167,9 @@ def launch(fleet: Fleet, command: list[str], flags: dict) -> int:
     if "--restarts" in flags:
         restarts = whole_number("--restarts", flags["--restarts"])
     commit, replace = find_commit(), "--replace" in flags
+    if new := " ".join(git("ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines()):
+        print(f"WARNING: not copied, because git does not track them: {new[:300]}", file=sys.stderr)
+    check_flags(fleet, command)
     try:
         ready = set_up(fleet, commit, free=not replace)
         if any(answer.failed for answer in ready):
@@ -223,12 +227,10 @@ def check_hosts(ready: list[Answer]) -> None:
     for answer in ready:
         if (other := seen.setdefault(answer.get("machine"), answer.host)) != answer.host:
             raise NotStarted(f"{other} and {answer.host} are the same machine; list it once")
-        if abs(answer.clock_s()) > CLOCK_S:
-            print(f"{answer.host}  WARNING: its clock differs by {answer.clock_s()} s from this machine's")
-        if answer.get("free_gib") < FREE_GIB:
-            print(f"{answer.host}  WARNING: only {answer.get('free_gib')} GiB of disk space are free")
-        if answer.get("tpu").startswith("locked"):
-            print(f"{answer.host}  WARNING: its TPU is {answer.get('tpu')}")
+        for what in machine_problems(answer):
+            print(f"{answer.host}  WARNING: {what}")
+
+
 
 
 def confirm_stop(fleet: Fleet, owners: list, yes: bool, flag: str) -> bool:
@@ -240,6 +242,22 @@ def confirm_stop(fleet: Fleet, owners: list, yes: bool, flag: str) -> bool:
         raise UserError(f"{others} started this run, not {fleet.user}; ask them first, or stop it with {flag} --yes")
     reply = input(f"{others} started this run, not {fleet.user}. Stop it? [y/N] ")
     return reply.strip().lower() in ("y", "yes")
+
+
+CHECK_FLAGS = "import sys; from config.flags import command_line as c; c(sys.argv[1:], 'python main.py', '', 'laptop')"
+
+
+def check_flags(fleet: Fleet, command: list[str]) -> None:
+    """Raise UserError for a misspelled flag of main.py before any host is asked, if this machine has the packages."""
+    python = ROOT / ".venv/bin/python"
+    at = next((n for n, word in enumerate(command) if is_training([word])), None)
+    own = at is None or any(re.match("--(config|init-from|run.init-from|run.init_from)", word) for word in command)
+    if fleet.dry or own or not os.access(python, os.X_OK):  # --config and --init-from read files of the hosts
+        return
+    done = subprocess.run([python, "-c", CHECK_FLAGS, *command[at + 1 :]], cwd=ROOT, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    if done.returncode:
+        raise UserError(refusal_reason(done.stdout.decode(errors="replace")).removeprefix("error: "))
 
 
 def check_command(fleet: Fleet, commit: str, command: list[str], keys: list[str], restarts: int) -> None:
@@ -432,8 +450,6 @@ def clean(fleet: Fleet) -> int:
 
 def show(fleet: Fleet, answers: list[Answer], keys: str) -> list[str]:
     """Print a table with columns `keys`. Return a line for each host whose Python or jax differs from most hosts."""
-    for answer in answers:
-        answer.values = answer.values and {**answer.values, "clock_s": answer.clock_s()}
     cells = lambda answer: ["FAILED"] if answer.failed else [answer.get(key) for key in keys.split()]
     headings = [{"free_gib": "free GiB", "clock_s": "clock skew s"}.get(key, key) for key in keys.split()]
     if not fleet.dry:
@@ -466,13 +482,19 @@ def problems(answer: Answer, commit: str):
         yield f"its files differ from commit {commit}: {values['commit']}"
     elif values["python"] == "none":
         yield "its packages are missing; ./setup_tpu.sh installs them"
-    if values["free_gib"] < FREE_GIB:
-        yield f"only {values['free_gib']} GiB of disk space are free"
-    if abs(values["clock_s"]) > CLOCK_S:
-        yield f"its clock differs by {values['clock_s']} s from this machine's; is a time service (NTP) running there?"
-    in_use = values["tpu"].startswith("in use") and values["run"].startswith("running")
-    if values["tpu"] not in ("none", "free") and not in_use:
+    yield from machine_problems(answer)
+    if values["tpu"].startswith("in use") and not values["run"].startswith("running"):
         yield f"its TPU is {values['tpu']}"
+
+
+def machine_problems(answer: Answer):
+    """Yield a line for each problem that does not prevent a launch."""
+    if (free_gib := answer.get("free_gib")) < FREE_GIB:
+        yield f"only {free_gib} GiB of disk space are free"
+    if abs(skew_s := answer.get("clock_s")) > CLOCK_S:
+        yield f"its clock differs by {skew_s} s from this machine's; is a time service (NTP) running there?"
+    if answer.get("tpu").startswith("locked"):
+        yield f"its TPU is {answer.get('tpu')}"
 
 
 def run(argv: list[str]) -> int:

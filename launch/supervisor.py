@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -65,9 +66,20 @@ def last_line(path: Path) -> str:
     return ""
 
 
+def refusal_reason(text: str) -> str:
+    """Return a command's error message as one line: its `error: ..` line, the text in its box, or its last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if errors := [line for line in lines if line.startswith("error: ")]:
+        return errors[0]
+    boxed = [line.strip("│ ") for line in lines if line.startswith("│")]  # tyro and rich draw such boxes
+    boxed = [line for line in boxed if line.strip("─") and not line.startswith("For full helptext")]
+    return f"error: {' '.join(boxed)[:500]}" if boxed else "".join(lines[-1:])
+
+
 def acquire_lock(path: str, seconds: float = 0, how: int = fcntl.LOCK_EX):
     """Lock a file and return its descriptor, or None if another process still holds it after `seconds`."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    flags = os.O_RDONLY if how == fcntl.LOCK_SH else os.O_RDWR | os.O_CREAT  # to look works on a read-only disk
+    descriptor = os.open(path, flags, 0o644)
 
     def locked():
         with contextlib.suppress(BlockingIOError):
@@ -116,10 +128,11 @@ class Launch:
     def folder(self) -> Path:
         return Path("launches", self.name)
 
-    def command_line(self) -> str:
-        """Return the command line, with values that look like keys replaced by ***."""
-        text = " ".join(" ".join(self.command).split())
-        return re.sub(r"(^| )(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=\S*", r"\1\2=***", text)[:200]
+    def command_line(self, to_type: bool = False) -> str:
+        """Return the start of the command line; to_type: all of it, quoted for a shell. Keys are replaced by ***."""
+        key = re.compile(r"(^| )(\w*(?:KEY|TOKEN|SECRET|PASSWORD)\w*)=\S*")
+        words = [key.sub(r"\1\2=***", word) for word in self.command]
+        return shlex.join(words) if to_type else " ".join(" ".join(words).split())[:200]
 
 
 def latest() -> Launch:
@@ -136,12 +149,13 @@ def describe_latest() -> str:
     return f"{launch.name} since {time.strftime('%F %T', begun)} by {launch.by}: {launch.command_line()[:100]}"
 
 
-def command_environment(commit: str, more: dict) -> dict:
-    """Return the environment of a command that runs in a commit. The commit's packages come first in PATH."""
+def in_commit(commit: str, environment: dict) -> dict:
+    """Return the arguments with which `Popen` runs a command in a commit. The commit's packages come first in PATH."""
     folder = f"{os.getcwd()}/commits/{commit}"
     # If SSH_CLIENT is set, bash reads .bashrc, and the output of .bashrc would be in the log.
     inherited = {name: value for name, value in os.environ.items() if name not in ("SSH_CLIENT", "SSH2_CLIENT")}
-    return {**inherited, **more, "PATH": f"{folder}/.venv/bin:{os.environ.get('PATH', os.defpath)}"}
+    path = f"{folder}/.venv/bin:{os.environ.get('PATH', os.defpath)}"
+    return {"cwd": folder, "env": {**inherited, **environment, "PATH": path}, "stdin": subprocess.DEVNULL}
 
 
 class Supervisor:
@@ -178,9 +192,7 @@ class Supervisor:
         code = self.run_attempts() if (self.here / "go").exists() and not self.stop_requested() else "not started"
         write(self.here / "exit", str(code))
         if self.launch.on_end and self.launch.process == 0 and code != "not started":
-            where = {"cwd": f"commits/{self.launch.commit}", "env": {**self.environment(), "AXIS_EXIT": str(code)}}
-            with open(self.here / "log", "ab") as log:
-                subprocess.Popen(["bash", "-c", self.launch.on_end], **where, **self.popen_arguments(log))
+            self.begin(["bash", "-c", self.launch.on_end], AXIS_EXIT=str(code))
 
     def run_attempts(self) -> int:
         """Run the command, restart it as `next_restart` allows, and return the last exit status."""
@@ -192,17 +204,19 @@ class Supervisor:
             with contextlib.suppress(FileNotFoundError):
                 (self.here / "pid").replace(self.here / "pid.partial")
             write(self.here / "restarts", why)  # after removing pid, or `status` would show `running, restarted`
+            if self.absent == 1:
+                self.advise_fewer_hosts()
             self.note(f"the command exited with status {code}; restarting in {self.launch.wait_s} s, {why}")
             if wait_for(self.launch.wait_s, self.stop_requested):
                 return code
             self.note(f"restarted, {why}")
 
-    def popen_arguments(self, log) -> dict:
-        """Return arguments that start a command in its own session, so that `stop` can signal all its processes."""
-        return {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
-
-    def environment(self) -> dict:
-        return {**command_environment(self.launch.commit, self.launch.environment), "PYTHONUNBUFFERED": "1"}
+    def begin(self, command: list[str], locks=(), **environment: str) -> subprocess.Popen:
+        """Start a command in its own session, so that `stop` can signal all its processes. `locks`: which it holds."""
+        environment = {**self.launch.environment, "PYTHONUNBUFFERED": "1", **environment}
+        with open(self.here / "log", "ab") as log:
+            return subprocess.Popen(command, **in_commit(self.launch.commit, environment), stdout=log, stderr=log,
+                                    start_new_session=True, pass_fds=locks)  # fmt: skip
 
     def run_once(self) -> int:
         """Run the command once; return its exit status as a shell reports it."""
@@ -210,14 +224,12 @@ class Supervisor:
             with contextlib.suppress(FileNotFoundError):
                 (self.here / name).unlink()
         self.killed, self.moved, self.quiet_s, before = False, None, 0, out_of_memory_kills()
-        where = {"cwd": f"commits/{self.launch.commit}", "env": self.environment(), "pass_fds": [self.lock]}
-        with open(self.here / "log", "ab") as log:
-            try:
-                self.child = subprocess.Popen(self.launch.command, **where, **self.popen_arguments(log))
-            except OSError as error:
-                absent = isinstance(error, FileNotFoundError)
-                self.note(f"{self.launch.command[0]}: {'not found' if absent else error.strerror}")
-                return 127 if absent else 126
+        try:
+            self.child = self.begin(self.launch.command, [self.lock])
+        except OSError as error:
+            absent = isinstance(error, FileNotFoundError)
+            self.note(f"{self.launch.command[0]}: {'not found' if absent else error.strerror}")
+            return 127 if absent else 126
         write(self.here / "pid", str(self.child.pid))
         while (code := self.poll()) is None:
             self.watch_over()
@@ -271,6 +283,17 @@ class Supervisor:
         self.again, self.absent = self.again + 1, 0
         return f"{self.again} of {most}" if self.again <= most else ""
 
+    def advise_fewer_hosts(self) -> None:
+        """Write to the log how to resume without a host that does not come back."""
+        if "AXIS_PROCESSES" in self.launch.environment:
+            self.note("a TPU slice runs only with all its hosts; if one does not come back, launch on another slice")
+            return
+        words = self.launch.command_line(to_type=True)
+        self.note("if a host does not come back, resume without it: find it with the first command, remove it from")
+        self.note("hosts.txt, and launch with the second, with a --mesh for the devices that are left:")
+        self.note("  ./launcher.sh status --hosts hosts.txt")
+        self.note(f"  ./launcher.sh --hosts hosts.txt --replace -- {words}")
+
     def explain_abort(self) -> str:
         """Return the cause of a SIGABRT if it came from JAX; otherwise an empty text.
 
@@ -293,12 +316,18 @@ def reported_status(here: Path) -> str:
 
 
 def out_of_memory_kills() -> int:
-    """Return how many processes the kernel's OOM killer has killed since boot, including those in containers."""
-    return sum(int(line.split()[1]) for line in read(Path("/proc/vmstat")).splitlines() if line.startswith("oom_kill "))
+    """Return how many processes the kernel's OOM killer has killed since boot: in this process's control group, such as
+    a container, if the kernel counts them there; otherwise on the whole machine."""
+    files = [Path("/proc/vmstat")]
+    for _, kinds, path in (line.split(":", 2) for line in read(Path("/proc/self/cgroup")).splitlines()):
+        if kinds in ("", "memory"):  # version 2, version 1
+            files.insert(0, Path(f"/sys/fs/cgroup/{kinds}{path}", "memory.oom_control" if kinds else "memory.events"))
+    counts = (line.split()[1] for file in files for line in read(file).splitlines() if line.startswith("oom_kill "))
+    return int(next(counts, 0))
 
 
 def explain_kill(rise: int) -> str:
     """Explain a SIGKILL that the supervisor did not send. rise: number of OOM kills while the command ran."""
     if rise:
-        return f"the kernel killed the command: this host is out of memory (oom_kill in /proc/vmstat rose by {rise})"
+        return f"the kernel killed the command: this host is out of memory (the kernel's oom_kill count rose by {rise})"
     return "SIGKILL ended the command, but the kernel's OOM killer did not send it; did a user of this host send it?"

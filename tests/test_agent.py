@@ -6,9 +6,12 @@ import io
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -116,13 +119,18 @@ def test_a_killed_command_is_explained(host, monkeypatch, rise, says):
     assert says in note
 
 
-def test_kills_for_want_of_memory_are_counted_by_the_kernel(monkeypatch):
-    """Catches a counter of another name: a kill for want of memory would look like a colleague's."""
+@pytest.mark.parametrize("kept, count", [
+    ({"vmstat": "oom_kill_other 5\noom_kill 3\nnr_dirty 7"}, 3),
+    ({"vmstat": "oom_kill 3", "cgroup": "1:cpu:/x\n0::/box", "/sys/fs/cgroup/box/memory.events": "oom_kill 1"}, 1),
+    ({"vmstat": "oom_kill 3", "cgroup": "7:memory:/b", "/sys/fs/cgroup/memory/b/memory.oom_control": "oom_kill 0"}, 0),
+    ({"vmstat": "oom_kill 3", "cgroup": "0::/"}, 3),
+])  # fmt: skip
+def test_kills_for_want_of_memory_are_counted_by_the_kernel(monkeypatch, kept, count):
+    """Catches a counter of another name: a kill for want of memory would look like a colleague's; and the kills of
+    another container, taken for this one's."""
     assert "oom_kill" in dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
-    monkeypatch.setattr(
-        supervisor, "read", lambda path: "oom_kill_other 5\noom_kill 3\nnr_dirty 7" * (path.name == "vmstat")
-    )
-    assert supervisor.out_of_memory_kills() == 3
+    monkeypatch.setattr(supervisor, "read", lambda path: kept.get(path.name, kept.get(str(path), "")))
+    assert supervisor.out_of_memory_kills() == count
 
 
 @pytest.fixture
@@ -155,6 +163,28 @@ def test_a_run_is_stopped_where_the_disk_is_full(small_disk):
     assert agent.state() == "stopped, exit 143"
 
 
+@needs_root
+def test_a_run_on_a_read_only_disk_is_seen_and_stopped(host, tmp_path, monkeypatch, request):
+    """Catches a host whose disk turned read-only in a run, and that answers neither `status` nor `stop`."""
+    here = supervised("trap 'kill %1; exit 0' TERM; sleep 30 & wait", restarts=3)
+    code = "from launch.supervisor import Supervisor; Supervisor('2').run()"
+    ours = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], env=ours, stdout=-3, stderr=-3) as watch:
+        wait_until((here / "pid").exists)
+        subprocess.run(["mount", "--bind", tmp_path, tmp_path], check=True)
+        request.addfinalizer(lambda: subprocess.run(["umount", "--lazy", tmp_path], check=True))
+        subprocess.run(["mount", "-o", "remount,bind,ro", tmp_path], check=True)
+        agent.enter(str(tmp_path), "status")
+        with pytest.raises(agent.Refused, match="cannot write to"):
+            agent.enter(str(tmp_path), "start")
+        assert agent.status()["state"] == "running"
+        sent = []
+        monkeypatch.setattr(agent, "kill", lambda *how: sent.append(how) or supervisor.kill(*how))
+        assert agent.stop(20, "", yes=True)["text"].startswith("stopped after ")
+        assert len(sent) == 1, "a second SIGTERM would end a run that saves"
+        watch.wait(10)
+
+
 def test_a_colleagues_run_is_not_stopped_by_mistake(host):
     """Catches a stop that ends somebody else's run without a question."""
     here = supervised("sleep 100", by="anna@here")
@@ -165,6 +195,28 @@ def test_a_colleagues_run_is_not_stopped_by_mistake(host):
     assert agent.stop(0, "ben@here", yes=True, launch="another") == {"text": "was not started"}
     assert agent.stop(5, "ben@here", yes=True)["text"].startswith("stopped after ")
     thread.join()
+
+
+def test_a_host_that_does_not_come_back(host):
+    """Catches 80 minutes of attempts without a word on how to go on with fewer hosts."""
+    joins = 'printf "60\\tjoining\\n" > "$AXIS_ALIVE"; echo >> ../../tries; [ $(wc -l < ../../tries) = 3 ] || exit 75'
+    here = supervised(joins, "A_KEY=secret", "a b", restarts=3)
+    assert run(here) == "0"
+    text = [line.removeprefix("supervisor: ") for line in notes(here)]
+    (command,) = [line for line in text if line.startswith("  ./launcher.sh --hosts hosts.txt --replace -- ")]
+    assert shlex.split(command)[-2:] == ["A_KEY=***", "a b"] and "  ./launcher.sh status --hosts hosts.txt" in text
+    assert len([line for line in text if "not counted: not all processes joined" in line]) == 4
+
+
+def test_a_misspelled_flag_is_found_before_any_host_is_asked():
+    """Catches 20 s of copying before `--run.stepz` is refused."""
+    fleet, python = hosts.Fleet(["h"]), ["env", "A=1", "python", "main.py"]
+    with pytest.raises(hosts.UserError, match=r"Unrecognized options: --run\.stepz, 10 .*--run\.steps"):
+        launcher.check_flags(fleet, [*python, "laptop", "--run.stepz", "10"])
+    with pytest.raises(hosts.UserError, match="unknown preset 'tinny'"):
+        launcher.check_flags(fleet, [*python, "tinny"])
+    for words in ("main.py laptop --run.steps 10", "main.py --config runs/of/hosts.json --run.stepz 1", "other.py --x"):
+        launcher.check_flags(fleet, ["python", *words.split()])
 
 
 TYRO = """\
@@ -198,9 +250,9 @@ def test_a_log_is_read_without_colors_and_bars(host):
 @pytest.mark.parametrize("seconds, shown", [(0, 0), (-3600, -3600), (70, 70)])
 def test_how_far_a_clock_is_off(seconds, shown):
     """Catches a clock that is an hour off, shown as none; and the time that asking takes, shown as skew."""
-    answer = hosts.Answer("host00", {"clock": 1000.4 + seconds}, sent_at=1000.0, answered_at=1001.1)
-    assert abs(answer.clock_s() - shown) <= 1
-    assert (answer.clock_s() == 0) == (seconds == 0)
+    skew_s = hosts.clock_skew_s(1000.4 + seconds, sent_at=1000.0, answered_at=1001.1)
+    assert abs(skew_s - shown) <= 1
+    assert (skew_s == 0) == (seconds == 0)
 
 
 def test_answers_are_told_from_what_a_login_prints(monkeypatch, capsys):
@@ -228,7 +280,7 @@ CHANGED = "@@@\nremove with:\n  ssh-keygen -f '/k' -R '[h]:2'\nHost key verifica
     (CHANGED,
      "the host key has changed; if you expected that: ssh-keygen -f '/k' -R '[h]:2'"),
     ("ssh: connect to host h port 22: Connection refused\n", "cannot be reached: ssh: connect to host h port 22: "
-     "Connection refused; try ssh h"),
+     "Connection refused; no ssh server runs there: install and start openssh-server"),
     ("Connection timed out\n", "unreachable: Connection timed out"),
 ])  # fmt: skip
 def test_ssh_says_why_a_host_is_not_reached(errors, says):
@@ -238,6 +290,72 @@ def test_ssh_says_why_a_host_is_not_reached(errors, says):
     question.errors.close()
     question.errors = io.BytesIO(errors.encode())
     assert question.cause(255) == says
+
+
+def test_a_startup_file_that_reads_its_input_is_named():
+    """Catches `ValueError: invalid literal for int()`, the answer of a host whose .bashrc reads a line."""
+    command = ["sh", "-c", f"read line; {hosts.BOOT}"]
+    done = subprocess.run(command, input=b"9\nimport sys\n{}\n", capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (68, b"", b"")
+    question = hosts.PendingRequest(hosts.Fleet(["h"]), "h", ["true"], "mark", 5)
+    question.child.communicate()
+    assert "startup files on h (.bashrc) read from standard input" in question.cause(68)
+    question.errors.close()
+
+
+def test_ctrl_c_signals_the_launcher_alone():
+    """Catches hosts that are blamed, one by one, because Ctrl-C ended ssh before the launcher knew of it."""
+    question = hosts.PendingRequest(hosts.Fleet(["h"]), "h", ["true"], "mark", 5)
+    assert os.getpgid(question.child.pid) == question.child.pid != os.getpgid(0)
+    question.child.communicate()
+    question.errors.close()
+
+
+def test_a_host_that_waits_for_its_run_needs_no_slot(host, monkeypatch):
+    """Catches a `stop` that reaches the 17th host only once one of the first 16 has saved and ended."""
+    monkeypatch.setenv("PARALLEL", "1")
+    fleet, answers = hosts.Fleet(["a", "b"]), []
+    said = ["echo 'm {\"waiting\": true}'", "until [ -e ended ]; do sleep 0.1; done", "echo 'm {\"answer\": {}}'"]
+
+    def ask(host):
+        with fleet.slots:
+            question = hosts.PendingRequest(fleet, host, ["sh", "-c", "; ".join(said)], "m", 30)
+            answers.append(question.answer(b"", None, None, lambda: True))
+
+    questions = [threading.Thread(target=ask, args=(host,)) for host in fleet.hosts]
+    for one in questions:
+        one.start()
+    try:
+        wait_until(lambda: len(fleet.children) == 2)
+    finally:
+        Path("ended").touch()
+        for one in questions:
+            one.join(10)
+    assert [answer.failed for answer in answers] == [False, False]
+
+
+def test_an_error_without_a_path_says_where(host, monkeypatch, capsys):
+    """Catches `No space left on device` that does not say on which disk."""
+
+    def full():
+        raise OSError(28, "No space left on device")
+
+    text = json.dumps({"mark": "m", "folder": str(host), "keys": False, "do": "usage"})
+    monkeypatch.setattr(agent, "stdin", io.BytesIO(text.encode()))
+    monkeypatch.setitem(agent.VERBS, "usage", full)
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    monkeypatch.setattr(agent, "mark", "")
+    agent.answer()
+    assert f"No space left on device: {host}" in capsys.readouterr().out
+
+
+def test_a_misspelled_command_is_guessed(monkeypatch):
+    """Catches `'statsu' is not a command`, without the one that was meant."""
+    with pytest.raises(hosts.UserError, match=r"'statsu' is not a command of \./launcher\.sh; did you mean status\?"):
+        hosts.parse(["statsu", "--hosts", "x"], launcher.VERBS, "./launcher.sh")
+    monkeypatch.setattr(hosts, "hosts_of_tpu", lambda name, zone: [f"{name}-{n}.{zone}" for n in (0, 1)])
+    found = hosts.parse(["status", "--tpu", "b,a", "--zone", "z"], launcher.VERBS, "./launcher.sh")[-1]
+    assert found == ["b-0.z", "b-1.z", "a-0.z", "a-1.z"], "slices in another order than they were named in"
 
 
 @pytest.mark.parametrize("line, message", [("a b", "'a b': write one host per line"), ("-x", "'-x' is not a host"),

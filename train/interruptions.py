@@ -23,7 +23,9 @@ class Stopped(KeyboardInterrupt):
 
 class Interruptions:
     """Handler of Ctrl-C and SIGTERM. The first signal asks the training loop to save and stop. Outside the loop there
-    is nothing to save, so it raises Stopped. A second signal ends the process at once, with the signal's exit status.
+    is nothing to save, so it raises Stopped. A second signal ends the process at once, with the signal's exit status;
+    but under launcher.sh a second SIGTERM changes nothing, because `stop --now` sends SIGKILL. The handlers remain
+    after this context, until the process has told the others and exits, so that no late signal changes its status.
 
     checkpoints   the run's directory of checkpoints, which need not exist yet
     """
@@ -36,6 +38,7 @@ class Interruptions:
         self.argv, self.checkpoints, self.together = argv, checkpoints, together
         self.board, self.agreement, self.watchdog = together.board, together.agreement, together.watchdog
         self.asked, self.saving, self.before = 0, False, {}
+        self.over = False  # whether Stopped was raised, or the context has ended: the main thread is on its way out
 
     def __enter__(self):
         if not self.board.rank:
@@ -44,6 +47,7 @@ class Interruptions:
             self.reads, self.writes = os.pipe()
             os.set_blocking(self.writes, False)
             self.before = {number: signal.signal(number, self.handle) for number in (*self.SIGNALS, self.OTHER_PROCESS)}
+            self.watchdog.on_end = self.restore
             self.watchdog.on_stop = lambda: signal.pthread_kill(threading.main_thread().ident, self.OTHER_PROCESS)
             self.wakeup = signal.set_wakeup_fd(self.writes)
             threading.Thread(target=self.watch, args=(self.reads,), daemon=True).start()
@@ -52,18 +56,23 @@ class Interruptions:
         return self
 
     def __exit__(self, *_):
+        self.over = True
         if self.before:
             self.patience.cancel()
             self.watchdog.on_stop = lambda: None
-            signal.set_wakeup_fd(self.wakeup)
-            for number, handler in self.before.items():
-                signal.signal(number, handler)
-            os.close(self.writes)  # ends the thread
+
+    def restore(self) -> None:
+        """Restore the handlers from before this context."""
+        signal.set_wakeup_fd(self.wakeup)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        os.close(self.writes)  # ends the thread
 
     def handle(self, number, frame) -> None:
         self.note_sender(number)
         self.asked = self.asked or (signal.SIGTERM if number == self.OTHER_PROCESS else number)
-        if not (self.saving or self.agreement.complete):
+        if not (self.saving or self.agreement.complete or self.over):
+            self.over, self.frame = True, frame  # keeps what a thread may still compile: freeing it can crash
             raise Stopped
 
     def note_sender(self, number: int) -> None:
@@ -79,7 +88,7 @@ class Interruptions:
         seen, told = 0, False
         while number := os.read(reads, 1):
             own = number[0] in self.SIGNALS
-            seen += own
+            seen += own and not (seen and number[0] == signal.SIGTERM and "AXIS_ALIVE" in os.environ)
             self.note_sender(number[0])
             if seen > 1:
                 self.end_now(128 + number[0])

@@ -1,6 +1,7 @@
 """Claims about launcher.sh, over real ssh and tmux."""
 
 import getpass
+import http.server
 import os
 import pty
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -125,7 +127,7 @@ def never_answers(fleet, undo):
 def is_not_there(fleet, undo):
     config = fleet.folder / "ssh_config"
     config.write_text("Host nobody\n  HostName 127.0.0.201\n" + config.read_text())
-    return "nobody", "cannot be reached: .*Connection refused; try ssh nobody"
+    return "nobody", "cannot be reached: .*Connection refused; no ssh server runs there"
 
 
 def has_another_commit(fleet, undo):
@@ -448,6 +450,12 @@ def test_edits_that_no_commit_holds_are_refused(fleet):
         makefile.write_text(text)
     assert done.returncode == 2
     assert done.stderr == "error: uncommitted edits: Makefile; only a commit is copied to the hosts, so commit first\n"
+    (fleet.checkout / "new.py").touch()
+    try:
+        done = launch(fleet, "true")
+    finally:
+        (fleet.checkout / "new.py").unlink()
+    assert (done.returncode, done.stderr) == (0, "WARNING: not copied, because git does not track them: new.py\n")
 
 
 def test_the_doctor_names_what_is_wrong(fleet):

@@ -263,7 +263,7 @@ def test_what_may_go_wrong_is_a_warning_at_the_launch(fleet):
         warnings[0]
         == f"host01  WARNING: its TPU is locked by an unused file that nobody left behind; remove it: sudo rm {left}"
     )
-    assert re.fullmatch(r"host02  WARNING: its clock differs by 5184\d\d\d s from this machine's", warnings[1])
+    assert re.match(r"host02  WARNING: its clock differs by 5184\d\d\d s from this machine's; is ", warnings[1])
     assert len(warnings) == 2
 
 

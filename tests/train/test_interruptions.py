@@ -98,11 +98,34 @@ def test_a_second_ctrl_c_stops_at_once(home, straight, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_stopped_before_its_first_checkpoint_says_so(home, tmp_path, monkeypatch, number):
     """Catches success and a promise to resume from a run that had nothing to save yet."""
-    monkeypatch.setattr(main, "trace_step", lambda *_: signal.raise_signal(number))
+    kept = []
+
+    def compile_and_signal(*_):
+        program = threading.Event()
+        kept.append(weakref.ref(program))
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(main, "trace_step", compile_and_signal)
     status, out, _ = run(flags(home, tmp_path))
     assert status == 128 + number
+    assert kept[0](), "XLA may still compile it in a thread, which crashes if it is freed"
     last = out.rstrip().splitlines()[-1]
     assert last.startswith("stopped    no checkpoint was saved; this starts at step 0:  ") and "main.py" in last
+    assert "train.report" not in out, "there is nothing to plot yet"
+
+
+@pytest.mark.parametrize("status, stopped", [(143, False), (0, True)])
+def test_a_stopped_process_skips_the_shutdown(status, stopped):
+    """Catches exit status 139 after a stop: the interpreter's shutdown crashed in threads that still compiled."""
+    code = f"""import atexit, os, types
+from train.hosts import processes
+atexit.register(os.abort)
+message = types.SimpleNamespace(stopped={stopped})
+processes.current = types.SimpleNamespace(board=types.SimpleNamespace(message=message))
+print("said")
+processes.exit_process({status})"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "said\n")
 
 
 def test_ctrl_c_during_the_imports_is_one_line(tmp_path):

@@ -1,6 +1,7 @@
 """Preemption of a host is distinguished from a stop by the user, on every process of a run."""
 
 import signal
+import threading
 import types
 from pathlib import Path
 
@@ -39,6 +40,27 @@ def test_sigterm_is_preemption_unless_stop_was_requested(partway, launch, stop, 
     assert (status, last_state(launch)) == (0, word)
     said = "preempted: the system asked this host to stop (SIGTERM); stopping after this step and saving a checkpoint"
     assert (said in err) is (not stop)
+
+
+def test_a_late_sigterm_changes_nothing(partway, launch, monkeypatch):
+    """Catches a stopped or preempted run that fails: a signal that arrives after the run has saved, while it waits for
+    the other processes, ended it with 143, and the others then missed its heartbeats."""
+    late, leave = [], watchdog.Watchdog.leave
+
+    def leave_late(self, *how):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        return leave(self, *how)
+
+    monkeypatch.setattr(watchdog.Watchdog, "leave", leave_late)
+    before = signal.signal(signal.SIGTERM, lambda *_: late.append(1))
+    try:
+        with signal_at_step(52, signal.SIGTERM):
+            status, _, err = run(partway[0])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (status, late, last_state(launch)) == (0, [], PREEMPTED)
+    assert "stopped at once" not in err
 
 
 def test_ctrl_c_is_not_preemption(partway, launch):
@@ -99,8 +121,14 @@ def test_without_a_supervisor_sigterm_is_from_the_user(crew, monkeypatch):
 ])  # fmt: skip
 def test_all_processes_report_the_same_state(crew, monkeypatch, status, by, word):
     """Catches half of the hosts restarting, and a `stop --only HOST` that the other hosts take for preemption."""
-    words = []
-    monkeypatch.setattr(watchdog, "say_alive", lambda _, what: words.append(what))
+    last, saying, say_alive = {}, threading.local(), watchdog.Watchdog.say_alive
+
+    def say(one, more_s=0.0):
+        saying.one = one
+        say_alive(one, more_s)
+
+    monkeypatch.setattr(watchdog.Watchdog, "say_alive", say)
+    monkeypatch.setattr(watchdog, "say_alive", lambda _, what: last.update({saying.one: what}))
     monkeypatch.setattr(watchdog, "ALIVE_S", 1000)
     ones = crew(3)
     for one in ones:
@@ -115,7 +143,7 @@ def test_all_processes_report_the_same_state(crew, monkeypatch, status, by, word
         return one.watchdog.leave(status)
 
     run_in_threads(ones, work)
-    assert words[-3:] == [word] * 3
+    assert [last[one.watchdog] for one in ones] == [word] * 3
 
 
 @pytest.mark.parametrize("fault, stop, statuses, word", [

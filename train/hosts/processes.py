@@ -7,6 +7,7 @@ Each process has a message board (`board.py`), an agreement with the others (`ag
 import contextlib
 import functools
 import os
+import signal
 import socket
 import stat
 import sys
@@ -164,8 +165,23 @@ def end_together(main: Callable) -> Callable:
         finally:
             if current:
                 current.watchdog.closed.set()
+                current.watchdog.on_end()
 
     return wrapped
+
+
+def exit_process(status: int) -> None:
+    """Exit with a status that a late SIGTERM does not change.
+
+    After a stop, skip the interpreter's shutdown: threads that still compile could crash in it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if status > 128 or (current and current.board.message.stopped):
+        with contextlib.suppress(OSError):  # a full disk
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def write_cache_on_every_process(wanted: bool):

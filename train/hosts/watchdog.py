@@ -51,6 +51,7 @@ class Watchdog:
         self.taken, self.report, self.written = None, ("-", "-", "-"), None
         self.pace, self.slow, self.said_alive = pace.Pace(), set(), -math.inf
         self.on_stop = lambda: None  # called once, from this thread, when another process was asked to stop
+        self.on_end = lambda: None  # called by the main thread after `leave`
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
         self.thread.start()
