@@ -151,6 +151,7 @@ def loop(cfg: Config, mesh, state, step_function, evaluation, plan, metrics: run
                 row |= {"mfu": plan.model_flops / step_s / peak} if peak else {}
                 metrics.write("train", taken, **row)
                 show.add_row(taken, row)
+                watchdog.show(run.steps, row, pauses=evaluation_due or checkpoint_due or last)
                 losses, mark = [], time.perf_counter()
             if evaluation_due:
                 result = evaluate(taken)

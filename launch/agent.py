@@ -16,11 +16,11 @@ Changes: only the folder in the request, which must not be shared with other hos
   starting           locked while a launch is starting
 
 A command can report to its supervisor through two files, which it replaces by renaming. The variable AXIS_PROGRESS has
-the path of a file with one line of tab-separated fields: step, number of steps, loss, tokens/s, and the unix time at
-which the step finished; `-` is unknown. AXIS_ALIVE has the path of the heartbeat file, which a healthy command keeps
-replacing. This file contains the number of seconds without a heartbeat after which the supervisor kills the command,
-and a status: `joining` until all processes have joined, then `joined`; at the end `preempted` if the command stopped
-early because the system sent SIGTERM.
+the path of a file with one line of tab-separated fields: step, number of steps, loss, tokens/s, the unix time at which
+the step finished, and after how many seconds without a new file `status` reports a problem; `-` is unknown. AXIS_ALIVE
+has the path of the heartbeat file, which a healthy command keeps replacing. This file contains the number of seconds
+without a heartbeat after which the supervisor kills the command, and a status: `joining` until all processes have
+joined, then `joined`; at the end `preempted` if the command stopped early because the system sent SIGTERM.
 """
 
 from __future__ import annotations
@@ -301,15 +301,24 @@ def state() -> str:
 def status() -> dict:
     """Return the state and progress of the last launch. None is unknown. Numbers are as the command wrote them."""
     launch, now = latest(), time.time()
-    fields = (read(LATEST / "progress").split("\t") + ["-"] * 5)[:5]
-    step, steps, loss, speed, at = (None if field in ("", "-") else field for field in fields)
-    values = {"state": state(), "launch": launch.name, "commit": launch.commit[:7], "step": step, "steps": steps}
-    values |= {"loss": loss, "tokens_per_s": speed, "step_s_ago": None, "log_s_ago": None}
+    fields = (read(LATEST / "progress").split("\t") + ["-"] * 6)[:6]
+    step, steps, loss, speed, at, late_s = (None if field in ("", "-") else field for field in fields)
+    values = {"state": hang(now, late_s) or state(), "launch": launch.name, "commit": launch.commit[:7]}
+    values |= {"step": step, "steps": steps, "loss": loss, "tokens_per_s": speed, "step_s_ago": None, "log_s_ago": None}
     if at and re.fullmatch(r"[1-9]\d*(\.\d*)?", at):
         values["step_s_ago"] = max(0, int(now - float(at)))
     if (LATEST / "log").exists():
         values["log_s_ago"] = max(0, int(now - os.path.getmtime(LATEST / "log")))
     return {**values, "last_line": last_line(LATEST / "log") or None, "by": launch.by, "command": launch.command_line()}
+
+
+def hang(now: float, late_s: str | None) -> str:
+    """Return how long a running command has made no progress, if it is longer than the command itself expects."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        quiet_s = int(now - os.path.getmtime(LATEST / "progress"))
+        if quiet_s > float(late_s) and state().startswith("running"):
+            return f"no progress for {quiet_s} s"
+    return ""
 
 
 def stop(grace_s: int, by: str, yes: bool, launch: str = "") -> dict:
@@ -394,6 +403,31 @@ def show_more(file) -> bool:
     if not mark:
         time.sleep(0.2)
     return not mark or not select.select([stdin], [], [], 0.2)[0] or bool(stdin.read1(1))
+
+
+def stacks() -> dict:
+    """Make each process of the run print the stacks of its threads into the log, and send them.
+
+    main.py prints them on SIGUSR2, even if it hangs in a device call. A process without a handler would be killed.
+    """
+    if nothing_runs():
+        raise Refused(f"nothing runs: {state()}")
+    log = (LATEST / "log").resolve()
+    begin, found = os.path.getsize(log), processes_that_handle(signal.SIGUSR2, int(read(LATEST / "pid", "-1")))
+    if not found:
+        raise Refused("no process of the run can print its stacks yet; main.py can, once it has imported its packages")
+    for pid, frozen in found.items():
+        os.kill(pid, signal.SIGUSR2)
+        if frozen:
+            emit("line", f"{describe_process(pid)} is frozen by SIGSTOP, so it cannot print its stacks")
+    if not all(found.values()):
+        wait_for(5, lambda: os.path.getsize(log) > begin)
+        time.sleep(0.5)  # until all threads are printed
+    with open(log, errors="replace") as file:
+        file.seek(begin)
+        for line in file:
+            emit("line", line.rstrip("\n"))
+    return {}
 
 
 def run_next_to_run(command: list[str]) -> dict:
@@ -495,7 +529,7 @@ def usage() -> dict:
 
 VERBS = {
     verb.__name__: verb
-    for verb in (prepare, receive, check, port, start, status, stop, logs, pack, clean, doctor, usage)
+    for verb in (prepare, receive, check, port, start, status, stop, stacks, logs, pack, clean, doctor, usage)
 }
 VERBS["exec"] = run_next_to_run
 WRITING = ("prepare", "receive", "start", "clean")  # the others also work if the disk has become read-only

@@ -34,9 +34,11 @@ input). Each line is one host as ssh knows it: a name, an IPv4 or IPv6 address, 
   status [--short | --json] print for each host: state, step, loss, tokens/s, the seconds since the last step and the
                             last log output, and the last log line. Below: the command, and who started it.
                             --short: only hosts with problems, and one line for all others. --json: only an array
-                            with one object per host
+                            with one object per host. A run that has taken 10 times as long as its usual step without
+                            progress, and at least 60 s, is a problem; while it starts, evaluates or saves, 15 minutes
   logs [HOST] [-f]          print the last lines of the logs of all hosts or of one; -n LINES (default: 40); -f
                             follows the logs, including those of later runs
+  stacks                    print what every thread of main.py does now, on all hosts; for a run that hangs
   stop [--now]              send SIGTERM, so that the run saves; after GRACE, send SIGKILL to processes still running.
                             Ctrl-C here does not cancel this. A second `stop` only waits for the first. --now: send
                             SIGKILL at once. If somebody else started the run, launcher.sh asks you to confirm; --yes
@@ -104,6 +106,7 @@ VERBS = {  # verb -> (its flags, its maximum number of arguments; -1: a command 
     "": ("--replace --yes --restarts --on-end --env", 0),
     "status": ("--short --json", 0),
     "logs": ("-f -n", 1),
+    "stacks": ("", 0),
     "stop": ("--now --yes", 0),
     "exec": ("", -1),
     "fetch": ("", 2),
@@ -355,9 +358,9 @@ def show_status(fleet: Fleet, answers: list[Answer], short: bool = False) -> int
     if not short or trouble:
         print_table([*COLUMNS.values()], [row(answer) for answer in (trouble if short else answers)])
     if short and well:
-        state, _, _, step, loss, speed, *_ = row(well[0])[1:]
-        state, step, loss, speed = (cell or "-" for cell in (state, step, loss, speed))
-        print(f"{len(well)} hosts are well; {well[0].host}: {state}, step {step}, loss {loss}, tokens/s {speed}")
+        state, _, _, step, loss, speed, age, *_ = ("-" if cell is None else cell for cell in row(well[0])[1:])
+        ago = f" ({age} s ago)" if age != "-" and state.startswith("running") else ""
+        print(f"{len(well)} hosts are well; {well[0].host}: {state}, step {step}{ago}, loss {loss}, tokens/s {speed}")
     elif not short:
         what = {f"{answer.get('launch')} by {answer.get('by')}: {answer.get('command')}" for answer in answers
                 if answer.get("command")}  # fmt: skip
@@ -365,6 +368,8 @@ def show_status(fleet: Fleet, answers: list[Answer], short: bool = False) -> int
     lines = hosts.differing_lines(answers, commit="commit") or hosts.differing_lines(answers, launch="launch")
     gone = "its supervisor is gone, e.g. after a power-off or reboot; launch again, with --replace"
     lines += [f"{answer.host}  PROBLEM: {gone}" for answer in trouble if answer.get("state") == "vanished"]
+    if any((answer.get("state") or "").startswith("no progress") for answer in trouble):
+        lines.append("PROBLEM: the run seems to hang; ./launcher.sh stacks, with the same hosts, shows where")
     print(*lines, sep="\n", end="\n" * bool(lines))
     return int(bool(trouble or lines))
 
@@ -505,6 +510,7 @@ def run(argv: list[str]) -> int:
     commands = {
         "": lambda: launch(fleet, command, flags), "status": lambda: status(fleet, flags),
         "logs": lambda: logs(fleet, words, flags), "stop": lambda: stop(fleet, flags),
+        "stacks": lambda: stream(fleet, {"do": "stacks"}),
         "exec": lambda: stream(fleet, {"do": "exec", "command": command}), "fetch": lambda: fetch(fleet, words),
         "usage": lambda: usage(fleet), "doctor": lambda: doctor(fleet), "clean": lambda: clean(fleet),
     }  # fmt: skip

@@ -197,6 +197,72 @@ def test_a_colleagues_run_is_not_stopped_by_mistake(host):
     thread.join()
 
 
+def test_a_run_without_progress_is_in_trouble(host, capsys):
+    """Catches a hung run that `status --short` calls well, with the tokens/s of an hour ago."""
+    here = supervised("sleep 100")
+    thread = threading.Thread(target=run, args=(here,))
+    thread.start()
+    wait_until((here / "pid").exists)
+    report, problem = here / "progress", lambda: launcher.has_problem(hosts.Answer("host00", agent.status()))
+    for text, age_s, shown in [
+        ("5\t9\t2.5\t977\t1\t60", 50, "running"),
+        ("5\t9\t2.5\t977\t1\t60", 198, "no progress for 198 s"),
+        ("5\t9\t2.5\t977\t1\t900", 198, "running"),  # it evaluates
+        ("5\t9\t2.5\t977\t1", 5000, "running"),  # a command that reports nothing of the kind
+    ]:
+        report.write_text(text + "\n")
+        os.utime(report, (time.time() - age_s,) * 2)
+        assert (agent.status()["state"], problem()) == (shown, shown != "running")
+        answer = hosts.Answer("host00", {**agent.status(), "step_s_ago": age_s})
+        assert launcher.show_status(hosts.Fleet(["host00"]), [answer], short=True) == int(shown != "running")
+        said = capsys.readouterr().out
+        if shown == "running":
+            assert said == f"1 hosts are well; host00: running, step 5/9 ({age_s} s ago), loss 2.5, tokens/s 977\n"
+        else:
+            assert f"{age_s}" in said and "./launcher.sh stacks, with the same hosts, shows where" in said
+    report.unlink()  # it compiles
+    assert agent.status()["state"] == "running"
+    agent.stop(5, "-", yes=True)
+    thread.join()
+    report.write_text("5\t9\t2.5\t977\t1\t60\n")
+    os.utime(report, (0, 0))
+    assert agent.status()["state"] == "stopped, exit 143"
+
+
+STUCK = """import faulthandler, signal, subprocess, time
+def waits_for_the_others():
+    print("ready", flush=True)
+    time.sleep(100)
+faulthandler.register(signal.SIGUSR2, file=2)
+child = subprocess.Popen(["sleep", "100"])
+waits_for_the_others()
+"""
+
+
+def test_stacks_of_a_run_that_hangs(host, monkeypatch):
+    """Catches a hang whose place is known only after half an hour; and a signal that ends processes of the run."""
+    (host / "stuck.py").write_text(STUCK)
+    here = supervised(f"{sys.executable} {host}/stuck.py; exit 3")
+    thread = threading.Thread(target=run, args=(here,))
+    thread.start()
+    wait_until(lambda: "ready" in supervisor.read(here / "log"))
+    said = []
+    monkeypatch.setattr(agent, "emit", lambda kind, value: said.append(value))
+    agent.stacks()
+    assert re.search(r'File ".*stuck.py", line 4 in waits_for_the_others', "\n".join(said)) and "ready" not in said
+    (pid,) = agent.processes_that_handle(signal.SIGUSR2, int((here / "pid").read_text()))
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: agent.processes_that_handle(signal.SIGUSR2, int((here / "pid").read_text()))[pid])
+    said.clear()
+    agent.stacks()
+    assert len(said) == 1 and f"process {pid} (" in said[0] and "is frozen by SIGSTOP" in said[0]
+    assert agent.state() == "running"
+    agent.stop(0, "-", yes=True)
+    thread.join()
+    with pytest.raises(agent.Refused, match="nothing runs: stopped, exit 137"):
+        agent.stacks()
+
+
 def test_a_host_that_does_not_come_back(host):
     """Catches 80 minutes of attempts without a word on how to go on with fewer hosts."""
     joins = 'printf "60\\tjoining\\n" > "$AXIS_ALIVE"; echo >> ../../tries; [ $(wc -l < ../../tries) = 3 ] || exit 75'

@@ -360,7 +360,8 @@ def test_status_for_programs_and_for_small_screens(fleet):
     short = fleet.run("launcher.sh", "status", "--short")
     assert short.returncode == 1
     assert [*rows(short.stdout.rpartition("\n2 hosts")[0])] == ["host01"]
-    assert short.stdout.endswith("2 hosts are well; host00: running, step 7/9, loss 2.5, tokens/s 100\n")
+    said = r"2 hosts are well; host00: running, step 7/9 \(\d+ s ago\), loss 2.5, tokens/s 100\n"
+    assert re.fullmatch(said, "2 hosts" + short.stdout.rpartition("\n2 hosts")[2])
 
 
 # Beside a run, and after it -------------------------------------------------------------------------------------------

@@ -186,9 +186,53 @@ def test_progress_is_written_atomically(crew, tmp_path, monkeypatch):
     end = time.monotonic() + 5
     while not (tmp_path / "progress").exists() and time.monotonic() < end:
         time.sleep(0.02)
-    step, steps, loss, speed, at = (tmp_path / "progress").read_text().rstrip("\n").split("\t")
-    assert (step, steps, loss, speed) == ("12", "300", "2.5000", "1235")
+    step, steps, loss, speed, at, late_s = (tmp_path / "progress").read_text().rstrip("\n").split("\t")
+    assert (step, steps, loss, speed, late_s) == ("12", "300", "2.5000", "1235", "900")
     assert abs(int(at) - time.time()) < 10
+
+
+def test_status_knows_when_a_step_is_late(crew, tmp_path, monkeypatch):
+    """Catches a hang that `status` calls well for half an hour; and a run that starts, evaluates or saves, or whose
+    device is ten steps behind, called hung."""
+    monkeypatch.setenv("AXIS_PROGRESS", str(tmp_path / "progress"))
+    watch, clock = crew(1)[0].watchdog, [1000.0]
+    watch.closed.set()
+    watch.thread.join(5)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    row = {"loss": 2.5, "tokens_per_s": 100}
+
+    def steps(first, *seconds, wait_s=0, **how):
+        """Take steps of these seconds each; then the loop waits `wait_s` for the device, and shows a row."""
+        for step, one_s in enumerate(seconds, first):
+            watch.begin_step(step)
+            clock[0] += one_s
+            watch.finish_step(step)
+        clock[0] += wait_s
+        watch.show(300, row, **how)
+        return watch.late_s
+
+    watch.finish_step(0)
+    watch.begin_step(1)
+    assert watch.late_s == 900, "the first steps compile"
+    assert steps(1, 400, 1, 1) == 1340, "a step that compiled counts in its row"
+    assert steps(4, 1, 1, 1) == 60
+    assert steps(7, 20, 20) == 200
+    assert steps(9, 0, 0, 0, 0, wait_s=200) == 500, "10 times 50 s"
+    assert steps(13, *[0] * 100, wait_s=1000) == 2000, "the device was 1000 s behind"
+    assert steps(113, 1, 1, 1, pauses=True) == 900, "it evaluates or saves"
+    clock[0] += 500
+    watch.record_progress()
+    assert watch.late_s == 900
+    watch.begin_step(116)
+    assert watch.late_s == 60
+    watch.write_progress()
+    before = (tmp_path / "progress").stat().st_mtime_ns
+    watch.write_progress()
+    assert (tmp_path / "progress").stat().st_mtime_ns == before, "the file looks as if there was progress"
+    clock[0] += 1
+    watch.finish_step(116)
+    watch.write_progress()
+    assert (tmp_path / "progress").stat().st_mtime_ns > before
 
 
 @pytest.fixture

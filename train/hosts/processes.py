@@ -5,6 +5,7 @@ Each process has a message board (`board.py`), an agreement with the others (`ag
 """
 
 import contextlib
+import faulthandler
 import functools
 import os
 import signal
@@ -46,6 +47,7 @@ def join(run: RunConfig) -> Processes:
     without these variables; then launcher.sh sets AXIS_PROCESSES to the number of processes that it started.
     Raises: UserError if the settings are incomplete or disagree. Ends this process with LOST if not all processes join.
     """
+    faulthandler.register(signal.SIGUSR2, file=2)  # for `launcher.sh stacks`; needs no Python, so it works in any hang
     rank, count = rank_and_count()
     if count > 1:
         redirect_output()

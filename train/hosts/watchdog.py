@@ -21,6 +21,7 @@ from train.hosts.board import Message
 from utils import log, log_files, log_to_file, replace_file
 
 LOST = 75  # exit status which means that another attempt may succeed; EX_TEMPFAIL in sysexits.h
+LATE_S = 60  # `launcher.sh status` reports no problem before this many seconds without progress
 ALIVE_S = 2.0  # seconds between two heartbeats for the supervisor
 SHUTDOWN_S = 60  # how long jax.distributed waits at the end for all processes
 GRACE_S = 10.0  # how long process 0, before it exits, waits until the others have read why and have reported their exit
@@ -49,6 +50,8 @@ class Watchdog:
         self.moved = None  # time of the last progress, a step or part of a longer task; None: no progress is expected
         self.found_stuck = None  # time when a process was first found stuck
         self.taken, self.report, self.written = None, ("-", "-", "-"), None
+        self.row, self.gap_s = None, 0.0  # when a row of metrics began and at which step; its longest gap
+        self.usual_s, self.pauses = None, True  # see `late_s`
         self.pace, self.slow, self.said_alive = pace.Pace(), set(), -math.inf
         self.on_stop = lambda: None  # called once, from this thread, when another process was asked to stop
         self.on_end = lambda: None  # called by the main thread after `leave`
@@ -58,27 +61,58 @@ class Watchdog:
 
     def begin_step(self, step: int) -> None:
         """Record that this process starts a step. The step may wait for the other processes."""
-        self.board.message.step, self.moved = step, time.monotonic()
+        self.record_progress()
+        self.board.message.step, self.pauses = step, False
+        if self.row is None:
+            self.row, self.gap_s = (self.moved, step), 0.0
 
     def finish_step(self, step: int) -> None:
-        self.taken, self.moved = (step, int(time.time())), time.monotonic()
+        self.record_progress()
+        self.taken = step, int(time.time())
 
     def record_progress(self) -> None:
-        """Record progress in a longer task, such as one batch of an evaluation."""
-        self.moved = time.monotonic()
+        """Record progress: a step starts or ends, or a part of a longer task, such as one batch of an evaluation."""
+        before, self.moved = self.moved, time.monotonic()
+        self.gap_s = max(self.gap_s, self.moved - (before or self.moved))
 
-    def show(self, steps: int, row: dict) -> None:
-        """Set what `launcher.sh status` shows next to the last step."""
+    def show(self, steps: int, row: dict, pauses: bool = False) -> None:
+        """Set what `launcher.sh status` shows next to the last step. Call this when the device has finished a row.
+
+        pauses   whether a longer task follows before the next step: an evaluation, a checkpoint, the end of the run
+        """
+        self.record_progress()
+        if self.row:
+            begin, first = self.row
+            step_s = (self.moved - begin) / (self.board.message.step + 1 - first)
+            self.usual_s, self.row = max(10 * step_s, 2 * self.gap_s), None
+        self.pauses = pauses
         self.report = steps, f"{row['loss']:.4f}", f"{row['tokens_per_s']:.0f}"
         if self.board.count > 1 and (ms := self.pace.measure()) is not None:  # the device is idle between two steps
             self.board.message.matmuls_ms = [*self.board.message.matmuls_ms[-1:], round(ms, 3)]
 
+    @property
+    def late_s(self) -> int:
+        """Return after how many seconds without progress `launcher.sh status` reports a problem.
+
+        That is 10 times the usual step, and at least 60 s. Devices run behind the loop, so it is also twice the longest
+        time without progress in the last row. A task between two steps, and everything before the first row, may take
+        half of the time after which the watchdog ends the run: programs are compiled, or a checkpoint is written.
+        """
+        known = self.usual_s is not None and not self.pauses
+        return round(max(LATE_S, self.usual_s if known else self.hang_timeout_s / 2))
+
     def write_progress(self) -> None:
-        """Tell the supervisor, if there is one: step, steps, loss, tokens/s, time of the step."""
-        path, now = os.environ.get("AXIS_PROGRESS"), (self.taken, self.report)
+        """Tell the supervisor, if there is one: step, steps, loss, tokens/s, time of the step, and `late_s`.
+
+        The file is replaced only after progress, so its age is the time without progress.
+        """
+        path, now = os.environ.get("AXIS_PROGRESS"), (self.moved, self.report, self.late_s)
         if path and self.taken and now != self.written:
-            with contextlib.suppress(OSError):  # a full disk
-                replace_file(path, "\t".join(map(str, (self.taken[0], *self.report, self.taken[1]))) + "\n")
+            with contextlib.suppress(OSError):
+                os.utime(path)  # works even if a full disk prevents a new file
+            with contextlib.suppress(OSError):
+                fields = self.taken[0], *self.report, self.taken[1], self.late_s
+                replace_file(path, "\t".join(map(str, fields)) + "\n")
                 self.written = now
 
     def say_alive(self, more_s: float = 0.0) -> None:
