@@ -1,8 +1,8 @@
 """Carry out one request from launcher.sh, setup_tpu.sh or debug_tpu.sh on this host.
 
-For every request, the scripts send four things over ssh: `supervisor.py`, this file, one line of JSON (the request),
-and the request's data. Each line of the answer starts with the request's random mark, so text that a login script or a
-command prints is never mistaken for an answer.
+For every request, the scripts send over ssh: `supervisor.py`, `machine.py` and this file, one line of JSON (the
+request), and the request's data. Each line of the answer starts with the request's random mark, so text that a login
+script or a command prints is never mistaken for an answer.
 
 Needs: Linux, Python 3.9, tmux, tar; to install packages, also make and Python 3.11.
 Changes: only the folder in the request, which must not be shared with other hosts:
@@ -32,7 +32,6 @@ import glob
 import hashlib
 import json
 import os
-import pwd
 import re
 import select
 import shutil
@@ -44,12 +43,12 @@ import time
 from pathlib import Path
 
 # ruff: noqa: I001 - one import per line, because `hosts.agent_source` removes these lines
+from launch.machine import describe_process, has_tpu, holder_pids, processes_that_handle, tpu, tpu_worker, user_of
 from launch.supervisor import BEGINNING, LATEST, Launch, Refused, Supervisor, describe_latest, in_commit, kill
 from launch.supervisor import last_line, latest, nothing_runs, read, refusal_reason, reported_status, acquire_lock
 from launch.supervisor import wait_for, write
 
 GO_S = 60  # how long a host that is ready waits for the start signal of launcher.sh
-DEVICES = os.environ.get("AXIS_DEVICES", "/dev")  # the folder of the TPU's device files; tests use another one
 source = globals().get("source", "")  # the text of this program, as it was sent
 mark = ""  # the mark of the current request; empty: print plain text, for a terminal
 stdin = sys.stdin.buffer
@@ -59,35 +58,6 @@ def emit(kind: str, value) -> None:
     """Send a line of the answer. If the reader has disconnected, carry on with the request."""
     with contextlib.suppress(BrokenPipeError):
         print(f"{mark} {json.dumps({kind: value})}" if mark else value, flush=True)
-
-
-def has_tpu() -> bool:
-    return bool(glob.glob(f"{DEVICES}/accel[0-9]*") or glob.glob(f"{DEVICES}/vfio/[0-9]*"))
-
-
-def holder_pids(target: str) -> list[int]:
-    """Return the ids of the processes that have a file open. Only root also sees other users' processes."""
-    pids = set()
-    for link in glob.glob("/proc/[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(link) == target:
-                pids.add(int(link.split("/")[2]))
-    return sorted(pids)
-
-
-def user_of(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def describe_process(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        return f"process {pid} ({user_of(os.stat(f'/proc/{pid}').st_uid)} {' '.join(words.split())[:80]})"
-    except OSError:
-        return f"process {pid}"
 
 
 # Setting up -----------------------------------------------------------------------------------------------------------
@@ -140,7 +110,7 @@ def prepare(commit: str, venv: str, free: bool) -> dict:
     boot, here = read(Path("/proc/sys/kernel/random/boot_id"))[:8], os.stat(".")
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {**host_facts(commit), "address": connection[2] if len(connection) > 2 else "127.0.0.1",
-            "machine": f"{boot}-{here.st_dev}-{here.st_ino}", "tpu": tpu(),
+            "machine": f"{boot}-{here.st_dev}-{here.st_ino}", "tpu": tpu(), "worker": tpu_worker(),
             "owner": None if nothing_runs() else latest().by}  # fmt: skip
 
 
@@ -200,8 +170,6 @@ def check(commit: str, command: list[str], environment: dict) -> dict:
 
 def port(port: int) -> dict:
     """Raise Refused if a process listens on the port, at any address, because JAX's coordinator needs the port."""
-    if has_tpu():  # JAX chooses another port
-        return {}
     tables = read(Path("/proc/net/tcp")) + "\n" + read(Path("/proc/net/tcp6"))
     for fields in map(str.split, tables.splitlines()):
         if len(fields) > 9 and fields[3] == "0A" and fields[1].endswith(f":{port:04X}"):
@@ -225,7 +193,9 @@ def start(launch: dict, coordinator: str, count: int, environment: dict) -> dict
     if not nothing_runs():
         raise Refused(f"a run is alive here: {describe_latest()}")
     if has_tpu():  # JAX gets the order of the hosts from the TPU
-        settings = {"AXIS_PROCESSES": str(count)}
+        settings = {"AXIS_PROCESSES": str(count), "AXIS_PROCESS_ID": str(launch.process)}
+        # JAX's default port, 8482, is closed between slices by Google Cloud's firewall rule (jax issue 35905).
+        settings["JAX_COORDINATOR_PORT"] = coordinator.rpartition(":")[2]
     else:
         settings = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(count)}
         settings["JAX_PROCESS_ID"] = str(launch.process)
@@ -481,22 +451,6 @@ def clean(keep: int, commit: str) -> dict:
 
 def disk_kib() -> int:
     return int(subprocess.run(["du", "-sk", "."], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout.split()[0])
-
-
-def tpu() -> str:
-    """Describe who uses the TPU. libtpu locks a file; if a user left this file behind, no other can open the TPU."""
-    file = os.environ.get("LIBTPU_LOCKFILE", "/tmp/libtpu_lockfile")
-    if not os.path.exists(file):
-        return "free" if has_tpu() else "none"
-    at = os.stat(file)
-    for fields in map(str.split, read(Path("/proc/locks")).splitlines()):
-        if len(fields) > 5 and fields[5].endswith(f":{at.st_ino}"):
-            return f"in use by {describe_process(int(fields[4]))}"
-    return (
-        "free"
-        if at.st_uid == os.geteuid()
-        else f"locked by an unused file that {user_of(at.st_uid)} left behind; remove it: sudo rm {file}"
-    )
 
 
 def doctor(commit: str) -> dict:

@@ -48,10 +48,10 @@ def whole_number(name: str, text: str) -> int:
 
 
 def agent_source() -> str:
-    """Return the source of supervisor.py and agent.py as one program."""
-    supervisor, agent = (ROOT.joinpath("launch", name).read_text() for name in ("supervisor.py", "agent.py"))
-    ours = [line for line in agent.splitlines(True) if not line.startswith(("from __future__", "from launch."))]
-    return supervisor + "".join(ours)
+    """Return the source of supervisor.py, machine.py and agent.py as one program."""
+    first, *others = (ROOT.joinpath("launch", f"{name}.py").read_text() for name in ("supervisor", "machine", "agent"))
+    lines = [line for text in others for line in text.splitlines(True)]
+    return first + "".join(line for line in lines if not line.startswith(("from __future__", "from launch.")))
 
 
 # Which hosts ----------------------------------------------------------------------------------------------------------
@@ -144,7 +144,8 @@ def hosts_from_flags(flags: dict) -> list[str]:
     if name:
         if not zone:
             raise UserError(f"--tpu {name} needs --zone, e.g. --zone us-central2-b")
-        hosts, where = hosts_of_tpu(name, zone), f"gcloud: {name} in {zone}"
+        slices = [one for one in name.split(",") if one]
+        hosts, where = [host for one in slices for host in hosts_of_tpu(one, zone)], f"gcloud: {name} in {zone}"
     elif "-" in flags:
         hosts, where = read_hosts(sys.stdin), "standard input"
     elif file:

@@ -5,10 +5,10 @@
   ./launcher.sh status --hosts hosts.txt
 
 List the hosts with --hosts FILE, with --tpu NAME --zone ZONE (the addresses come from gcloud), or with - (standard
-input). Each line is one host as ssh knows it: a name, an IPv4 or IPv6 address, user@HOST, or ssh://[user@]HOST:PORT;
-# starts a comment. The first line is the first host. --only HOST,HOST selects some hosts, written as in the list.
-`ssh HOST true` must work without a prompt. For --tpu, set the user and gcloud's key, ~/.ssh/google_compute_engine, in
-~/.ssh/config.
+input). --tpu NAME,NAME is several slices, in the order of their slice ids. Each line is one host as ssh knows it: a
+name, an IPv4 or IPv6 address, user@HOST, or ssh://[user@]HOST:PORT; # starts a comment. The first line is the first
+host. --only HOST,HOST selects some hosts, written as in the list. `ssh HOST true` must work without a prompt. For
+--tpu, set the user and gcloud's key, ~/.ssh/google_compute_engine, in ~/.ssh/config.
 
   -- COMMAND ...            copy the commit that is checked out here to all hosts, and start COMMAND in this commit on
                             all of them or, if one fails, on none. Uncommitted edits are an error. The first host
@@ -55,10 +55,11 @@ input). Each line is one host as ssh knows it: a name, an IPv4 or IPv6 address, 
 
 COMMAND gets its arguments as you typed them; to use a shell on the hosts, use bash -c '...'. In its PATH, the commit's
 packages come first. Its environment has AXIS_COMMIT, AXIS_PROGRESS and AXIS_ALIVE (see launch/agent.py), and also
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. On a TPU, JAX gets these three values from the TPU;
-there AXIS_PROCESSES is the number of processes. To start several runs on the same hosts, set HOST_FOLDER and
-COORDINATOR_PORT to different values for each run, in every command for that run. Each folder needs its own packages and
-training data. A TPU's chips can serve only one run at a time.
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. On a TPU, JAX gets these three values from the TPU; there
+the environment has JAX_COORDINATOR_PORT, and AXIS_PROCESSES and AXIS_PROCESS_ID, which must agree with the TPU. To
+start several runs on the same hosts, set HOST_FOLDER and COORDINATOR_PORT to different values for each run, in every
+command for that run. Each folder needs its own packages and training data. A TPU's chips can serve only one run at a
+time.
 Exit status of launcher.sh: 0: every host is running, or its command succeeded; 1: a host is not running or cannot be
 reached; 2: usage error, nothing was done; 3: `stop` had to kill the run: steps since the last checkpoint are lost.
 
@@ -71,7 +72,7 @@ Settings, from the environment:
   GRACE=120                 seconds between SIGTERM and SIGKILL
   RESTART_WAIT=90           seconds before a restart; meanwhile the processes on the other hosts notice that one is
                             gone and exit, so that all restart together
-  COORDINATOR_PORT=8476     port on which process 0 listens for the other processes; on a TPU, JAX chooses it
+  COORDINATOR_PORT=8476     port on which process 0 listens for the other processes; a firewall must let them through
   HOST_FOLDER=axis-by-axis  the only folder on a host that is written to; absolute, or relative to the home folder
   VENV=                     virtual environment that exists at this path on all hosts; nothing is installed then
   LOG_MIB=256               when a log reaches this size in MiB, it is moved to log.old, and a new log starts
@@ -179,6 +180,7 @@ def launch(fleet: Fleet, command: list[str], flags: dict) -> int:
             raise NotStarted("the hosts above are not ready")
         if not fleet.dry:
             check_hosts(ready)
+            check_workers(ready, command)
         if replace and not confirm_stop(
             fleet, [answer.get("owner") for answer in ready], "--yes" in flags, "--replace"
         ):
@@ -234,6 +236,18 @@ def check_hosts(ready: list[Answer]) -> None:
             print(f"{answer.host}  WARNING: {what}")
 
 
+def check_workers(ready: list[Answer], command: list[str]) -> None:
+    """Raise UserError if the hosts are not all workers of the TPU, in its order: JAX waits for all, and ranks them."""
+    if not (is_training(command) or "train.selfcheck" in command):
+        return
+    for line, answer in enumerate(ready):
+        process, count = answer.get("worker") or (line, len(ready))
+        if count != len(ready):
+            raise UserError(f"{len(ready)} hosts are listed, but {answer.host} belongs to a TPU with {count} hosts, "
+                            "and a run needs all of them: list them all, or launch on another slice")  # fmt: skip
+        if process != line:
+            raise UserError(f"{answer.host} is worker {process} of the TPU, but number {line} in the list of hosts; "
+                            "list the hosts in the order of the workers, slice by slice")  # fmt: skip
 
 
 def confirm_stop(fleet: Fleet, owners: list, yes: bool, flag: str) -> bool:

@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import http.server
+import importlib
 import io
 import json
 import os
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import agent, hosts, launcher, supervisor
+from launch import agent, hosts, launcher, machine, supervisor
 from tests.launch.rehearsal import ROOT, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux machines")
@@ -272,6 +274,69 @@ def test_a_host_that_does_not_come_back(host):
     (command,) = [line for line in text if line.startswith("  ./launcher.sh --hosts hosts.txt --replace -- ")]
     assert shlex.split(command)[-2:] == ["A_KEY=***", "a b"] and "  ./launcher.sh status --hosts hosts.txt" in text
     assert len([line for line in text if "not counted: not all processes joined" in line]) == 4
+
+
+@pytest.fixture
+def metadata_server(monkeypatch, tmp_path):
+    """Google Cloud's metadata server, for 8 hosts in two slices; `told` changes what it answers."""
+    told = {
+        "agent-worker-number": "1",
+        "worker-network-endpoints": "a:1:10.0.0.2,b:2:10.0.0.3,c:3:10.0.0.4,d:4:10.0.0.5",
+    }
+    told["tpu-env"] = "ZONE: 'z'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            known = self.headers["Metadata-Flavor"] == "Google" and self.path.rpartition("/")[2] in told
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(told.get(self.path.rpartition("/")[2], "").encode())
+
+        def log_message(self, *_):
+            pass
+
+    (tmp_path / "accel0").touch()
+    monkeypatch.setattr(machine, "DEVICES", str(tmp_path))
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)  # JAX sets it on a machine without a TPU
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.server_port}")
+        yield told
+        server.shutdown()
+
+
+def test_a_host_knows_its_place_in_a_tpu(metadata_server, monkeypatch):
+    """Catches a launch on 7 hosts of 8, which waits 300 s for the missing one, twelve times: JAX counts all workers."""
+    assert machine.tpu_worker() == (5, 8)
+    monkeypatch.setenv("MEGASCALE_SLICE_ID", "0")  # JAX reads the environment first
+    assert machine.tpu_worker() == (1, 8)
+    monkeypatch.delenv("MEGASCALE_SLICE_ID")
+    metadata_server["tpu-env"] = "ZONE: 'z'"
+    assert machine.tpu_worker() == (1, 4)
+    del metadata_server["agent-worker-number"]
+    assert machine.tpu_worker() is None
+    monkeypatch.setattr(machine, "DEVICES", "/nowhere")
+    assert machine.tpu_worker() is None
+
+
+def test_jax_counts_the_workers_of_a_tpu_in_the_same_way(metadata_server):
+    """Catches a JAX that ranks the hosts of two slices in another order, or asks for another name."""
+    cluster = importlib.import_module("train.hosts.processes").clusters.GceTpuCluster
+    assert (cluster.get_process_id(), cluster.get_process_count()) == machine.tpu_worker() == (5, 8)
+    assert cluster.get_coordinator_address(5, "8476") == "10.0.0.2:8476"
+
+
+@pytest.mark.parametrize("workers, message", [
+    ([(0, 3), (1, 3)], "2 hosts are listed, but h0 belongs to a TPU with 3 hosts"),
+    ([(1, 2), (0, 2)], "h0 is worker 1 of the TPU, but number 0 in the list of hosts"),
+])  # fmt: skip
+def test_hosts_that_are_not_the_workers_of_the_tpu_are_refused(workers, message):
+    """Catches a launch on part of a slice, and one with the hosts in another order, before anything starts."""
+    ready = [hosts.Answer(f"h{n}", {"worker": worker}) for n, worker in enumerate(workers)]
+    with pytest.raises(hosts.UserError, match=message):
+        launcher.check_workers(ready, ["python", "main.py"])
+    launcher.check_workers(ready, ["python", "-m", "data.prepare"])
+    launcher.check_workers([hosts.Answer("h0", {"worker": None})], ["python", "main.py"])
 
 
 def test_a_misspelled_flag_is_found_before_any_host_is_asked():

@@ -233,23 +233,46 @@ def test_the_port_of_a_run_that_is_replaced_is_free(fleet):
     assert launch(fleet, "true", options=["--replace"]).returncode == 0
 
 
-def test_a_tpu_host_is_told_the_count_alone(fleet):
-    """Catches a run on a TPU whose order of hosts is ours, not the TPU's, or that waits for a port it does not use."""
-    profiles = [host.home / ".bashrc" for host in fleet.hosts]
+def test_a_tpu_host_is_told_the_count_its_place_and_the_port(fleet):
+    """Catches a run on a TPU whose order of hosts is ours, not the TPU's, or whose port is closed between slices; and
+    hosts that are not listed in the order of the TPU's workers."""
+    workers = {host.name: str(n) for n, host in enumerate(fleet.hosts)}
+
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            _, host, *_, name = self.path.split("/")
+            told = {"agent-worker-number": workers[host], "worker-network-endpoints": "a,b,c", "tpu-env": ""}
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(told[name].encode())
+
+        def log_message(self, *_):
+            pass
+
     (fleet.folder / "accel0").touch()
-    for profile in profiles:
-        profile.write_text(f"export AXIS_DEVICES={fleet.folder}\n")
-    try:
-        with port_is_held(fleet):
-            done = launch(fleet, "bash", "-c", "env | grep -E '^JAX_(COO|NUM_P|PRO)|^AXIS_[CP]' | sort")
-    finally:
-        for profile in profiles:
-            profile.unlink()
+    profiles = [host.home / ".bashrc" for host in fleet.hosts]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for host, profile in zip(fleet.hosts, profiles, strict=True):
+            address = f"127.0.0.1:{server.server_port}/{host.name}"
+            profile.write_text(f"export AXIS_DEVICES={fleet.folder} GCE_METADATA_IP={address}\n")
+        try:
+            show = "env | grep -E '^JAX_(COO|NUM_P|PRO)|^AXIS_[CP]' | LC_ALL=C sort"
+            done = launch(fleet, "bash", "-c", show)
+            workers |= {"host00": "1", "host01": "0"}
+            refused = launch(fleet, "python", "main.py")
+        finally:
+            for profile in profiles:
+                profile.unlink()
+            server.shutdown()
     assert done.returncode == 0, done.stderr
     commit = rehearsal.git(fleet.checkout, "rev-parse", "HEAD")
-    for host in fleet.hosts:
+    for n, host in enumerate(fleet.hosts):
         progress = (host.axis / "launches/latest").resolve() / "progress"
-        assert log(host) == f"AXIS_COMMIT={commit}\nAXIS_PROCESSES=3\nAXIS_PROGRESS={progress}\n"
+        assert log(host) == (f"AXIS_COMMIT={commit}\nAXIS_PROCESSES=3\nAXIS_PROCESS_ID={n}\nAXIS_PROGRESS={progress}\n"
+                             f"JAX_COORDINATOR_PORT={fleet.coordinator_port}\n")  # fmt: skip
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: host00 is worker 1 of the TPU, but number 0 in the list of hosts; list")
 
 
 def followers(fleet):

@@ -360,6 +360,14 @@ def test_a_tpu_slice_finds_its_hosts(tpu, monkeypatch):
         processes.join(RunConfig())
 
 
+def test_hosts_in_another_order_than_the_workers_are_refused(tpu, monkeypatch):
+    """Catches a launcher that looks for checkpoints, and for the cause of a failure, on the wrong first host."""
+    monkeypatch.setenv("AXIS_PROCESS_ID", "1")
+    with pytest.raises(UserError, match="this host is process 3 of the TPU, but number 1 in the list of hosts"):
+        processes.join(RunConfig())
+    processes.current.watchdog.closed.set()
+
+
 def test_a_single_tpu_host_trains_alone(tpu, monkeypatch):
     """Catches a single TPU machine outside a cluster that cannot train."""
 

@@ -43,8 +43,9 @@ current: Processes | None = None  # set once this process has joined the others
 def join(run: RunConfig) -> Processes:
     """Connect to the other processes of this run, if there are any. Call this before the first use of a device.
 
-    launcher.sh sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. On a TPU slice, JAX finds the hosts
-    without these variables; then launcher.sh sets AXIS_PROCESSES to the number of processes that it started.
+    launcher.sh sets JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; Slurm's srun sets variables of its
+    own. On a TPU slice, JAX finds the hosts without these variables; then launcher.sh sets AXIS_PROCESSES and
+    AXIS_PROCESS_ID to the number of processes that it started, and to this one's place in its list of hosts.
     Raises: UserError if the settings are incomplete or disagree. Ends this process with LOST if not all processes join.
     """
     faulthandler.register(signal.SIGUSR2, file=2)  # for `launcher.sh stacks`; needs no Python, so it works in any hang
@@ -62,6 +63,9 @@ def join(run: RunConfig) -> Processes:
     board.send()  # with the name of this host: if this process dies at once, the others can report which host it was
     agreement = Agreement(board)
     current = Processes(board, agreement, Watchdog(agreement, run))
+    if (listed := int(os.environ.get("AXIS_PROCESS_ID", rank))) != rank:  # now that `end_together` can tell the others
+        raise UserError(f"this host is process {rank} of the TPU, but number {listed} in the list of hosts; list the "
+                        "hosts in the order of the TPU's workers, slice by slice")  # fmt: skip
     return current
 
 
@@ -135,12 +139,15 @@ def tolerate_outages(seconds: int) -> None:
 
 def describe_missing() -> str:
     """Describe which process did not join, as far as this process can tell."""
-    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+    if address := os.environ.get("JAX_COORDINATOR_ADDRESS") or global_state.coordinator_address:
         host, _, port = address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
         except OSError as error:
-            return f"process 0 does not answer at {address} ({error.strerror or error}); see the log of its host"
+            return (
+                f"process 0 does not answer at {address} ({error.strerror or error}); see the log of its host, and "
+                f"check that no firewall blocks port {port}"
+            )
     return "not all processes joined; ./launcher.sh status shows which host has no process or is late"
 
 
