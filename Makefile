@@ -30,7 +30,7 @@ define PIP_INSTALL
 endef
 TORCH := torch==2.13.0 accelerate==1.15.0
 COMPILE := .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header
-SHELL_FILES := $(wildcard .ci/run *.sh */*.sh)
+SHELL_FILES := $(wildcard .ci/run *.sh */*.sh */*.sbatch)
 DAY ?= $(shell date -u +%u)
 OWN_VENV = @if [ -L .venv ]; then \
 	echo "error: .venv is a link to $$(readlink .venv), and installing would change the packages there; remove the" \

@@ -17,7 +17,7 @@ import pytest
 
 from config import RunConfig
 from devices import why_not_writable
-from tests.train.several import SHORT, Ended, run_in_threads, run_two_processes
+from tests.train.several import SHORT, Ended, free_port, run_in_threads, run_two_processes
 from tests.train.small_run import ROOT, flags
 from train.hosts import agreement, processes, watchdog
 from train.hosts.board import Board
@@ -368,6 +368,27 @@ def test_hosts_in_another_order_than_the_workers_are_refused(tpu, monkeypatch):
     processes.current.watchdog.closed.set()
 
 
+@pytest.mark.parametrize(("told", "found", "address", "more"), [
+    ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, (3, 8), "gpu007:61563", {}),
+    ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4", "JAX_COORDINATOR_PORT": "8476"}, (3, 4), "gpu007:8476",
+     {"cluster_detection_method": "deactivate"}),
+    ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, (0, 1), None, None),
+    ({"SLURM_NTASKS": "8"}, (0, 1), None, None),
+])  # fmt: skip
+def test_tasks_of_slurm_join(tpu, monkeypatch, told, found, address, more):
+    """Catches `srun python main.py` that starts N runs; an interactive shell in an allocation of 8 tasks that waits
+    for 7 others; and a task with a node of its own that uses one GPU."""
+    monkeypatch.setattr(processes, "has_tpu_files", lambda: False)
+    task = {"SLURM_JOB_ID": "123", "SLURM_STEP_NODELIST": "gpu[007-010,12]", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    monkeypatch.setattr(processes.os, "environ", {**os.environ, **task, **told})
+    one = processes.join(RunConfig(peer_timeout_s=20))
+    one.watchdog.closed.set()
+    assert (one.board.rank, one.board.count) == found
+    assert os.environ.get("JAX_COORDINATOR_ADDRESS") == address
+    timeouts = {"initialization_timeout": 160, "shutdown_timeout_seconds": 60, "heartbeat_timeout_seconds": 60}
+    assert tpu == ({} if more is None else {**timeouts, "process_id": found[0], "num_processes": found[1], **more})
+
+
 def test_a_single_tpu_host_trains_alone(tpu, monkeypatch):
     """Catches a single TPU machine outside a cluster that cannot train."""
 
@@ -379,6 +400,16 @@ def test_a_single_tpu_host_trains_alone(tpu, monkeypatch):
     found = processes.join(RunConfig())
     found.watchdog.closed.set()
     assert (found.board.rank, found.board.count) == (0, 1)
+
+
+def test_the_slurm_script_starts_one_process_per_node(tmp_path):
+    """Catches a script whose arguments do not reach main.py as they were typed."""
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ["bash", "launch/slurm.sbatch", "moe1b", "--run.name", "two words"]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [".venv/bin/python", "main.py", *words[2:]]
 
 
 HERE = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9"}
@@ -442,9 +473,13 @@ def test_output_of_native_code_is_discarded():
 
 
 def test_two_processes_refuse_different_settings_at_once(home, tmp_path):
-    """Catches two hosts that hang or train on with different learning rates."""
+    """Catches two hosts that hang or train on with different learning rates. They join by the variables of Slurm."""
     words = [*flags(home, tmp_path), "--run.name", "two", "--optim.lr"]
-    status, _, errors = run_two_processes([*words, "0.01"], [*words, "0.02"])
+    none = dict.fromkeys(processes.VARIABLES, "")
+    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    both = {**none, **step, "SLURM_NTASKS": "2", "JAX_COORDINATOR_PORT": str(free_port())}
+    settings = [{**both, "SLURM_PROCID": str(rank)} for rank in (0, 1)]
+    status, _, errors = run_two_processes([*words, "0.01"], [*words, "0.02"], settings=settings)
     assert status == [2, 2], errors
     for err in errors:
         assert "optim.lr is 0.02 for process 1 on host01, but 0.01 for process 0 on host00" in err

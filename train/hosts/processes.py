@@ -20,7 +20,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import jax
-from jax._src import compiler
+from jax._src import clusters, compiler
 from jax._src.distributed import global_state  # it holds the key-value store, which has no public name
 
 from config import RunConfig
@@ -29,6 +29,8 @@ from train.hosts.agreement import Agreement
 from train.hosts.board import Board, LocalStore
 from train.hosts.watchdog import GRACE_S, LOST, SHUTDOWN_S, Watchdog, say_alive
 from utils import UserError, log_to_file, open_lossy
+
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 class Processes(NamedTuple):
@@ -80,7 +82,8 @@ def redirect_output() -> None:
 
 def rank_and_count() -> tuple[int, int]:
     """Read the rank of this process and the number of processes from the environment; (0, 1) if neither is set."""
-    values = {name: os.environ.get(name) for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
+    adopt_slurm()
+    values = {name: os.environ.get(name) for name in VARIABLES}
     if not any(values.values()):
         return 0, 1
     if missing := [name for name, value in values.items() if not value]:
@@ -89,6 +92,19 @@ def rank_and_count() -> tuple[int, int]:
     if not (count.isdecimal() and rank.isdecimal() and int(rank) < int(count)):
         raise UserError(f"JAX_PROCESS_ID={rank} of JAX_NUM_PROCESSES={count}: use numbers, and an ID below the count")
     return int(rank), int(count)
+
+
+def adopt_slurm() -> None:
+    """Set JAX's three variables from Slurm's, if srun started several tasks and nothing else has set the three.
+
+    SLURM_STEP_NUM_TASKS is the number of tasks that one srun started. A batch script and an interactive shell have
+    SLURM_NTASKS too, the number of the whole allocation, although they are a single process.
+    """
+    count, rank = os.environ.get("SLURM_STEP_NUM_TASKS", "1"), os.environ.get("SLURM_PROCID")
+    if int(count) == 1 or rank is None or any(os.environ.get(name) for name in VARIABLES):
+        return
+    address = clusters.SlurmCluster.get_coordinator_address(None, os.environ.get("JAX_COORDINATOR_PORT"))
+    os.environ.update(zip(VARIABLES, (address, count, rank), strict=True))
 
 
 def initialize(run: RunConfig, **how) -> bool:
@@ -107,6 +123,8 @@ def initialize(run: RunConfig, **how) -> bool:
     late.daemon = True
     late.start()
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
+    if how and os.environ.get("SLURM_STEP_NUM_TASKS") == os.environ.get("SLURM_STEP_NUM_NODES", ""):
+        how["cluster_detection_method"] = "deactivate"  # it would give each task one GPU; these have a node each
     try:
         jax.distributed.initialize(initialization_timeout=run.join_timeout_s + 60, shutdown_timeout_seconds=SHUTDOWN_S,
                                    heartbeat_timeout_seconds=3 * run.peer_timeout_s, **how)  # fmt: skip
