@@ -110,7 +110,9 @@ class Topology:
     chips: int  # of all slices
     hosts: int
     slices: int = 1  # TPU slices of this shape, joined by the data center network
-    constants: Constants | None = None  # measured on this chip, in place of those in `measured.py`
+    constants: Constants | None = None  # of a recorded run on this chip, which lengthen those in `measured.py`
+    trainer: str = ""  # whose constants to use on GPUs; empty: any trainer
+    speeds: object = None  # a `measured.Speeds` to use in place of the fitted ones
 
     @classmethod
     def parse(cls, text: str) -> "Topology":

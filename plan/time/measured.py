@@ -1,157 +1,228 @@
-"""Estimate the time of a real training step, with an interval, from steps that others measured.
+"""Estimate the seconds of a training step, with an 80% interval, from steps that others measured.
 
-`Plan.expected` predicts the simulated time of the compiled program, in which every matmul takes as long as the compiler
-estimates. Measured steps take longer. `python -m bench.published` plans steps with published times, fits the constants
-of this file to those marked `fitted`, and writes the errors of the others to INTERVALS. Its page is docs/published.md.
+`terms.py` splits a step into costs at the speeds of the data sheet. A constant multiplies each cost: matmuls take 1.3
+times as long on an H100, attention 2 times with one trainer's kernel and 5 times with another's. So constants belong to
+a chip, and on GPUs to a trainer. `python -m bench.published` fits them to published steps, and writes SPEEDS.
 
-- On a TPU, matmuls take MATMULS of their time longer, and on v5p other operations take OTHERS of theirs longer. Weight
-  all-gathers that overlap with matmuls hold them up, as gradient reductions do (`expected.HELD_UP`).
-- On a GPU, compute reaches the fraction GPU_MATMULS of the peak. Communication over `tensor` and `expert` is exposed.
-  All other communication overlaps with compute, and is exposed only if it takes longer.
-
-`fit` finds these constants for the recorded steps of one run; see `constants.py`.
+The fit is Bayesian: it begins with a value and a spread for each constant (PRIORS), and each measured step narrows the
+spread of the constants that its time depends on. The interval of a plan follows from the spreads that are left. So it
+is wide where a step depends on what was never measured, such as the attention of an unknown trainer at 64k positions,
+and one measured step of your own (`fit.py`, `--measured`) narrows it.
 """
 
 import functools
 import json
-from dataclasses import dataclass
+import math
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from plan.chips.hardware import Topology
 from plan.count.step import Step
 from plan.simulate import simulator
-from sharding import EXPERT, TENSOR
+from plan.time import terms
+from plan.time.terms import FIXED, GPU_TERMS, MATMULS, OTHERS, TPU_TERMS, Cost
 from utils import UserError
 
-# Fitted to the steps that bench/published.csv marks as `fitted`; tests/bench/test_published.py fits them again
-MATMULS, OTHERS = {"v4": 0.23, "v5e": 0.04, "v5p": -0.04, "v6e": 0.12, "tpu7x": 0.21}, {"v5p": 2.31}
-GPU_MATMULS = {"a100": 0.56, "h100": 0.59}  # other GPUs use h100's number
-INTERVALS = Path(__file__).parent / "intervals.json"
+SPEEDS = Path(__file__).parent / "speeds.json"
+# Before any step was measured: the value of each constant, and its spread, a standard deviation of its logarithm
+PRIORS = {
+    GPU_TERMS: ((1.35, 2.5, 1.6, 20, 1.0, 1.1, 0.85, 0.7, 0.2), (0.15, 0.5, 0.3, 0.3, 0.6, 0.3, 0.4, 0.5, 1.0)),
+    TPU_TERMS: ((1.1, 1.1, 1.1, 1.3, 0.25, 1.0, 1.0, 0.01), (0.1, 0.25, 0.25, 0.6, 0.5, 0.3, 0.5, 0.7)),
+}
+NOISE = 0.035  # spread of measured steps that no constant explains, if there are too few to tell: see `fit.noise`
+EIGHTY = 1.2816  # standard deviations to each side that hold 80% of a normal distribution
+LONGER = 4  # a plan for sequences that are more than this many times as long as measured has no interval
+SIMILAR = "h100"  # whose constants are used for GPUs without measured steps
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The constants of a chip, or of a trainer on a chip, and the steps that they were fitted to."""
+
+    chip: str
+    trainer: str
+    factors: tuple[float, ...]  # for each term
+    covariance: tuple[tuple[float, ...], ...]  # of the factors' logarithms
+    steps: int = 0  # number of measured steps; 0: none of this chip
+    seen: dict = field(default_factory=dict, hash=False)  # what the measured steps have: see `unlike`
+    own: int = 0  # of the steps, those of the user
+    noise: float = NOISE  # spread of the measured steps that the constants do not explain
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return GPU_TERMS if len(self.factors) == len(GPU_TERMS) else TPU_TERMS
+
+    @property
+    def by_term(self) -> dict[str, float]:
+        """The constant of each term."""
+        return dict(zip(self.terms, self.factors, strict=True)) | {FIXED: 1.0}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The seconds of a real step, and the interval of the measured steps of its kind."""
+    """The seconds of a step, and the interval that holds 4 of 5 such steps."""
 
     seconds: float
-    kind: str  # of step; a key of INTERVALS if any step of this kind was measured
-    low: float | None = None
+    kind: str  # of step: `kind_of`
+    low: float | None = None  # None: no interval
     high: float | None = None
-    steps: int = 0  # number of measured steps that the interval comes from
-    calibrated: str = ""  # the recorded steps that the constants were fitted to: see `constants.py`
+    steps: int = 0  # number of measured steps behind the constants
+    source: str = ""  # what the constants come from, or why there is no interval
 
     def __str__(self) -> str:
-        if self.calibrated:
-            return f"{self.seconds:.3g} s, with constants from {self.calibrated}; one run gives no interval"
-        if not self.steps:
-            return f"{self.seconds:.3g} s; no step of this kind ({self.kind}) was measured"
-        between = f"{self.low:.3g} to {self.high:.3g} s"
-        return f"{self.seconds:.3g} s, {between} by {self.steps} measured steps ({self.kind})"
+        if self.low is None:
+            return f"{self.seconds:.3g} s, {self.source}"
+        return f"{self.seconds:.3g} s, {self.low:.3g} to {self.high:.3g} s in 4 of 5 cases ({self.source})"
 
 
-def estimate(one) -> Estimate | None:
-    """Return the estimate for a `planner.Plan`; None if the speed of its devices is unknown."""
-    if not one.topology or not one.topology.chip.peak_flops_per_s:
+def estimate(step: Step, simulated: dict[str, float] | None) -> Estimate | None:
+    """Return the estimate of a step's seconds; None if the speed of its devices is unknown. simulated: see `terms`."""
+    if not step.topology or not step.topology.chip.peak_flops_per_s:
         return None
-    known, kind, of_tpu = one.topology.constants, kind_of(one), bool(one.expected)
+    found, kind, known = speeds_of(step), kind_of(step), step.topology.constants
     if known:
-        seconds = tpu_seconds(one, known.matmuls, known.others) if of_tpu else gpu_seconds(one, known.peak)
-        return Estimate(seconds / (1 - known.waits), kind, calibrated=str(known))
-    seconds = (tpu_seconds if of_tpu else gpu_seconds)(one)
-    found = intervals().get(kind)
-    if not found:
-        return Estimate(seconds, kind)
-    return Estimate(seconds, kind, found["low"] * seconds, found["high"] * seconds, found["steps"])
+        total = sum(causes(step, simulated).values()) / (1 - known.waits)
+        return Estimate(total, kind, source=f"with constants from {known}; one run gives no interval")
+    of = terms.costs(step, simulated, found.trainer)
+    total = seconds(of, found, step.bubble)
+    if why := unlike(step, found):
+        return Estimate(total, kind, steps=found.steps, source=f"without an interval: {why}")
+    width = math.exp(EIGHTY * spread(of, found, step.bubble))
+    return Estimate(total, kind, total / width, total * width, found.steps, describe(found))
 
 
-def kind_of(one) -> str:
-    """Return the kind of step whose errors apply to a plan."""
-    if not one.topology.chip.torus_dims:
+def kind_of(step: Step) -> str:
+    """Return the kind of step, by which docs/published.md lists errors."""
+    if not step.topology.chip.torus_dims:
         return "GPUs"
-    if one.topology.slices > 1:
+    if step.topology.slices > 1:
         return "several slices"
-    if one.cfg.model.n_experts:
+    if step.cfg.model.n_experts:
         return "MoE"
-    return "context" if one.cfg.mesh.context > 1 else "dense, one slice"
+    return "context" if step.cfg.mesh.context > 1 else "dense, one slice"
+
+
+# Constants ------------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def intervals() -> dict[str, dict]:
-    """Return for each kind of step the interval of measured / estimated seconds, and the number of steps."""
-    return json.loads(INTERVALS.read_text(encoding="utf-8"))
+def table() -> dict[tuple[str, str], Speeds]:
+    """Return the fitted constants by chip and trainer; on GPUs, trainer "" is any trainer."""
+    given = json.loads(SPEEDS.read_text(encoding="utf-8")) if SPEEDS.exists() else []
+    as_tuple = lambda x: tuple(map(as_tuple, x)) if isinstance(x, list) else x
+    return {(one["chip"], one["trainer"]): Speeds(**{name: as_tuple(x) for name, x in one.items()}) for one in given}
 
 
-def held_up_seconds(one) -> float:
-    """Return the time for which weight all-gathers hold up the matmuls that they overlap with."""
-    hidden = sum((x.wire_bytes - x.exposed_bytes) / one.speed(x) for x in one.traffic if x.part == "weights")
-    return expected.HELD_UP * hidden
+def trainers(chip: str) -> list[str]:
+    """Return the trainers whose steps on this chip were measured."""
+    return sorted(trainer for key, trainer in table() if key == chip and trainer)
 
 
-def tpu_seconds(one, matmuls: float | None = None, others: float | None = None) -> float:
-    """Return the seconds of a step on a TPU. None: the constants of its chip."""
-    parts, key = one.expected, one.topology.chip.key
-    matmuls = MATMULS.get(key, 0) if matmuls is None else matmuls
-    others = OTHERS.get(key, 0) if others is None else others
-    slower = matmuls * parts["products"] + others * parts["other ops"]
-    return one.likely_s + (slower + held_up_seconds(one)) / (1 - one.bubble)
+def check_trainer(topology: Topology) -> None:
+    """Raises: UserError if no step of the topology's trainer was measured on its chip."""
+    have = trainers(topology.chip.key)
+    if topology.trainer not in have:
+        names = ", ".join(have) or f"none; those of {SIMILAR}: {', '.join(trainers(SIMILAR))}"
+        raise UserError(f"--trainer {topology.trainer}: no step of it on {topology.chip.key} was measured; trainers "
+                        f"with measured steps there: {names}")  # fmt: skip
 
 
-def gpu_parts(one) -> tuple[float, float, float]:
-    """Return the roofline's seconds of compute, of exposed communication with the optimizer, and of the rest."""
-    parts = dict(one.seconds())
-    compute, optimizer = parts.pop("compute"), parts.pop("optimizer")
-    parts.pop("bubble")
-    waits = sum(time for axes, time in parts.items() if {TENSOR, EXPERT} & {*axes.split("*")})
-    return compute, waits + optimizer, sum(parts.values()) - waits
+def prior(names: tuple[str, ...], chip: str = "", trainer: str = "") -> Speeds:
+    factors, spreads = PRIORS[names]
+    n = range(len(names))
+    return Speeds(chip, trainer, factors, tuple(tuple(spreads[i] ** 2 * (i == j) for j in n) for i in n))
 
 
-def gpu_peak(one) -> float:
-    """Return the fraction of the peak that compute reaches on a GPU."""
-    known, key = one.topology.constants, one.topology.chip.key
-    return known.peak if known else GPU_MATMULS.get(key, GPU_MATMULS["h100"])
+def speeds_of(step: Step) -> Speeds:
+    """Return the constants of the chip and of `topology.trainer`."""
+    key, known = step.topology.chip.key, table()
+    if step.topology.speeds:
+        return step.topology.speeds
+    if found := known.get((key, step.topology.trainer)):
+        return found
+    if step.platform == "gpu" and (found := known.get((SIMILAR, ""))):
+        return Speeds(key, "", found.factors, found.covariance)
+    return prior(terms.terms_of(step), key)
 
 
-def gpu_causes(one, peak: float | None = None) -> dict[str, float]:
-    """Return the seconds of a step on GPUs by cause, with the names of `Plan.seconds`. peak: None: that of the chip
-
-    Communication that overlaps with compute is exposed for the time by which all of it takes longer than compute.
-    """
-    found = dict(one.seconds())
-    found["compute"] /= peak or gpu_peak(one)
-    optimizer, _ = found.pop("optimizer"), found.pop("bubble")
-    if offload.CAUSE in found:
-        found[offload.CAUSE] = offload.exposed_seconds(one, found["compute"])
-    own = "compute", offload.CAUSE
-    overlapped = {axes for axes in found if axes not in own and not {TENSOR, EXPERT} & {*axes.split("*")}}
-    sent = sum(found[axes] for axes in overlapped)
-    exposed = max(sent - found["compute"], 0) / sent if sent else 0.0
-    in_slots = optimizer + sum(time for name, time in found.items() if name not in overlapped)
-    found |= {axes: exposed * found[axes] for axes in overlapped}
-    return found | {"optimizer": optimizer, "bubble": in_slots * one.bubble / (1 - one.bubble)}
+def describe(found: Speeds) -> str:
+    whose = f"{found.trainer or 'any trainer'} on {found.chip}" if found.terms == GPU_TERMS else found.chip
+    yours = f", {found.own} of them yours" if found.own else ""
+    return f"by {found.steps} measured step{'s' * (found.steps != 1)} of {whose}{yours}"
 
 
-def gpu_seconds(one, peak: float | None = None) -> float:
-    return sum(gpu_causes(one, peak).values())
+def unlike(step: Step, found: Speeds) -> str:
+    """Return how a step differs from all measured steps; empty if it does not."""
+    c, seen = step.cfg.model, found.seen
+    if found.own:
+        return ""
+    if not found.steps:
+        return f"no step on {step.topology.chip.key} was measured"
+    if c.n_experts and not seen["d_expert"]:
+        return f"no MoE step was measured there ({describe(found)})"
+    if c.n_experts and c.d_expert < seen["d_expert"]:
+        return f"experts {c.d_expert:,} wide, but the narrowest of the measured steps are {seen['d_expert']:,} wide"
+    if step.cfg.data.seq_len > LONGER * seen["seq_len"]:
+        return f"{step.cfg.data.seq_len:,} positions, but the measured steps have at most {seen['seq_len']:,}"
+    if step.cfg.model.encoder_layers:
+        return "no step of a model with an encoder was measured"
+    return ""
 
 
-def fit(one, seconds: dict[str, float], step_s: float) -> dict[str, float]:
-    """Return the constants with which a plan takes as long as a recorded step.
+# Seconds --------------------------------------------------------------------------------------------------------------
 
-    seconds  measured seconds by cause, with the names of `xla/simulator.py`
+
+def seconds(costs: list[Cost], found: Speeds, bubble: float) -> float:
+    """Return the seconds of a step."""
+    return sum(by_term(costs, found, bubble).values())
+
+
+def by_term(costs: list[Cost], found: Speeds, bubble: float) -> Counter:
+    """Return the seconds of a step by term, with those of the bubble."""
+    factors, total = found.by_term, Counter()
+    for one in costs:
+        total[one.term] += factors[one.term] * one.seconds / (1 - bubble * one.in_slot)
+    return total
+
+
+def spread(costs: list[Cost], found: Speeds, bubble: float) -> float:
+    """Return the standard deviation of the logarithm of a step's seconds."""
+    parts = by_term(costs, found, bubble)
+    total = sum(parts.values())
+    shares = [parts[name] / total for name in found.terms]
+    rows = (sum(c * x for c, x in zip(row, shares, strict=True)) for row in found.covariance)
+    return math.sqrt(found.noise**2 + sum(x * y for x, y in zip(shares, rows, strict=True)))
+
+
+def causes(step: Step, simulated: dict[str, float] | None) -> dict[str, float]:
+    """Return the seconds of a step by cause: matmuls, other ops, communication by mesh axes, .., bubble."""
+    found, known, total = speeds_of(step), step.topology.constants, Counter()
+    factors = found.by_term
+    longer = {MATMULS: 1 + known.matmuls, OTHERS: 1 + known.others} if known else {}
+    in_slots = 0.0
+    for one in terms.costs(step, simulated, found.trainer):
+        time = factors[one.term] * one.seconds * longer.get(one.cause, 1.0)
+        total[one.cause] += time
+        in_slots += time * one.in_slot
+    return dict(total) | {"bubble": in_slots * step.bubble / (1 - step.bubble)}
+
+
+def fit_run(step: Step, simulated: dict | None, measured: dict[str, float], step_s: float) -> dict[str, float]:
+    """Return the constants with which a plan takes as long as a recorded step; see `plan.chips.constants`.
+
+    measured  seconds by cause, with the names of `plan/simulate/simulator.py`
     The time of matmuls and of other operations is that of the trace. `waits` is the rest: the fraction of the step in
     which devices wait, for communication or the host, in addition to the plan.
     Raises: UserError if the trace has no matmuls.
     """
-    matmuls = seconds.get(simulator.PRODUCTS, 0.0)
-    others = seconds.get(simulator.OTHERS, 0.0) + seconds.get(simulator.COPIES, 0.0)
+    matmuls = measured.get(simulator.MATMULS, 0.0)
+    others = measured.get(simulator.OTHERS, 0.0) + measured.get(simulator.COPIES, 0.0)
     if not matmuls:
         raise UserError("the trace has no matmuls, so nothing can be fitted; record steps 20 to 23 with: "
                         "python main.py .. --run.profile 20:23")  # fmt: skip
-    if one.expected:
-        own = max(matmuls - held_up_seconds(one), 0.0)
-        found = {"matmuls": own / one.expected["products"] - 1, "others": others / one.expected["other ops"] - 1}
-        planned = tpu_seconds(one, **found)
-    else:
-        found = {"peak": gpu_parts(one)[0] / (matmuls + others)}
-        planned = gpu_seconds(one, **found)
-    return found | {"waits": 1 - planned / step_s}
+    planned = causes(step, simulated)
+    planned_s = sum(planned.values()) - planned["bubble"] + matmuls - planned[MATMULS] + others - planned[OTHERS]
+    planned_s += planned["bubble"] * planned_s / max(sum(planned.values()) - planned["bubble"], 1e-12)
+    return {"matmuls": matmuls / planned[MATMULS] - 1, "others": others / planned[OTHERS] - 1,
+            "waits": 1 - planned_s / step_s}  # fmt: skip
