@@ -38,11 +38,19 @@ def test_the_planner_predicts_published_steps():
     assert len(rows) == 6 and mean <= 0.08 and worst <= 0.14, rows
 
 
-def test_constants_are_fitted_to_the_rows_that_say_so():
-    """Catches a constant that no published step supports, and one that was fitted to a step that only tests."""
-    found = published.fit(published.plan_rows(SLICE))
-    for name, constants in (("MATMULS", measured.MATMULS), ("OTHERS", measured.OTHERS)):
-        assert {chip: round(value, 2) for chip, value in found[name].items()} == constants
+def test_a_source_is_left_out_with_all_its_rows():
+    """Catches a row that is planned with constants that were fitted to it, or to another row of its source."""
+    rows = published.plan_rows(SLICE)
+    (left,) = (one for one in speeds.leave_out(rows) if (one.row.name, one.row.topology) == ("22b", "v4:4x4x4"))
+    others = [row for row in rows if row.one and "maxtext" not in row.source]
+    assert not any(row.one.topology.chip.key == "v4" for row in others)
+    alone = measured.prior(terms.TPU_TERMS, "v4")  # no other source has steps on a v4
+    costs = terms.costs(left.row.one, left.row.one.expected)
+    assert left.ratio == pytest.approx(measured.seconds(costs, alone, 0.0) / left.row.measured_s)
+    half = measured.EIGHTY * measured.spread(costs, alone, 0.0)
+    assert left.inside == (abs(math.log(left.ratio)) <= half)
+
+
 
 
 def test_seconds_follow_from_published_flops():

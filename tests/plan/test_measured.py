@@ -103,6 +103,22 @@ def test_devices_of_unknown_speed_have_no_time():
     assert planner.plan(preset("tiny", mesh="fsdp=4"), "cpu:4").real is None
 
 
+def test_a_measured_step_moves_the_constants_that_its_time_depends_on():
+    """Catches a fit that only scales all of a step, and one that ignores how sure a constant is."""
+    before = measured.prior(terms.GPU_TERMS)
+    alone = [terms.Cost("attention", "matmuls", 1.0)]
+    after = fit.fit(before, [fit.Measured(alone, 0.0, 5.0)])
+    assert after.steps == 1 and after.by_term["attention"] == pytest.approx(5.0, rel=0.01)
+    assert {name: x for name, x in after.by_term.items() if name != "attention"} == pytest.approx(
+        {name: x for name, x in before.by_term.items() if name != "attention"})  # fmt: skip
+    assert after.covariance[1][1] < NARROWER * before.covariance[1][1] and after.covariance[0][0] == pytest.approx(
+        before.covariance[0][0])  # fmt: skip
+    both = [terms.Cost("matmuls", "matmuls", 1.0), terms.Cost("attention", "matmuls", 1.0)]
+    mixed = fit.fit(before, [fit.Measured(both, 0.0, 1.5 * (1.35 + 2.5))]).by_term
+    assert mixed["attention"] / 2.5 > mixed["matmuls"] / 1.35 > 1  # the less certain one moves further
+    assert fit.fit(before, []) == before
+
+
 def test_a_plan_prints_its_interval(capsys):
     """Catches a time without an interval in the table of a mesh."""
     from rich.console import Console
