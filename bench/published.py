@@ -1,23 +1,25 @@
 """Compare the planner with training steps that others measured and published.
 
-`python -m bench.published` plans every row of `published.csv`, and writes docs/published.md and `plan/intervals.json`,
-which holds the interval of a plan's seconds by kind of step. It uses no device.
+`python -m bench.published` plans every row of `published.csv`, fits the planner's constants to them (`speeds.py`), and
+writes docs/published.md and `plan/time/speeds.json`. With `--rows FILE` it plans another file instead, and prints
+errors, coverage and regret by source. It uses no device.
 """
 
 import csv
 import dataclasses
 import functools
 import json
-import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 
+from bench import speeds
+from bench.speeds import Trial
 from config import Config, ModelConfig, preset, replace
 from plan import planner
 from plan.chips import hardware
@@ -32,7 +34,7 @@ SIZES = {"vocab": "vocab_size", **{name: name for name in ("d_model", "n_layers"
 COUNTED = {"maxtext": (6, 12), "causal": (6, 6), "megatron": (8, 16)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """A published step, and its plan if the planner can plan it."""
 
@@ -51,11 +53,6 @@ class Row:
     @property
     def ratio(self) -> float:
         return self.estimate.seconds / self.measured_s
-
-    @property
-    def simulated_ratio(self) -> float:
-        """The planner's seconds before the constants in `plan/measured.py`, divided by the measured seconds."""
-        return self.one.likely_s / self.measured_s
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
@@ -98,14 +95,16 @@ def seconds(row: dict[str, str], devices: int) -> float:
 
 def plan_row(row: dict[str, str]) -> Row:
     try:
-        topology = hardware.Topology.parse(row["topology"])
+        topology, trainer = hardware.Topology.parse(row["topology"]), speeds.trainer_of(row["source"])
+        if topology.chip.domain and trainer in measured.trainers(topology.chip.key):
+            topology = dataclasses.replace(topology, trainer=trainer)
         return Row(row, seconds(row, topology.devices), planner.plan(config(row), topology))
     except UserError as error:
         return Row(row, reason=str(error).split(";")[0])
 
 
-def read_rows() -> list[dict[str, str]]:
-    return [*csv.DictReader(ROWS.read_text(encoding="utf-8").splitlines())]
+def read_rows(file: Path = ROWS) -> list[dict[str, str]]:
+    return [*csv.DictReader(file.read_text(encoding="utf-8").splitlines())]
 
 
 @functools.cache
@@ -117,61 +116,36 @@ def plan_rows(*kinds: str) -> tuple[Row, ...]:
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def errors(rows: Iterable[Row], ratio: str = "ratio") -> tuple[int, float, float]:
-    """Return the number of planned rows, and the mean and the largest absolute error."""
-    found = [abs(getattr(row, ratio) - 1) for row in rows if row.one]
-    return (len(found), statistics.mean(found), max(found)) if found else (0, 0.0, 0.0)
+def trials(rows: Iterable[Row]) -> list[Trial]:
+    """Return the rows that were planned, by the constants that the planner uses for them."""
+    return [speeds.trial(row, measured.speeds_of(row.one)) for row in rows if row.one]
 
 
-def interval(rows: Iterable[Row]) -> dict[str, float]:
-    """Return the interval of measured / estimated seconds: all rows, or with at least ten rows the middle 80%."""
-    found = sorted(1 / row.ratio for row in rows if row.one)
-    low, high = np.quantile(found, (0.1, 0.9)) if len(found) >= 10 else (found[0], found[-1])
-    return {"low": round(float(low), 3), "high": round(float(high), 3), "steps": len(found)}
+def errors(found: Iterable[Trial]) -> tuple[int, float, float, float, float]:
+    """Return the number of steps, their mean error, mean bias and largest error, and the fraction inside."""
+    ratios, inside = zip(*((one.ratio - 1, one.inside) for one in found), strict=True)
+    n, sizes = len(ratios), [abs(x) for x in ratios]
+    return n, sum(sizes) / n, sum(ratios) / n, max(sizes), sum(inside) / n
 
 
-def intervals(rows: Iterable[Row]) -> dict[str, dict]:
-    """Return the interval of each kind, from the rows that no constant was fitted to."""
-    by_kind = {kind: [row for row in rows if (row.kind, row.split) == (kind, "tested")] for kind in KINDS}
-    return {kind: interval(found) for kind, found in by_kind.items() if any(row.one for row in found)}
+def grouped(found: Iterable, key) -> dict:
+    groups = defaultdict(list)
+    for one in found:
+        groups[key(one)].append(one)
+    return dict(groups)
 
 
-def rank_correlation(rows: Iterable[Row]) -> dict[str, float]:
-    """Return Spearman's rank correlation of measured and estimated seconds for each chip with at least four rows."""
-    from scipy.stats import spearmanr
-
-    by_chip: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.one:
-            by_chip.setdefault(row.one.topology.chip.key, []).append(row)
-    pairs = lambda found: ([row.measured_s for row in found], [row.estimate.seconds for row in found])
-    return {chip: float(spearmanr(*pairs(found))[0]) for chip, found in by_chip.items() if len(found) >= 4}
-
-
-def fit(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
-    """Fit the constants of `plan/measured.py` by least squares of the relative errors of the `fitted` rows."""
-    found: dict[str, dict[str, float]] = {"MATMULS": {}, "OTHERS": {}, "GPU_MATMULS": {}}
-    by_chip: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.one and row.split == "fitted":
-            by_chip.setdefault(row.one.topology.chip.key, []).append(row)
-    for chip, ones in by_chip.items():
-        total = np.array([row.measured_s for row in ones])
-        if ones[0].kind == "GPUs":  # measured = compute / x + waits
-            compute, waits = np.array([measured.gpu_parts(row.one)[:2] for row in ones]).T
-            found["GPU_MATMULS"][chip] = 1 / solve([compute], total - waits, total)[0]
-            continue
-        names = ("products", "other ops")[: 1 + (chip in measured.OTHERS)]
-        parts = [np.array([row.one.expected[name] for row in ones]) for name in names]
-        rest = np.array([row.measured_s - row.one.likely_s - measured.held_up_seconds(row.one) for row in ones])
-        for constants, value in zip(("MATMULS", "OTHERS"), solve(parts, rest, total), strict=False):
-            found[constants][chip] = float(value)
+def regrets(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[int, float, float]]:
+    """Return for each model on the same chips the number of meshes that were measured, if there are several, and how
+    much longer than the best of them the slowest takes, and the one that the planner would choose."""
+    same = lambda row: (row.name, row.topology, row.batch, row.seq_len, row.source)
+    found = {}
+    for (name, topology, *_), ones in grouped((row for row in rows if row.one), same).items():
+        if len({row.mesh for row in ones}) > 1:
+            choice, times = min(ones, key=lambda row: row.estimate.seconds), [row.measured_s for row in ones]
+            longer = (time / min(times) - 1 for time in (max(times), choice.measured_s))
+            found[name, topology] = len({row.mesh for row in ones}), *longer
     return found
-
-
-def solve(parts, rest, total):
-    """Find x that minimizes the squares of (x @ parts - rest) / total."""
-    return np.linalg.lstsq(np.stack([part / total for part in parts], axis=1), rest / total, rcond=None)[0]
 
 
 # Page -----------------------------------------------------------------------------------------------------------------
@@ -182,73 +156,81 @@ How far can you trust the planner's seconds? This page plans {rows} training ste
 and compares the two. `python -m bench.published` writes it from `bench/published.csv`, which has the sizes, the mesh,
 the settings and the source of each step. We measured none of them.
 
-`python -m plan` prints two times, and both are columns here. The **compiled step** is the time that it expects of the
-compiled program, without having seen a measurement; for GPUs it is the roofline ([How the planner estimates step
-time](seconds.md)). The **real step** is the line `real step`. Most measured steps take longer than the compiler's
-estimates, so `plan/measured.py` adds what those leave out:
-
-- **TPU matmuls** take longer than the compiler estimates, but not on v5p: {matmuls}.
-- **Other operations on v5p** take {others:.1f} times as long: norms, activation functions, and moving tokens to
-  experts. They decide the time of steps that recompute little, and of mixtures of experts.
-- **Overlapped weight all-gathers** delay the matmuls by {held:.0%} of the time that the all-gathers take.
-- **GPUs** reach {gpus} of their peak in compute. Communication over `tensor` and `expert` is exposed, and the
-  rest overlaps with compute. The roofline overlaps less, so it can be longer than the real step. H200, B200 and GB200
-  use the numbers of the H100, because we know of no measured steps.
-
-The {constants} numbers for TPU matmuls, other operations and GPUs are fitted to the rows marked *fitted*; the
-{held:.0%} comes from simulated steps (`plan/expected.py`). No constant is fitted to the rows marked *tested*. The form
-of the rules was chosen with all rows in view, though.
-
 ## Errors
 
-Each cell of *fitted* and *tested* has the number of steps, and the mean and the largest error of the real step.
-*Compiled* has the mean and the largest error of the compiled step for the tested steps. The planner prints the
-*interval* with each time: +9% means that steps took up to 9% longer than planned. It has the middle 80% of the tested
-steps, or all of them if there are fewer than 10. The errors in the tables below have the opposite sign: they are
-positive if the plan is too long.
+*Planned* is the line `real step` of `python -m plan`, with the `--trainer` of the source on GPUs. It shows how well the
+planner's formulas describe the steps, but it is not a test, because the constants were fitted to these steps. *Left
+out* is the test: the constants were fitted again without all steps of the source, so the planner knows nothing of this
+trainer. Expect these errors for a trainer of your own. The form of the formulas and the first values of the constants
+were chosen with all steps in view, though.
 
-Every plan for GPUs is of the kind *GPUs*. Other plans are *several slices*, *MoE*, *context* or *dense, one slice*: the
-first of these that fits.
+Each cell has the mean error and in parentheses the mean bias (positive: the plan is too long). *Largest* is the error
+of the worst step. *Inside* is the fraction of the steps in the planner's interval, which should be 80%. For sources
+that the fit has not seen it is lower, above all on GPUs: the interval knows that trainers differ, but not how far the
+slowest of them are behind.
 
-| kind of step | fitted | tested | compiled | interval |
+| kind of step | steps | planned | largest | inside | left out | largest | inside |
+|---|---|---|---|---|---|---|---|
+{kinds}
+
+*Calibrated* shows what one measured step of your own is worth (`--measured`). It begins with the constants of *left
+out* and fits them to one step of the source; the cell has the mean error of the other steps, averaged over all choices
+of the one. Where *left out* is already good, one step can make it worse. Sources with fewer than three steps on a chip
+are not listed.
+
+| source | chip | steps | planned | left out | inside | calibrated |
+|---|---|---|---|---|---|---|
+{sources}
+
+**Which mesh is the fastest?** For these models, a source measured several meshes on the same chips. *Regret* is how
+much longer than the best mesh the planner's choice takes, with the constants of *planned*. *Slowest* is how much longer
+the slowest mesh takes.
+
+| model | chips | meshes | slowest | regret |
 |---|---|---|---|---|
-{summary}
+{regrets}
 
-Spearman's rank correlation of the measured and the real step on each chip is {ranks}.
+## Constants
 
-## Rows that fit badly
+`plan/time/terms.py` computes how long each part of a step takes at the speeds of the data sheet, and these constants
+multiply the parts. A constant begins with a value and a spread (`PRIORS` in `plan/time/measured.py`), and each measured
+step of the chip, or of the trainer on this chip, narrows the spread. The spreads that are left give the interval of a
+plan. ± is one standard deviation. A plan without `--trainer` uses *any trainer*: the mean of the trainers, without
+{unusual}, with the spread that the constants begin with. Long sequences with sliding windows are
+planned above, but nothing is fitted to them, because the planner computes attention over all positions.
+
+{constants}
+
+*Exposed* is communication that does not overlap with compute, *tokens* that of experts and of context parallelism,
+*stages* that between pipeline stages, and *stragglers* lengthens a step for each doubling of the slices. On GPUs,
+*layers* is in milliseconds for each layer of each microbatch, *memory* counts how often a layer's activations pass
+through memory, and *weights* is the communication of sharded weights and gradients. On TPUs, the parts are those of the
+simulated step ([How the planner estimates step time](seconds.md)), and *weights* is the fraction of the time of
+overlapped weight all-gathers for which they hold up the matmuls. Chips without measured steps use the constants of
+{similar}, and their plans have no interval.
+
+## About some of the rows
 
 - **`1024b` on 1,024 v5p.** Its source contradicts itself. The table used here has 254 TFLOP/s, and [another page of the
   same project](https://github.com/AI-Hypercomputer/maxtext/blob/9797b463d2893d1498056d23f0d4497c85147c0d/docs/advanced_docs/runtime_performance_results.md)
-  has an MFU of 64.05%, which is 294 TFLOP/s. With that number the error is -1%. On 2,048 chips it is 0%.
+  has an MFU of 64.05%, which is 294 TFLOP/s.
 - **The all-gather of `llama2-7b` with `context=16`.** The planner counts the all-gather of keys and values as exposed.
   The measured step takes no longer than with all-to-all.
-- **Many slices.** The error grows with the number of slices, because the planner leaves out the latency of the network
-  between slices: `16b` on v5e takes {one_slice:.0%} longer than planned on one slice, and {many_slices:.0%} on 32.
 - **torchtitan's H100s** were limited to 500 W, and have slower memory.
 - **GPT models without FlashAttention** (`gpt-1.7b` to `gpt-1008b`, `gpt-22b`, `gpt-neox-20b`). Runs of 2020 to 2022 are
-  a separate kind, because every plan has FlashAttention. The plan for a GPU has no separate time for operations that
-  memory limits. Without FlashAttention, each score of a query and a key passes through memory several times: 13 bytes
-  in the forward pass (scores, softmax, dropout and its mask), 13 when it is recomputed, and 19 in the backward pass. At
-  2.04 TB/s, that takes {small_scores:.2f} s of `gpt-1.7b`, which takes {small_gpt:.2f} s longer than planned. For
-  `gpt-145.6b` it is {large_scores:.2f} of {large_gpt:.2f} s, and for `gpt-neox-20b`, without dropout and at 1.6 TB/s,
-  {neox_scores:.1f} of {neox:.1f} s. The rest is not explained.
-- **`mt-nlg-530b`.** The three steps fit {shrinks:.0f} s divided by the size of `data`, and {stays:.0f} s that do not
-  shrink with it. The plan has {bubble:.0f} s that do not shrink, the bubble for microbatches of one sequence. With two
-  it would be {twice:.0f} s.
-- **Gradients that do not overlap.** The planner overlaps gradient reductions over `data` with compute, so `gpt-530b`
-  takes the same time on 280 and on 2,240 A100s. The paper says that its reductions did not overlap, and measured 37.83
-  and 39.15 s.
-- **The widest GPT models** (`gpt-530b` and `gpt-1t` on 280 and 512 GPUs) reach more than the {a100:.0%} of the peak to
-  which the rows of Llama 2 70B fit. The bubble of `gpt-1t` is 63 of 575 slots, and the paper has an MFU of 56.3%, so
-  the other slots reach at least 63%.
+  a separate kind, because every plan has FlashAttention. Without it, each score of a query and a key passes through
+  memory several times: 13 bytes in the forward pass (scores, softmax, dropout and its mask), 13 when it is recomputed,
+  and 19 in the backward pass. At 2.04 TB/s, that takes {small_scores:.2f} s of `gpt-1.7b`, {large_scores:.2f} s of
+  `gpt-145.6b`, and without dropout and at 1.6 TB/s {neox_scores:.1f} s of `gpt-neox-20b`. The constants of
+  `megatron-2021` are a mean over these models.
 - **ZeRO-3 on 768 and 1,536 A100s.** The step takes {zero_s:.0f} s on both, so communication limits it. A GPU receives
   {zero_gb:.0f} GB of weights at least twice, and takes part in the reduction of as many bytes of gradients:
-  {zero_gb_s:.0f} GB/s. The planner
-  expects the 200 GB/s of a node's eight network cards, and overlaps all of it with compute.
-- **`deepseek-v3` on 2,048 H100s.** The planner exposes {all_to_all:.1f} s of all-to-all, which DualPipe overlaps with
-  compute, and plans matmuls in bfloat16, which are FP8 in the run.
+  {zero_gb_s:.0f} GB/s. The planner expects the 200 GB/s of a node's eight network cards.
+- **`deepseek-v3` on 2,048 H100s** overlaps all-to-all with compute (DualPipe), and computes with FP8.
 - **`gptj-6b` on v3.** The source says "~5000 tokens/second", and no other step of a v3 is known.
+- **nanotron's logs** of 2024 have a microbatch of 32 sequences that takes four times as long as 8 sequences.
+- **`gpt-oss-120b` on tpu7x** stores the experts' outputs in the host's memory too, which no list of `work.remat` can
+  express.
 
 What is not here:
 
@@ -259,8 +241,9 @@ What is not here:
   are sharded over 128 GPUs.
 
 NVIDIA's recipes and MaxText have changed some of the tables since; the history of each file has the numbers used here.
+In the tables below, *error* is that of the planned step, and *left out* that of the plan that has not seen the source.
 """
-COLUMNS = ("step", "mesh", "batch", "sequence", "measured", "compiled step", "real step", "error", "interval", "split",
+COLUMNS = ("step", "mesh", "batch", "sequence", "measured", "planned", "error", "left out", "interval",
            "planned differently")  # fmt: skip
 TABLE = "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, ("---",) * len(COLUMNS)))
 
@@ -269,26 +252,54 @@ def percent(x: float) -> str:
     return f"{100 * x:+.1f}%"
 
 
-def describe_errors(rows: Iterable[Row], ratio: str = "ratio") -> str:
-    number, mean, worst = errors(rows, ratio)
-    return f"{number}, {mean:.1%}, {worst:.1%}" if number else "-"
+def both(mean: float, bias: float) -> str:
+    return f"{mean:.1%} ({bias:+.1%})"
 
 
-def summary_line(kind: str, rows: list[Row], found: dict) -> str:
-    fitted, tested = ([row for row in rows if row.split == split] for split in ("fitted", "tested"))
-    before = "{1:.1%}, {2:.1%}".format(*errors(tested, "simulated_ratio")) if errors(tested)[0] else "-"
-    span = found.get(kind)
-    between = f"{span['low'] - 1:+.0%} to {span['high'] - 1:+.0%}" if span else "none yet"
-    return f"| {kind} | {describe_errors(fitted)} | {describe_errors(tested)} | {before} | {between} |"
+def kind_line(kind: str, ours: list[Trial], left: list[Trial]) -> str:
+    (n, mean, bias, worst, inside), (_, out, out_bias, out_worst, out_inside) = errors(ours), errors(left)
+    cells = (kind, n, both(mean, bias), f"{worst:.1%}", f"{inside:.0%}", both(out, out_bias), f"{out_worst:.1%}",
+             f"{out_inside:.0%}")  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
 
 
-def table_line(row: Row, found: dict) -> str:
-    one, error, span = row.estimate, percent(row.ratio - 1), found.get(row.kind)
-    times = (f"{time:.2f} s" for time in (row.measured_s, row.one.likely_s, one.seconds))
-    between = f"{span['low'] * one.seconds:.1f} to {span['high'] * one.seconds:.1f} s" if span else ""
+def source_lines(rows: list[Row], left: list[Trial]) -> list[str]:
+    """Return a line for each source on each chip with at least three steps."""
+    key = lambda row: (speeds.name_of(row.source), row.one.topology.chip.key)
+    out, lines = grouped(left, lambda one: key(one.row)), []
+    for (name, chip), ones in sorted(grouped((row for row in rows if row.one), key).items()):
+        if len(ones) < 3:
+            continue
+        (n, mean, bias, *_), (_, far, far_bias, _, inside) = errors(trials(ones)), errors(out[name, chip])
+        once = speeds.calibrated(ones, speeds.constants_without(rows, name, ones[0]))
+        cells = (name, chip, n, both(mean, bias), both(far, far_bias), f"{inside:.0%}", f"{once:.1%}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def constants_tables() -> str:
+    """Return a table of the constants of TPUs, and one of GPUs."""
+    parts = []
+    for names in (measured.TPU_TERMS, measured.GPU_TERMS):
+        columns = ("chip", "trainer", "steps", *names)
+        lines = [columns, ("---",) * len(columns)]
+        for one in measured.table().values():
+            if len(one.factors) == len(names):
+                spreads = (row[n] ** 0.5 for n, row in enumerate(one.covariance))
+                values = (f"{x:.3g} ±{y:.0%}" for x, y in zip(one.factors, spreads, strict=True))
+                gpu = names == measured.GPU_TERMS
+                lines.append((one.chip, one.trainer or ("any trainer" if gpu else "all"), str(one.steps), *values))
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(parts)
+
+
+def table_line(one: Trial, left: Trial) -> str:
+    row, found = one.row, one.row.estimate
+    between = f"{found.low:.1f} to {found.high:.1f} s" if found.low else "none"
     name = f"[`{row.name}`]({row.source}) on `{row.topology}`"
     sizes = (f"{int(size):,}" for size in (row.batch, row.seq_len))
-    return f"| {' | '.join((name, f'`{row.mesh}`', *sizes, *times, error, between, row.split, row.lacks))} |"
+    times = f"{row.measured_s:.2f} s", f"{found.seconds:.2f} s", percent(one.ratio - 1), percent(left.ratio - 1)
+    return f"| {' | '.join((name, f'`{row.mesh}`', *sizes, *times, between, row.lacks))} |"
 
 
 def score_seconds(row: Row, score_bytes: int = 45, bytes_per_s: float = 2.039e12) -> float:
@@ -310,53 +321,44 @@ def unplanned_line(row: Row) -> str:
 
 def page(rows: tuple[Row, ...]) -> str:
     """Return docs/published.md."""
-    found, listed = intervals(rows), {kind: [row for row in rows if row.kind == kind] for kind in KINDS}
-    slower = [f"{share:+.0%} on {chip}" for chip, share in measured.MATMULS.items()]
-    longer = {row.topology: 1 / row.ratio - 1 for row in rows if row.one and row.name == "16b"}
+    ours, left = trials(rows), speeds.leave_out(rows)
+    out = {id(one.row): one for one in left}
+    kinds = grouped(ours, lambda one: one.row.kind)
     by_name = {(row.name, row.topology): row for row in rows}
-    small, large = by_name["gpt-1.7b", "a100:32"], by_name["gpt-145.6b", "a100:1536"]
-    neox, sparse = by_name["gpt-neox-20b", "a100:96"], by_name["deepseek-v3", "h100:2048"]
-    late = lambda row: row.measured_s - row.estimate.seconds
-    nlg = [row for row in rows if row.name == "mt-nlg-530b"]
-    fit_over_data = lambda times: np.polyfit([1 / config(row.values).mesh.data for row in nlg], times, 1)
-    shrinks, stays = fit_over_data([row.measured_s for row in nlg])
-    bubble = fit_over_data([row.estimate.seconds for row in nlg])[1]
     zero = next(row for row in rows if row.mesh == "fsdp=1536")
     zero_gb = 2 * zero.one.params_total / 1e9  # of weights, in bfloat16
     head = HEAD.format(
-        small_gpt=late(small), large_gpt=late(large), neox=late(neox), small_scores=score_seconds(small),
-        large_scores=score_seconds(large), neox_scores=score_seconds(neox, 30, 1.555e12),
-        shrinks=shrinks, stays=stays, bubble=bubble, twice=2 * bubble,
+        rows=len(rows), constants=constants_tables(), similar=measured.SIMILAR.upper(),
+        unusual=" and ".join((", ".join(speeds.UNUSUAL[:-1]), speeds.UNUSUAL[-1])),
+        kinds="\n".join(kind_line(kind, kinds[kind], [out[id(one.row)] for one in kinds[kind]]) for kind in KINDS),
+        sources="\n".join(source_lines(rows, left)),
+        regrets="\n".join(f"| {name} | {chips} | {n} | {slowest:.0%} | {choice:.0%} |"
+                          for (name, chips), (n, slowest, choice) in sorted(regrets(rows).items())),
+        small_scores=score_seconds(by_name["gpt-1.7b", "a100:32"]),
+        large_scores=score_seconds(by_name["gpt-145.6b", "a100:1536"]),
+        neox_scores=score_seconds(by_name["gpt-neox-20b", "a100:96"], 30, 1.555e12),
         zero_s=zero.measured_s, zero_gb=zero_gb, zero_gb_s=3 * zero_gb / zero.measured_s,
-        a100=measured.GPU_MATMULS["a100"], all_to_all=measured.gpu_causes(sparse.one)["expert"],
-        rows=len(rows), one_slice=longer["v5e:16x16"], many_slices=longer["32*v5e:16x16"],
-        matmuls=", ".join(slower), others=1 + measured.OTHERS["v5p"], held=expected.HELD_UP,
-        gpus=" and ".join(f"{share:.0%} ({chip})" for chip, share in measured.GPU_MATMULS.items()),
-        constants=len(measured.MATMULS) + len(measured.OTHERS) + len(measured.GPU_MATMULS),
-        summary="\n".join(summary_line(kind, ones, found) for kind, ones in listed.items()),
-        ranks=", ".join(f"{chip} {rank:.2f}" for chip, rank in rank_correlation(rows).items()),
     )  # fmt: skip
     parts = [head]
-    for kind, ones in listed.items():
-        planned = [table_line(row, found) for row in ones if row.one]
-        parts += ["", f"## {kind[0].upper()}{kind[1:]}", ""]
-        if planned:
-            parts += [TABLE, *planned]
-        without = [row for row in ones if not row.one]
-        if without:
-            parts += [""] * bool(planned) + ["Not planned:", ""]
-        parts += map(unplanned_line, without)
+    for kind in KINDS:
+        parts += ["", f"## {kind[0].upper()}{kind[1:]}", "", TABLE]
+        parts += [table_line(one, out[id(one.row)]) for one in kinds[kind]]
+        without = [row for row in rows if row.kind == kind and not row.one]
+        parts += ["", "Not planned:", ""] * bool(without) + [*map(unplanned_line, without)]
     return "\n".join(parts) + "\n"
 
 
 HELP = """e.g. python -m bench.published
+     python -m bench.published --rows mine.csv   # plan steps of your own, with the columns of bench/published.csv
 
-Plan the steps in bench/published.csv, and write docs/published.md and plan/intervals.json. Takes less than a minute."""
+Plan the steps in bench/published.csv, fit the planner's constants to them, and write docs/published.md and
+plan/time/speeds.json. Takes a few minutes."""
 
 
 @dataclasses.dataclass
 class Arguments:
     json: Annotated[str, tyro.conf.arg(help="also write the rows as JSON to this file; -: print them")] = ""
+    rows: Annotated[str, tyro.conf.arg(help="plan the rows of this file, and print errors; nothing is written")] = ""
 
 
 def to_json(row: Row) -> dict:
@@ -368,17 +370,54 @@ def to_json(row: Row) -> dict:
     return row.values | dict(zip(times, found, strict=True))
 
 
+def print_errors(rows: list[Row]) -> None:
+    """Print error, bias, coverage and calibration of each source, and the regret of each group of meshes."""
+    key = lambda row: (speeds.name_of(row.source), row.one.topology.chip.key)
+    for (name, chip), ones in sorted(grouped((row for row in rows if row.one), key).items()):
+        n, mean, bias, worst, inside = errors(trials(ones))
+        known = [*plan_rows(), *rows]
+        once = speeds.calibrated(ones, speeds.constants_without(known, name, ones[0])) if n > 1 else None
+        calibrated = f"  calibrated on one step {once:.1%}" if n > 1 else ""
+        print(f"{name:32} {chip:6} {n:4} steps  error {mean:.1%}  bias {bias:+.1%}  largest {worst:.1%}  "
+              f"inside {inside:.0%}{calibrated}")  # fmt: skip
+    for (name, chips), (n, slowest, choice) in sorted(regrets(rows).items()):
+        print(f"{name} on {chips}: regret {choice:.0%} of {n} meshes, the slowest {slowest:.0%}")
+    for row in rows:
+        if not row.one:
+            print(f"not planned: {row.name} on {row.topology}: {row.reason}")
+
+
+def read_file(path: str) -> list[dict[str, str]]:
+    """Raises: UserError if the file cannot be read or lacks a column."""
+    try:
+        rows = read_rows(Path(path))
+    except OSError as error:
+        raise UserError(f"--rows {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"--rows {path}: it is not a text file") from error
+    missing = {*read_rows()[0]} - {*(rows[0] if rows else ())}
+    if missing:
+        raise UserError(f"--rows {path}: it lacks the columns {', '.join(sorted(missing))} of bench/{ROWS.name}")
+    return rows
+
+
 @exit_status
 def main(argv: list[str] | None = None) -> None:
     args = tyro.cli(Arguments, args=argv, prog="python -m bench.published", description=HELP, use_underscores=True)
-    rows = plan_rows()
-    measured.INTERVALS.write_text(json.dumps(intervals(rows), indent=1) + "\n", encoding="utf-8")
-    measured.intervals.cache_clear()
-    PAGE.write_text(page(rows), encoding="utf-8")
-    listed = json.dumps([to_json(row) for row in rows], indent=1)
-    if args.json and args.json != "-":
-        Path(args.json).write_text(listed + "\n", encoding="utf-8")
-    print(listed if args.json == "-" else f"wrote {PAGE.name} and {measured.INTERVALS.name}: {len(rows)} steps")
+    if args.rows:
+        rows = [plan_row(row) for row in read_file(args.rows)]
+        print_errors(rows)
+    else:
+        found = speeds.speeds(plan_rows())
+        measured.SPEEDS.write_text(speeds.to_text(found), encoding="utf-8")
+        measured.table.cache_clear()
+        plan_rows.cache_clear()
+        rows = plan_rows()
+        PAGE.write_text(page(rows), encoding="utf-8")
+        print(f"wrote {PAGE.name} and {measured.SPEEDS.name}: {len(rows)} steps")
+    if args.json:
+        listed = json.dumps([to_json(row) for row in rows], indent=1)
+        print(listed) if args.json == "-" else Path(args.json).write_text(listed + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

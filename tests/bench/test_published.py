@@ -1,12 +1,13 @@
 """The planner against training steps that others measured and published, and the page about them."""
 
-import json
-from collections import Counter
+import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bench import published
+from bench import published, speeds
 from docs import pictures
 from plan.time import measured, terms
 
@@ -14,28 +15,26 @@ SLICE = "dense, one slice"
 ROOT = Path(__file__).parent.parent.parent
 
 
-def errors_of(kind, split="tested", without=()):
-    rows = [row for row in published.plan_rows(kind) if row.split == split and (row.name, row.topology) not in without]
-    return published.errors(rows)[1:], [(row.name, row.topology, f"{row.ratio - 1:+.1%}") for row in rows if row.one]
-
-
-def test_at_least_half_of_the_steps_only_test():
-    """Catches constants fitted to most of the steps, a row without a source, and a kind that the page does not list."""
+def test_every_row_has_a_source_and_a_kind():
+    """Catches a row that nobody can check, a kind that the page does not list, and a row that is there twice."""
     rows = published.read_rows()
-    split, kinds = Counter(row["split"] for row in rows), {row["kind"] for row in rows}
-    assert len(rows) >= 60 and split["tested"] >= len(rows) / 2 and {*split} == {"tested", "fitted"}
-    assert kinds == {*published.KINDS} and all(row["source"].startswith("https://") for row in rows)
+    assert len(rows) >= 200 and {row["kind"] for row in rows} == {*published.KINDS}
+    assert all(row["source"].startswith("https://") for row in rows)
     assert len({tuple(row.values()) for row in rows}) == len(rows)
 
 
 def test_the_planner_predicts_published_steps():
-    """Catches a change that makes plans of real runs worse. No constant was fitted to these steps."""
-    # Left out: a row that contradicts itself, and a rounded number of the only v3; see docs/published.md
-    known = {("1024b", "v5p:8x8x16"), ("gptj-6b", "v3:2x2")}
-    (mean, worst), rows = errors_of(SLICE, without=known)
-    assert len(rows) == 19 and mean <= 0.04 and worst <= 0.1, rows
-    (mean, worst), rows = errors_of("MoE")
-    assert len(rows) == 6 and mean <= 0.08 and worst <= 0.14, rows
+    """Catches a change that makes plans of real runs worse, and an interval that is too narrow or too wide."""
+    # Not here: a row that contradicts itself, a rounded number of the only v3, windows that the plan does not have, and
+    # arrays on the host that it does not know; see docs/published.md
+    known = ("1024b", "v5p:8x8x16"), ("gptj-6b", "v3:2x2"), ("gemma3-12b", "v6e:16x16"), ("gpt-oss-120b", "tpu7x:4x4x4")
+    rows = published.plan_rows(SLICE, "MoE")
+    ours, left = published.trials(rows), speeds.leave_out(rows)
+    for kind, steps, most, largest, unseen in ((SLICE, 31, 0.04, 0.1, 0.07), ("MoE", 7, 0.08, 0.14, 0.12)):
+        of = [one for one in ours if one.row.kind == kind and (one.row.name, one.row.topology) not in known]
+        number, mean, _, worst, inside = published.errors(of)
+        assert number == steps and mean <= most and worst <= largest and inside >= 0.72
+        assert published.errors(one for one in left if one.row.kind == kind)[1] <= unseen, "its source is left out"
 
 
 def test_a_source_is_left_out_with_all_its_rows():
@@ -51,6 +50,29 @@ def test_a_source_is_left_out_with_all_its_rows():
     assert left.inside == (abs(math.log(left.ratio)) <= half)
 
 
+def test_regret_compares_the_choice_with_the_best_mesh():
+    """Catches a regret of another batch or chip, and one that compares planned seconds."""
+    made = lambda mesh, planned, took, **more: SimpleNamespace(
+        one=True, mesh=mesh, measured_s=took, estimate=SimpleNamespace(seconds=planned),
+        **dict(name="m", topology="h100:8", batch="8", seq_len="64", source="s") | more)  # fmt: skip
+    rows = [made("fsdp=8", 1.0, 3.0), made("tensor=8", 2.0, 2.0), made("stage=8", 0.1, 9.0, batch="16")]
+    assert published.regrets(rows) == {("m", "h100:8"): (2, 0.5, 0.5)}
+    rows[0] = made("fsdp=8", 3.0, 3.0)
+    assert published.regrets(rows) == {("m", "h100:8"): (2, 0.5, 0.0)}
+
+
+def test_steps_of_a_file_of_ones_own_are_planned(tmp_path, capsys):
+    """Catches a file without a column that is planned anyway, and errors that are not those of the file."""
+    text = published.ROWS.read_text().splitlines()
+    row = next(line for line in text if line.startswith('22b,"dense'))
+    (tmp_path / "own.csv").write_text(f"{text[0]}\n{row}\n")
+    assert not published.main(["--rows", str(tmp_path / "own.csv")])
+    assert re.search(r"AI-Hypercomputer/maxtext +v4 +1 steps  error [\d.]+%  bias", capsys.readouterr().out)
+    (tmp_path / "own.csv").write_text("name,mesh\na,fsdp=8\n")
+    assert published.main(["--rows", str(tmp_path / "own.csv")]) == 2
+    assert f"error: --rows {tmp_path}/own.csv: it lacks the columns batch, d_ff," in capsys.readouterr().err
+    assert published.main(["--rows", str(tmp_path / "none.csv")]) == 2
+    assert capsys.readouterr().err == f"error: --rows {tmp_path}/none.csv: No such file or directory\n"
 
 
 def test_seconds_follow_from_published_flops():
@@ -103,48 +125,47 @@ def test_a_row_that_cannot_be_planned_has_the_reason():
     row = published.plan_row(published.read_rows()[0] | {"topology": "abacus:8"})
     assert row.one is None and row.reason == "topology 'abacus:8': unknown chip 'abacus'"
     assert published.unplanned_line(row).endswith("`fsdp=64`, 156 TFLOP/s: topology 'abacus:8': unknown chip 'abacus'")
-    assert published.to_json(row)["expected_s"] is None and published.errors([row]) == (0, 0.0, 0.0)
+    assert published.to_json(row)["expected_s"] is None and published.trials([row]) == []
 
 
 def test_the_page_states_the_batch_of_each_step():
     """Catches seconds of a step whose number of tokens the page does not say, and cells under the wrong heading."""
     row = next(row for row in published.plan_rows(SLICE) if (row.name, row.topology) == ("22b", "v4:4x4x4"))
-    cells = dict(zip(published.COLUMNS, published.table_line(row, measured.intervals()).split(" | "), strict=True))
+    (one,) = published.trials([row])
+    cells = dict(zip(published.COLUMNS, published.table_line(one, one).split(" | "), strict=True))
     assert (cells["batch"], cells["sequence"], cells["measured"]) == ("832", "2,048", "26.80 s")
-    assert cells["mesh"] == "`fsdp=64`" and cells["split"] == "tested"
-
-
-def test_intervals_are_those_of_the_tested_steps():
-    """Catches intervals of another version of the rows, and an interval that no measured step has."""
-    rows = published.plan_rows(SLICE)
-    assert published.intervals(rows)[SLICE] == measured.intervals()[SLICE]
-    few = [row for row in rows if row.split == "tested"][:3]
-    ratios = [row.measured_s / row.estimate.seconds for row in few]
-    found = published.interval(few)
-    assert (found["low"], found["high"]) == pytest.approx((min(ratios), max(ratios)), abs=1e-3) and found["steps"] == 3
+    assert cells["mesh"] == "`fsdp=64`" and cells["planned"] == f"{row.estimate.seconds:.2f} s"
 
 
 @pytest.mark.slow
-def test_the_page_and_the_intervals_are_those_of_the_rows():
-    """Catches a page that was not written again. Plans all rows, which takes half a minute."""
+def test_the_page_and_the_constants_are_those_of_the_rows():
+    """Catches a page that was not written again. Plans all rows."""
     rows = published.plan_rows()
+    assert measured.SPEEDS.read_text() == speeds.to_text(speeds.speeds(rows)), "run `python -m bench.published`"
     assert published.PAGE.read_text() == published.page(rows), "run `python -m bench.published`"
-    assert json.loads(measured.INTERVALS.read_text()) == published.intervals(rows)
-    assert {chip: round(value, 2) for chip, value in published.fit(rows)["GPU_MATMULS"].items()} == measured.GPU_MATMULS
-    assert min(published.rank_correlation(rows).values()) > 0.9
-    dense = [row for row in rows if (row.kind, row.split) == (SLICE, "tested")]
-    number, mean, _ = published.errors(dense)
-    for words in (
-        f"{len(rows)} steps that others",
-        f"{number} steps of dense models",
-        f"differ by {mean:.1%} on average",
-    ):
-        assert words in " ".join((ROOT / "README.md").read_text().split()), words
+    ours = published.trials(row for row in rows if speeds.trainer_of(row.source) not in speeds.UNUSUAL)
+    number, mean, _, _, inside = published.errors(ours)
+    assert number == 180 and mean < 0.045 and 0.72 <= inside <= 0.92
+    assert max(choice for _, _, choice in published.regrets(rows).values()) <= 0.1
+
+
+def test_the_readme_has_the_errors_of_the_page():
+    """Catches an error in the README that is out of date, or that is only that of a good kind of step."""
+    page, readme = published.PAGE.read_text(), " ".join((ROOT / "README.md").read_text().split())
+    cells = re.findall(r"(?m)^\| ([\w ,]+) \| (\d+) \| ([\d.]+)% [^|]+ \| [^|]+ \| \d+% \| ([\d.]+)% ", page)
+    kinds = {kind: (number, planned, left) for kind, number, planned, left in cells}
+    worst = max(kinds, key=lambda kind: float(kinds[kind][2]))
+    total = re.search(r"plans (\d+) training steps", page)[1]
+    assert len(kinds) == 6
+    for kind in (SLICE, "GPUs", worst):
+        number, planned, left = kinds[kind]
+        assert f"{planned}% and {left}% ({number} steps)" in readme, kind
+    assert f"{total} steps that others measured" in readme
 
 
 def test_the_figure_names_its_numbers():
     """Catches a title with other numbers than the dots, and a dot that is missing."""
     svg, rows = pictures.planned_and_published(), published.plan_rows(SLICE)
-    number, mean, worst = published.errors(row for row in rows if row.split == "tested")
+    number, mean, _, worst, _ = published.errors(published.trials(rows))
     assert f"{number} published steps: mean error {mean:.1%}, largest {worst:.1%}" in svg
     assert svg.count("published ") >= len(rows) and all(f"{row.name} on {row.topology}" in svg for row in rows)
