@@ -52,6 +52,12 @@ class Arguments(flags.Arguments):
     # mtbf=50000,disk=1,restart=600 (hours between failures of one chip, GB/s of one host's disk, seconds)
     goodput: str = ""
     constants: str = ""  # a file that python -m plan.profile --calibrate wrote: use its constants for the real step
+    # steps that you measured on this topology, to fit the real step to, with settings that differ from those of the
+    # plan: 'mesh=fsdp=8 batch=64 step=3.41'; separate several with ;
+    measured: str = ""
+    # GPUs: the trainer whose measured steps the real step comes from, such as megatron, llm-foundry or torchtitan;
+    # empty: any trainer
+    trainer: str = ""
     memory: float = 0.0  # memory of a device in GiB; 0: the memory of its chip
     json: str = ""  # write the numbers to this file as JSON; -: print only the JSON
     # draw memory, communication and schedule (or the layouts of a search, or inference by batch size) to this png, svg
@@ -140,26 +146,42 @@ def check(cfg: Config, args: Arguments, topology: hardware.Topology | None) -> N
         ways = [f"--search {n}"] * bool(n) + [f"a --topology with {args.search} devices"] * (args.search > 0)
         raise UserError(f"--search {args.search} plans meshes of {args.search} devices, but {has}; pass "
                         f"{' or '.join(ways or ['a positive number of devices'])}")  # fmt: skip
-    if args.constants and not (topology and topology.chip.peak_flops_per_s):
-        raise UserError("--constants are those of a chip: pass a --topology of TPUs or GPUs")
-    if args.price and not (args.tokens or args.token_ms):
-        needs = "--token_ms; add --token_ms 20" if args.inference else "--tokens; add --tokens 15e12"
-        raise UserError(f"--price has an effect only with {needs} or drop --price")
-    if args.goodput and not args.tokens:
-        raise UserError("--goodput has an effect only with --tokens; add --tokens 15e12 or drop --goodput")
-    for name in ("tokens", "explain"):
-        if getattr(args, name) and (args.max_batch or args.search):
-            raise UserError(f"--{name} describes one plan; drop --search or --max_batch")
-    if not args.plot:
-        return
-    check_picture(args.plot)
-    if args.max_batch:
-        raise UserError("--plot: --max_batch finds a single number, so there is nothing to draw; drop one of them")
-    if args.search and topology and not topology.chip.peak_flops_per_s:
-        raise UserError(f"--plot with --search plots step time, but the speed of {topology.chip.name} is unknown; pass "
-                        "a --topology of TPUs or GPUs")  # fmt: skip
+    if args.plot:
+        check_picture(args.plot)
+    folder, known = Path(args.hlo).resolve().parent, chip and chip.peak_flops_per_s
+    of_price = "--token_ms; add --token_ms 20" if args.inference else "--tokens; add --tokens 15e12"
+    refusals = [
+        (cfg.mesh.devices == 1 < n and not args.search,
+         f"--topology {topology} has {n} devices, and mesh {cfg.mesh} has one; rank all meshes with --search {n}, or "
+         f"pass a --mesh of {n} devices"),
+        *((getattr(args, name) and not known, f"--{name} needs a chip: pass a --topology of TPUs or GPUs")
+          for name in OF_CHIP),
+        *((getattr(args, name) and (args.max_batch or args.parameters),
+           f"--{name} has no effect with --max_batch or --parameters; drop one of the two") for name in OF_CHIP),
+        (args.constants and args.measured,
+         "--constants and --measured both fit the plan to measured steps; pass one of them"),
+        (args.price and not (args.tokens or args.token_ms),
+         f"--price has an effect only with {of_price} or drop --price"),
+        (args.goodput and not args.tokens,
+         "--goodput has an effect only with --tokens; add --tokens 15e12 or drop --goodput"),
+        *((getattr(args, name) and (args.max_batch or args.search),
+           f"--{name} describes one plan; drop --search or --max_batch") for name in ("tokens", "explain")),
+        (args.hlo and not args.compile,
+         f"--hlo {args.hlo}: only --compile compiles the step; add --compile, or drop --hlo"),
+        (args.hlo and not folder.is_dir(),
+         f"--hlo {args.hlo}: the folder {Path(args.hlo).parent} does not exist; create it"),
+        (args.plot and args.max_batch,
+         "--plot: --max_batch finds a single number, so there is nothing to draw; drop one of them"),
+        (args.plot and args.search and not known,
+         f"--plot with --search plots step time, but the speed of {chip and chip.name} is unknown; pass a --topology "
+         "of TPUs or GPUs"),
+    ]  # fmt: skip
+    for refused, message in refusals:
+        if refused:
+            raise UserError(message)
 
 
+OF_CHIP = "constants", "measured", "trainer"  # flags that tell how long a step takes on a chip
 INFERENCE_FLAGS = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "token_ms", "batch")
 
 
@@ -227,9 +249,22 @@ def search_offers(cfg: Config, args: Arguments, topologies, request, console) ->
     return {"token_ms": 1e3 * token_s, **found.to_json()}, 0 if found.fast else 1
 
 
+def with_knowledge(cfg: Config, args: Arguments, topology: hardware.Topology | None) -> hardware.Topology | None:
+    """Return the topology with what --constants, --trainer and --measured tell about the time of a step."""
+    if args.trainer:
+        if not topology.chip.domain:
+            raise UserError(f"--trainer {args.trainer} has an effect only on GPUs; drop it for {topology}")
+        topology = replace(topology, trainer=args.trainer)
+        measured.check_trainer(topology)
+    if args.measured:
+        return own_steps.learn(topology, args.measured, cfg)
+    return constants.read(args.constants, topology) if args.constants else topology
+
+
 def compare_topologies(cfg: Config, args: Arguments, console) -> tuple[dict, int]:
     """Search several topologies. Returns the Pareto front for JSON and the exit status."""
-    modes = "compile", "search", "max_batch", "why", "explain", "tokens", "goodput", "constants"
+    modes = "compile", "search", "max_batch", "parameters", "why", "explain", "tokens", "goodput", "constants", "hlo"
+    modes += "measured", "trainer"
     modes += ("inference",) * (not args.token_ms)
     if given := [f"--{name}" for name in modes if getattr(args, name)]:
         raise UserError(f"{given[0]} describes one topology; drop it, or pass a --topology without commas")
@@ -292,9 +327,8 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     if "," in args.topology:
         return compare_topologies(cfg, args, console)
     topology = hardware.Topology.parse(args.topology) if args.topology else None
-    check(args, topology)
-    if args.constants:
-        topology = constants.read(args.constants, topology)
+    check(cfg, args, topology)
+    topology = with_knowledge(cfg, args, topology)
     if args.parameters:
         for line in parameter_list.lines(cfg):
             console.print(line, soft_wrap=True, markup=False)

@@ -243,7 +243,7 @@ def fit_constants(run: Path, cfg: Config, processes: list[dict], found: dict) ->
                         "TPUs or GPUs")  # fmt: skip
     plan = planner.plan(cfg, about["topology"])
     fitted = {name: float(f"{value:.5g}") for name, value in
-              real_step.fit(one, found["measured"], found["step_s"]).items()}  # fmt: skip
+              real_step.fit_run(plan, plan.expected, found["measured"], found["step_s"]).items()}  # fmt: skip
     date = Path(about["trace"]).parent.name[:10].replace("_", "-")  # JAX names the folder 2026_11_28_03_20_11
     return constants.Constants(plan.topology.chip.key, str(run), date, *found["steps"], found["step_s"],
                                about["topology"], str(cfg.mesh), **fitted)  # fmt: skip

@@ -1,9 +1,9 @@
 """Explain a plan: the largest losses of a step, which change would recover each, and what the change costs.
 
-The step is that of `expected.py`, and on GPUs the real step of `measured.py`. At the chips' peak it would take the time
-of the model's FLOPs alone. All other time is lost to a cause. For each cause, `explain` plans single changes: another
-value of one execution setting, one factor of two moved from a mesh axis to another, or twice the batch. It suggests the
-change that makes a step faster and reduces this cause the most.
+The step is the real step of `measured.py`. At the chips' peak it would take the time of the model's FLOPs alone. All
+other time is lost to a cause. For each cause, `explain` plans single changes: another value of one execution setting,
+one factor of two moved from a mesh axis to another, or twice the batch. It suggests the change that makes a step faster
+and reduces this cause the most.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ CHAPTERS = {  # where the guide explains a cause; communication is in the chapte
 SENTENCES = {
     RECOMPUTED: "the device computes {ratio:.2f} times the model's FLOPs, because the backward pass recomputes "
                 "activations (work.remat={remat}) and kernels and experts pad their inputs",
-    NARROW: "matmuls take longer than their FLOPs at the peak, because they also read and write memory",
+    NARROW: "matmuls and attention reach {reached:.0%} of the peak in measured steps",
     "other ops": "operations that are not matmuls read and write activations in main memory",
     "optimizer": "the optimizer reads and writes its state in main memory",
     "bubble": "pipeline stages wait for each other ({schedule}, {microbatches} microbatches)",
@@ -59,7 +59,7 @@ class Loss:
 
 def causes(plan: Plan) -> dict[str, float]:
     """Return the seconds of a step by cause."""
-    return dict(one.expected or measured.gpu_causes(one))
+    return measured.causes(plan, plan.expected)
 
 
 def step_seconds(plan: Plan) -> float:
@@ -68,27 +68,25 @@ def step_seconds(plan: Plan) -> float:
 
 def losses(plan: Plan) -> dict[str, float]:
     """Return the seconds that a step loses to each cause. Together with the FLOPs at the peak, they are the step."""
-    peak = one.topology.chip.peak_flops_per_s
-    by_cause = causes(one)
-    matmuls = by_cause.pop("products" if one.expected else "compute")
-    slowdown = expected.matmul_slowdown(one.topology.chip) if one.expected else 1 / measured.gpu_peak(one)
-    repeated = slowdown * (one.hardware_flops - one.model_flops) / peak
-    found = {RECOMPUTED: repeated, NARROW: matmuls - one.model_flops / peak - repeated}
+    peak = plan.topology.chip.peak_flops_per_s
+    by_cause = causes(plan)
+    matmuls = by_cause.pop(MATMULS)
+    repeated = matmuls * (1 - plan.model_flops / plan.hardware_flops)
+    found = {RECOMPUTED: repeated, NARROW: matmuls - plan.model_flops / peak - repeated}
     return found | by_cause
 
 
-def sentence(one: Plan, cause: str) -> str:
-    if cause == NARROW and not one.expected:
-        return f"compute reaches {measured.gpu_peak(one):.0%} of the peak in measured steps"
-    if cause not in SENTENCES and not one.expected:
-        return tiers.exposed_line(one, cause)
+def sentence(plan: Plan, cause: str) -> str:
+    if cause not in SENTENCES and not plan.expected:
+        return tiers.sent_line(plan, cause)
     if cause not in SENTENCES:
         exposed = sum(x.exposed_bytes for x in plan.traffic if "*".join(x.axes) == cause)
         return (f"the device waits for communication over {cause.replace('*', ' and ')}: {amount(exposed, 'bytes')} "
                 "do not overlap with compute")  # fmt: skip
     return SENTENCES[cause].format(
-        ratio=one.hardware_flops / one.model_flops, remat=one.cfg.work.remat, schedule=one.sched.name,
-        microbatches=one.sched.microbatches,
+        ratio=plan.hardware_flops / plan.model_flops, remat=plan.cfg.work.remat, schedule=plan.sched.name,
+        microbatches=plan.sched.microbatches,
+        reached=plan.hardware_flops / plan.topology.chip.peak_flops_per_s / causes(plan)[MATMULS],
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@
 
 import json
 import math
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from utils import UserError, suggest
@@ -16,7 +16,7 @@ HOW = "write it with python -m plan.profile RUN --calibrate FILE"
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of a chip, and the steps that they come from. A TPU has `matmuls` and `others`, a GPU has `peak`."""
+    """How much longer the steps of a run took than planned, and the steps that this comes from."""
 
     chip: str  # a key of `hardware.CHIPS`
     run: str
@@ -27,25 +27,20 @@ class Constants:
     topology: str
     mesh: str
     waits: float  # fraction of the step in which devices waited longer than planned; below 0: shorter
-    matmuls: float | None = None  # matmuls take this fraction of their planned time longer
-    others: float | None = None  # other operations take this fraction of their planned time longer
-    peak: float | None = None  # fraction of the peak that compute reaches
+    matmuls: float  # matmuls take this fraction of their planned time longer
+    others: float  # other operations take this fraction of their planned time longer
 
     def __str__(self) -> str:
         return f"steps {self.first_step} to {self.last_step} of {self.run}, {self.date}, {self.mesh} on {self.topology}"
 
     def values(self) -> str:
         """Return the constants as text."""
-        named = {"matmuls": self.matmuls, "other operations": self.others}
-        parts = [f"{name} take {value:+.1%}" for name, value in named.items() if value is not None]
-        if self.peak is not None:
-            parts.append(f"compute reaches {self.peak:.1%} of the peak")
-        return ", ".join([*parts, f"devices wait {self.waits:+.1%} of the step longer than planned"])
+        return (f"matmuls take {self.matmuls:+.1%}, other operations take {self.others:+.1%}, devices wait "
+                f"{self.waits:+.1%} of the step longer than planned")  # fmt: skip
 
 
 def write(found: Constants, path: str) -> None:
-    given = {name: value for name, value in asdict(found).items() if value is not None}
-    Path(path).write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: str, topology):
@@ -58,8 +53,7 @@ def read(path: str, topology):
     except ValueError as error:
         raise refuse(f"not JSON ({error}); {HOW}") from error
     chip = topology.chip
-    types = {f.name: f.type for f in fields(Constants) if f.default is MISSING}
-    types |= dict.fromkeys(("peak",) if chip.domain else ("matmuls", "others"), float)
+    types = {f.name: f.type for f in fields(Constants)}
     if not isinstance(given, dict) or "chip" not in given:
         raise refuse(f"it names no chip; {HOW}")
     if given["chip"] != chip.key:
@@ -74,8 +68,6 @@ def read(path: str, topology):
         if not right:
             what = "text" if kind is str else "a number"
             raise refuse(f"{name} should be {what}, and is {json.dumps(value)}; {HOW}")
-    if given["waits"] >= 1 or any(given.get(name, 0) < -1 for name in ("matmuls", "others")):
+    if given["waits"] >= 1 or any(given[name] < -1 for name in ("matmuls", "others")):
         raise refuse(f"{Constants(**given).values()}: nothing takes less than no time; {HOW}")
-    if given.get("peak", 1) <= 0:
-        raise refuse(f"peak should be above 0, and is {given['peak']}; {HOW}")
     return replace(topology, constants=Constants(**given))

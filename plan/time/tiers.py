@@ -88,14 +88,12 @@ def between_nodes_by_axes(step: Step) -> dict[str, float]:
     return found
 
 
-def exposed_line(one, name: str) -> str:
-    """Say why a step on GPUs waits for the mesh axes `name`, such as fsdp*tensor: bytes, tier and overlap."""
+def sent_line(step: Step, name: str) -> str:
+    """Say what a device sends on GPUs over the mesh axes `name`, such as fsdp*tensor: bytes and tier."""
     axes, gib = tuple(name.split("*")), 2**30
     sent, between = step.wire_by_axes[name], between_nodes_by_axes(step).get(name, 0.0)
     network = f", {between / gib:,.3f} GiB of them to other nodes over InfiniBand" if between else ", all over NVLink"
-    overlap = "none of it overlaps with compute" if {TENSOR, EXPERT} & {*axes} else (
-        "it overlaps with compute, and takes longer")  # fmt: skip
-    return f"a device sends {sent / gib:,.3f} GiB over {' and '.join(axes)}{network}; {overlap}"
+    return f"a device sends {sent / gib:,.3f} GiB over {' and '.join(axes)}{network}"
 
 
 def notes(step: Step, step_s: float | None) -> list[str]:

@@ -88,6 +88,9 @@ def test_no_other_interval_is_better():
     (("--memory=-3",), "--memory -3: should be above 0, in GiB; 0 is the memory of the chip"),
     (("--memory", "nan"), "--memory nan: should be above 0, in GiB"),
     (("--mesh", "fsdp=2,tensor=1"), "and v4:2x2x1 has 4 chips; use axes whose product is 4, for example with fsdp=4"),
+    (("--mesh", "data=1"), "mesh data=1 has one; rank all meshes with --search 4, or pass a --mesh of 4 "
+                           "devices"),
+    (("--mesh", "data=1", "--topology", "8*h100", "--explain"), "rank all meshes with --search 64"),
     (("--search", "8"), "but --topology v4:2x2x1 has 4; pass --search 4 or a --topology with 8 devices"),
     (("--search=-4",), "but --topology v4:2x2x1 has 4; pass --search 4"),
 ])  # fmt: skip

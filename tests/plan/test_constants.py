@@ -15,8 +15,7 @@ GIVEN = {"chip": "v4", "run": "runs/x", "date": "2026-11-28", "first_step": 20, 
     ({}, "v5p:2x2x1", "its constants are of v4, and v5p:2x2x1 has v5p; use a --topology of v4, or record a run on v5p"),
     ({"speed": 1}, "v4:2x2x1", "unknown key 'speed'; known: chip, run, date,"),
     ({"peak": 0.5}, "v4:2x2x1", "unknown key 'peak'"),
-    ({"chip": "h100"}, "h100:4", "unknown key 'matmuls'"),
-    ({"matmuls": "fast"}, "v4:2x2x1", 'matmuls should be a number, and is "fast"; write it with python -m train.prof'),
+    ({"matmuls": "fast"}, "v4:2x2x1", 'matmuls should be a number, and is "fast"; write it with python -m plan.prof'),
     ({"matmuls": None}, "v4:2x2x1", "matmuls should be a number, and is null"),
     ({"waits": 1}, "v4:2x2x1", "nothing takes less than no time"),
     ({"others": -1.5}, "v4:2x2x1", "other operations take -150.0%"),
@@ -44,8 +43,8 @@ def test_an_unreadable_file_is_refused_in_one_line(tmp_path, capsys, text, why):
 
 
 @pytest.mark.parametrize("words, why", [
-    ((), "--constants are those of a chip: pass a --topology of TPUs or GPUs"),
-    (("--topology", "cpu:4"), "--constants are those of a chip: pass a --topology of TPUs or GPUs"),
+    ((), "--constants needs a chip: pass a --topology of TPUs or GPUs"),
+    (("--topology", "cpu:4"), "--constants needs a chip: pass a --topology of TPUs or GPUs"),
     (("--topology", "v4:2x2x1,v5e:2x2"), "--constants describes one topology"),
     (("--topology", "v4:2x2x1", "--inference"), "--constants has no effect with --inference"),
 ])  # fmt: skip

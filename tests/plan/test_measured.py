@@ -119,6 +119,44 @@ def test_a_measured_step_moves_the_constants_that_its_time_depends_on():
     assert fit.fit(before, []) == before
 
 
+def test_a_step_of_your_own_calibrates_a_plan(capsys):
+    """Catches a measured step that is ignored, and one that is planned with the settings of the plan."""
+    words = ["llama3_8b", "--topology", "b200:64", "--mesh", "fsdp=64", "--json", "-",
+             *(f"--{name}={value}" for name, value in WIDE.items())]  # fmt: skip
+    real = lambda *more: main([*words, *more]) or json.loads(capsys.readouterr().out)["real"]
+    base = real()
+    assert base["low"] is None and base["seconds"] > 0
+    ours = real("--measured", f"step={1.5 * base['seconds']}")
+    assert ours["seconds"] == pytest.approx(1.5 * base["seconds"], rel=0.05)
+    assert ours["low"] < ours["seconds"] < ours["high"]
+    assert ours["source"] == "by 1 measured step of any trainer on b200, 1 of them yours"
+    steps = f"batch=128 step={3 * base['seconds']}; mesh=fsdp=32,data=2 step={1.6 * base['seconds']}"
+    twice = real("--measured", steps)
+    assert twice["seconds"] == pytest.approx(1.5 * base["seconds"], rel=0.1) and twice["steps"] == 2
+
+
+@pytest.mark.parametrize("words, why", [
+    (["--measured", "mesh=fsdp=64"], "--measured 'mesh=fsdp=64': it has no step=SECONDS above 0; write 'mesh="),
+    (["--measured", "step=-1"], "--measured 'step=-1': it has no step=SECONDS above 0"),
+    (["--measured", "speed=4 step=1"], "--measured 'speed=4 step=1': unknown name 'speed'; write 'mesh="),
+    (["--measured", "batch=63 step=1"], "cannot split data.batch_size=63 sequences"),
+    (["--trainer", "nobody"], "--trainer nobody: no step of it on h100 was measured; trainers with measured steps"),
+    (["--trainer", "megatron", "--topology", "v5p:4x4x4"], "--trainer megatron has an effect only on GPUs; drop it"),
+    (["--trainer", "megatron", "--topology", "cpu:64"], "--trainer needs a chip: pass a --topology of TPUs or GPUs"),
+    (["--measured", "step=1", "--constants", "x"], "--constants and --measured both fit the plan to measured steps"),
+    (["--measured", "step=1", "--topology", "v4:4x4x4,h100:64"], "--measured describes one topology"),
+    (["--trainer", "megatron", "--inference"], "--trainer has no effect with --inference"),
+    (["--measured", "step=1", "--max_batch"], "--measured has no effect with --max_batch or --parameters; drop one"),
+    (["--trainer", "megatron", "--parameters"], "--trainer has no effect with --max_batch or --parameters; drop one"),
+])  # fmt: skip
+def test_what_a_plan_cannot_use_is_refused_in_one_line(capsys, words, why):
+    """Catches a flag that is ignored, and a traceback for a misspelled step."""
+    wide = [f"--{name}={value}" for name, value in WIDE.items() if "--inference" not in words]
+    assert main(["llama3_8b", "--topology", "h100:64", "--mesh", "fsdp=64", *wide, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and why in error and error.count("\n") == 1
+
+
 def test_a_plan_prints_its_interval(capsys):
     """Catches a time without an interval in the table of a mesh."""
     from rich.console import Console
