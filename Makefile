@@ -71,6 +71,7 @@ help: ## list every command
 # python -m bench.data #: measure reading tokens and tokenizing, and compare with raw file reads and with tiktoken
 # python -m bench.gpu #: measure this trainer and a torch trainer alternately, on one GPU
 # python -m bench.overlap #: print how much communication the TPU compiler overlaps with compute; needs extra-tpu
+# python -m bench.grouped #: compare the grouped matmul of the experts with jax.lax.ragged_dot; needs extra-tpu
 # python -m bench.options #: print which compiler option overlaps which collective on which TPU; needs extra-tpu
 # python -m bench.partition #: compare hand-written collectives with those that the compiler chooses
 # python -m bench.plan #: compare planned step times with simulated compiled schedules; needs extra-tpu

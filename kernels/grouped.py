@@ -24,8 +24,8 @@ def grouped_matmul(rows_AD, w_eDM, sizes_e):
     """Multiply consecutive groups of rows, group i by w[i]. Rows after the last group give 0. Shapes: [A, D] -> [A, M].
 
     sizes_e  number of rows in each group
-    `jax.lax.ragged_dot` multiplies every row by every expert's weights, on CPUs and in the backward pass on TPUs. This
-    function never does.
+    `jax.lax.ragged_dot` multiplies every row by every expert's weights on CPUs (2.5 times our time forward, 7 times
+    backward, in the preset laptop) and backward on TPUs (3.7 times our FLOPs on a v4): `python -m bench.grouped`.
     """
     everywhere = set().union(*(jax.typeof(x).mat.varying for x in (rows_AD, w_eDM, sizes_e)))
     return _grouped_matmul(*vary((rows_AD, w_eDM, sizes_e), sorted(everywhere)))

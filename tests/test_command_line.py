@@ -469,6 +469,7 @@ HELP = {  # command -> its examples, in the order of its help
     "-m bench.serve": ["--batches 1 8 --rounds 3"],
     "-m bench.overlap": ["llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64",
                          "llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --seconds --plot a.png"],
+    "-m bench.grouped": ["--rows 16384 --experts 16"],
     "-m bench.options": ["--topology v5p:2x2x4 v6e:4x4"],
     "-m bench.partition": ["", "--topology v5e:4x4", "--step --topology v5e:4x4 --mesh fsdp=16"],
     "-m bench.plan": ["--drawn 4", "llama3_8b --topology v4:4x4x4 --data.batch_size 64 --data.seq_len 4096 --first 10"],
