@@ -70,6 +70,7 @@ help: ## list every command
 # python -m bench.step #: measure a training step on simulated devices
 # python -m bench.data #: measure reading tokens and tokenizing, and compare with raw file reads and with tiktoken
 # python -m bench.gpu #: measure this trainer and a torch trainer alternately, on one GPU
+# python -m bench.report #: measure what an accelerator reaches, beside the planner's numbers; writes one JSON file
 # python -m bench.overlap #: print how much communication the TPU compiler overlaps with compute; needs extra-tpu
 # python -m bench.grouped #: compare the grouped matmul of the experts with jax.lax.ragged_dot; needs extra-tpu
 # python -m bench.options #: print which compiler option overlaps which collective on which TPU; needs extra-tpu

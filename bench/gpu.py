@@ -98,10 +98,11 @@ def model_configs(args: Arguments) -> dict[str, Config]:
 # One measurement ------------------------------------------------------------------------------------------------------
 
 
-def measure(spec: dict) -> dict:
+def measure(spec: dict, then=lambda step, state, batch: None) -> dict:
     """Train on one device, with the training step of main.py; must run in a new process.
 
     peak_bytes covers the whole process, including compilation and initialization, like torch's. On CPU it is None.
+    After the timed steps, `then` is called with the compiled step, its state and the batch.
     Raises: UserError if there is no such device.
     """
     import jax
@@ -130,6 +131,7 @@ def measure(spec: dict) -> dict:
         losses.append(metrics["cross_entropy"])
     jax.block_until_ready(state)
     seconds = time.perf_counter() - begin
+    then(step, state, batch)
     return {
         "tokens_per_s": spec["steps"] * cfg.data.tokens_per_step / seconds,
         "compile_s": compile_s,

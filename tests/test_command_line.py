@@ -466,6 +466,8 @@ HELP = {  # command -> its examples, in the order of its help
     "-m bench.gpu": ["--rounds 5                                # dense_124m and a small MoE",
                      "--device cpu --rounds 1                   # without a GPU: test the benchmark",
                      "--models moe --set work.remat=none       # settings of main.py, for both trainers"],
+    "-m bench.report": ["", "--parts matmul attention --minutes 2",
+                        "--device cpu      # without an accelerator: test the report"],
     "-m bench.serve": ["--batches 1 8 --rounds 3"],
     "-m bench.overlap": ["llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64",
                          "llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --seconds --plot a.png"],
