@@ -429,20 +429,20 @@ def not_finite(cfg: Config, grads):
 def layer_norms(cfg: Config, mesh: Mesh):
     """Compile fn(state, batch) -> norms[kind][name], one or one per layer, of kinds gradient, update and parameter.
 
-    This is a separate program. It does not change the training step, and costs a forward and a backward pass.
+    These are separate programs. They don't change the training step, and cost a forward and a backward pass. Norms of
+    parameters are a program of their own, because no data orders their sums after the collectives of the stages.
     """
-    updates_of = compute_updates_fn(cfg, mesh)
+    updates_of, norms_of = compute_updates_fn(cfg, mesh), lambda tree: jax.tree.map(jnp.sqrt, layer_squares(cfg, tree))
 
-    def norms(state: TrainState, batch):
+    def step_norms(state: TrainState, batch):
         _, grads, changes, _ = updates_of(state, batch)
-        norms_of = lambda tree: jax.tree.map(jnp.sqrt, layer_squares(cfg, tree))
-        return {"gradient": norms_of(grads), "update": norms_of(changes), "parameter": norms_of(state.params)}
+        return norms_of(grads), norms_of(changes)
 
-    compiled = ordered.jit(norms, mesh, out_shardings=NamedSharding(mesh, P()))
+    of_step, of_params = (ordered.jit(f, mesh, out_shardings=NamedSharding(mesh, P())) for f in (step_norms, norms_of))
 
     def named(state: TrainState, batch) -> dict[str, dict]:
-        trees = compiled(state, batch)  # `jit` sorts the keys of a dict
-        return {kind: sharding.flatten_named(trees[kind]) for kind in ("gradient", "update", "parameter")}
+        gradient, update = map(sharding.flatten_named, of_step(state, batch))
+        return {"gradient": gradient, "update": update, "parameter": sharding.flatten_named(of_params(state.params))}
 
     return named
 

@@ -193,6 +193,9 @@ class ModelConfig:
             self._refuse("n_heads", f"must be a multiple of n_kv_heads ({self.n_heads} % {self.n_kv_heads} = "
                          f"{self.n_heads % self.n_kv_heads})")  # fmt: skip
         rotary, name = (self.d_rope, "d_rope") if self.attention == "mla" else (self.d_head, "d_head")
+        if rotary == 0:
+            self._refuse(name, "latent attention needs a rotary part of 2 or more; for layers without rotary "
+                         "embeddings, drop this setting and use model.no_rope_every=1")  # fmt: skip
         if rotary % 2:
             self._refuse(name, "must be even, because rotary embeddings rotate pairs of coordinates")
         if self.attention == "gqa" and (self.rope_dims % 2 or self.rope_dims > self.d_head):

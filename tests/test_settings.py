@@ -7,6 +7,8 @@ import pytest
 
 import config
 import main
+import model
+import sharding
 from config import Config, fields, flags, preset
 from utils import UserError
 
@@ -52,6 +54,30 @@ def test_every_setting_declares_what_it_affects():
     """Catches a setting that is in no list made from the declarations, or in two."""
     kinds = [config.affecting(kind) for kind in config.Affects]
     assert sorted(name for kind in kinds for name in kind) == sorted(fields.flatten(Config().to_dict()))
+
+
+LEAST = {  # of each number of the model
+    f"model.{name}": 0 if hint.__metadata__[0].holds(0) else 1
+    for name, hint in fields.hints(config.ModelConfig).items() if getattr(hint, "__origin__", None) is int
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", [{}, {"model.attention": "gqa"}, {"model.n_experts": 0}])
+def test_a_model_of_the_least_size_has_no_empty_parameter(base):
+    """Catches a model that trains but cannot be saved, because one of its arrays has no entries."""
+    for name, least in LEAST.items():
+        try:
+            cfg = preset("tiny", **base | {name: least})
+        except UserError:  # another setting must change with it, or it is too small
+            continue
+        for parameter, d in sharding.flatten_named(model.declare(cfg.model)).items():
+            assert 0 not in d.shape, f"{name}={least}: {parameter} is {d.shape}"
+
+
+def test_a_rotary_part_of_width_0_names_the_alternative():
+    """Catches a refusal that leaves the reader without a model that has no rotary embeddings."""
+    with pytest.raises(UserError, match=r"model.d_rope=0: .*; for layers without .* use model.no_rope_every=1"):
+        preset("tiny", **{"model.d_rope": 0})
 
 
 ENCODER = {"model.encoder_layers": 2, "model.attention": "gqa", "model.n_experts": 0, "model.dense_prefix": 0,

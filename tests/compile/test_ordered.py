@@ -157,6 +157,25 @@ def test_programs_before_the_first_step_are_ordered():
     assert set(norms) == {"gradient", "update", "parameter"}
 
 
+STAGES = {"gpipe": "stage=2,tensor=2", "1f1b": "stage=2", "interleaved": "stage=2", "zb": "stage=2,fsdp=2"}
+
+
+@pytest.mark.parametrize("schedule", helpers.with_repeats(STAGES, ("1f1b",)))
+def test_gradient_statistics_on_stages_equal_those_of_one_device(schedule):
+    """Catches norms that are refused at their first step, or that count only the layers of one stage."""
+    small = {"model.n_layers": 4 if schedule == "interleaved" else 2, "model.dense_prefix": 0, "model.n_experts": 0,
+             "model.attention": "gqa", "data.seq_len": 6, "data.batch_size": 4}  # fmt: skip
+    alone = preset("tiny", **small)
+    found = []
+    for cfg in (replace(alone, **{"mesh": STAGES[schedule], "work.schedule": schedule}), alone):
+        mesh = sharding.make_mesh(cfg.mesh)
+        batch = sharding.put(helpers.random_batch(cfg, 0), mesh)
+        found.append(optimizer.layer_norms(cfg, mesh)(optimizer.init(cfg, mesh), batch))
+    for kind, norms in found[1].items():
+        for name, x in norms.items():
+            np.testing.assert_allclose(found[0][kind][name], x, rtol=1e-4, err_msg=f"{kind} {name}")  # float32
+
+
 def test_ordering_adds_no_communication_or_compute(monkeypatch):
     """Catches ordering that adds communication or compute. It only keeps XLA from merging duplicate collectives."""
     cfg = preset("tiny", **{"mesh": "expert=2,context=2,tensor=2", "data.seq_len": 24})
