@@ -107,11 +107,14 @@ read: .venv/installed ## serve the guide on this machine, and print its address
 notebooks: .venv/installed .venv/extra-site ## write the chapters as notebooks into notebooks/
 	.venv/bin/python -m docs.notebooks $(ARGS)
 
-# Each test belongs to only one of these targets: test, test-more, test-tpu, test-rotation of seven days, rehearse and test-site.
-test: .venv/installed ## run the tests without repeated cases (22 minutes on 2 cores); ARGS="-k report -x" goes to pytest
-	.venv/bin/python -m pytest -m "not (tpu or site or launch or slow or extra or rotation)" $(ARGS)
+# Each test belongs to only one of these targets: test, test-long, test-more, test-tpu, test-rotation of seven days, rehearse and test-site.
+test: .venv/installed ## run the tests that are quick or protect most (11 minutes on 2 slow cores); ARGS="-k report -x" goes to pytest
+	.venv/bin/python -m pytest -m "not (tpu or site or launch or slow or extra or rotation or long)" $(ARGS)
 
-test-more: .venv/installed .venv/extra-serve .venv/extra-buckets .venv/extra-metrics ## run the tests that make test skips: slow tests, light extras
+test-long: .venv/installed ## run the tests that make test skips because they take long (49 minutes on 2 slow cores)
+	.venv/bin/python -m pytest -m "long and not (tpu or site or launch or slow or extra or rotation)" $(ARGS)
+
+test-more: .venv/installed .venv/extra-serve .venv/extra-buckets .venv/extra-metrics .venv/extra-datasets ## run the tests that make test skips: slow tests, light extras (13 minutes)
 	.venv/bin/python -m pytest -m "(slow or extra) and not (tpu or site or launch or rotation)" $(ARGS)
 
 test-all: .venv/installed ## run all tests that need no TPU compiler, including repeats; skip tests whose extras are missing
@@ -121,7 +124,7 @@ test-rotation: .venv/installed .venv/extra-tpu ## run a seventh of the repeats a
 	extras=$$(.venv/bin/python -m tests.rotation $(DAY)); $(MAKE) .venv/installed $$extras
 	.venv/bin/python -m pytest -m rotation --day $(DAY) $(ARGS)
 
-test-tpu: .venv/installed .venv/extra-tpu ## run the tests that need the TPU compiler (a 700 MB package; needs no TPU)
+test-tpu: .venv/installed .venv/extra-tpu ## run the tests that need the TPU compiler (a 700 MB package; needs no TPU; 10 minutes)
 	.venv/bin/python -m pytest -m "tpu and not repeat" $(ARGS)
 
 test-tpu-all: .venv/installed .venv/extra-tpu ## run all tests that need the TPU compiler, including repeats
@@ -131,7 +134,7 @@ rehearse: .venv/installed ## test the launch scripts over ssh, on simulated host
 	.venv/bin/python -m pytest -m "launch and not repeat" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-site: .venv/extra-browser ## run the chapters, build the guide, and test it in a headless browser (14 minutes)
-	.venv/bin/python -m docs.build --longest_s 90
+	.venv/bin/python -m docs.build --longest_s 0
 	.venv/bin/python -m pytest -m site -n 0 $(ARGS)
 
 lint: .venv/installed ## check style with ruff and shellcheck

@@ -22,7 +22,13 @@ Each chapter is a program, `python -m chapters.03_fsdp`, and runs in a separate 
 The exit status is 1 if a chapter failed, in which case its last lines are printed, or took too long."""
 
 FOLDER = Path(__file__).resolve().parent
-LONGEST_S = 90  # limit in CPU seconds, because other work may share the machine
+LONGEST_S = 90.0  # limit in CPU seconds, because other work may share the machine
+# On a slow machine the limit is this many times the CPU seconds of a small program that only starts and compiles.
+REFERENCES = 38
+REFERENCE = """import jax
+def loss(x):
+    return sum((jax.numpy.sin(x @ x * i) @ x).sum() for i in range(40))
+jax.jit(jax.grad(loss)).lower(jax.numpy.ones((8, 8))).compile()"""
 HANGS_S = 1200  # limit in wall-clock seconds
 
 
@@ -30,7 +36,22 @@ HANGS_S = 1200  # limit in wall-clock seconds
 class Arguments:
     numbers: Annotated[tuple[str, ...], tyro.conf.Positional] = ()  # beginnings of chapter names, e.g. 04; none: all
     show: bool = False  # print the output of the chapters
-    longest_s: float = LONGEST_S  # limit per chapter, in CPU seconds
+    longest_s: float = 0.0  # limit per chapter, in CPU seconds; 0: 90, or more on a slow machine
+
+
+def limit_s(longest_s: float) -> float:
+    """Return a limit of CPU seconds: `longest_s`, or if that is 0, 90 s and more on a machine that compiles slowly."""
+    if longest_s:
+        return longest_s
+    before = os.times()
+    subprocess.run([sys.executable, "-c", REFERENCE], env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True)
+    return max(LONGEST_S, REFERENCES * cpu_seconds(before))
+
+
+def cpu_seconds(before: os.times_result) -> float:
+    """Return the CPU seconds of child processes that ended after `before = os.times()`."""
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
 
 
 def select_chapters(numbers: tuple[str, ...]) -> list[str]:
@@ -55,8 +76,7 @@ def run(name: str, show: bool, longest_s: float) -> tuple[str, float, float, str
         result = subprocess.run(command, cwd=FOLDER.parent, env=env, text=True, check=False, timeout=HANGS_S, **streams)
     except subprocess.TimeoutExpired:
         return f"did not end within {HANGS_S} s", time.monotonic() - start, 0.0, ""
-    seconds, after = time.monotonic() - start, os.times()
-    used = after.children_user + after.children_system - before.children_user - before.children_system
+    seconds, used = time.monotonic() - start, cpu_seconds(before)
     state = f"failed, exit status {result.returncode}" if result.returncode else "ran"
     if state == "ran" and used > longest_s:
         state = f"took more than {longest_s:g} s of CPU time"

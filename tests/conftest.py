@@ -7,7 +7,7 @@ import socket
 import hypothesis
 
 from devices import simulate_devices
-from tests import extras, quick, rotation
+from tests import extras, quick, rotation, seconds
 from utils import cache_directory
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set in background jobs; child processes would inherit it
@@ -49,10 +49,13 @@ def pytest_addoption(parser):
 
 
 def pytest_itemcollected(item):
-    """Skip a test whose extras are not installed, and mark tests that CI runs once a week with `rotation`."""
+    """Skip a test whose extras are not installed, and mark tests that CI runs once a week with `rotation`, and those
+    that `make test` leaves out because they take long with `long`."""
     needed = extras.extras_of(item)
     if item.get_closest_marker("repeat") or {*needed} - extras.LIGHT - {"tpu"}:
         item.add_marker(pytest.mark.rotation(day=rotation.day_of(item.nodeid, needed)))
+    if seconds.is_long(item.nodeid):
+        item.add_marker(pytest.mark.long)
     if why := extras.reason(needed):
         item.add_marker(pytest.mark.skip(reason=why))
 

@@ -355,10 +355,15 @@ def covering_cases(cases: dict[str, set]) -> list[str]:
     return chosen
 
 
-def with_repeats(cases, chosen=None) -> list:
-    """Return test parameters for all cases; mark a case as a repeat if it is not chosen (default: `covering`)."""
+def with_repeats(cases, chosen=None, few=None) -> list:
+    """Return test parameters for all cases; mark a case as a repeat if it is not chosen (default: `covering`).
+
+    few  the chosen cases that `make test` runs; the others are marked `long`. None: all chosen cases
+    """
     chosen = covering_cases(cases) if chosen is None else chosen
-    return [pytest.param(case, id=str(case), marks=() if case in chosen else pytest.mark.repeat) for case in cases]
+    long = set() if few is None else {*chosen} - {*few}
+    marks = lambda case: pytest.mark.repeat if case not in chosen else pytest.mark.long if case in long else ()
+    return [pytest.param(case, id=str(case), marks=marks(case)) for case in cases]
 
 
 # The planner ----------------------------------------------------------------------------------------------------------

@@ -181,7 +181,14 @@ def forget_programs():
 # The mesh changes where, not what -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", helpers.with_repeats({case: meetings(case) for case in lines(CASES)}))
+def few_cases() -> list[str]:
+    """Return the few cases that `make test` runs: of the cases without repeats, those that cover each pair of axes."""
+    cases = {case: meetings(case) for case in lines(CASES)}
+    of_axes = lambda pairs: {pair for pair in pairs if pair <= {*AXES}}
+    return helpers.covering_cases({case: of_axes(cases[case]) for case in helpers.covering_cases(cases)})
+
+
+@pytest.mark.parametrize("case", helpers.with_repeats({case: meetings(case) for case in lines(CASES)}, few=few_cases()))
 def test_a_mesh_equals_one_device(case, record_property):
     """Catches a psum missing or doubled, a mean of means, a statistic or a clipping norm of one device only, dropout
     or numbering that depends on who holds a token, parameters that start or drift apart, a gradient that is lost
@@ -266,12 +273,17 @@ def test_the_cases_cover():
 
 
 def test_the_quick_cases_cover_every_pair():
-    """Catches a `make test` that leaves out a feature on an axis, or more cases than the page of the tests says."""
+    """Catches a CI that leaves out a feature on an axis, a `make test` that leaves out a pair of axes, and numbers of
+    cases that differ from those on the page of the tests."""
     cases = {case: meetings(case) for case in lines(CASES)}
     quick = helpers.covering_cases(cases)
     assert set().union(*(cases[case] for case in quick)) == set().union(*cases.values())
     text = " ".join((ROOT / "docs/tests.md").read_text().split())
-    assert f"it runs {len(quick)} of the {len(cases)} meshes and models" in text
+    few = few_cases()
+    pairs = {frozenset(pair) for pair in itertools.combinations(AXES, 2)}
+    assert pairs <= set().union(*(cases[case] for case in few)) and {*few} <= {*quick}
+    assert f"it runs {len(few)} of the {len(cases)} meshes and models" in text
+    assert f"`make test-long` runs {len(quick) - len(few)} more" in text
 
 
 @pytest.mark.parametrize("case", lines(CASES) + lines(COMMAND_CASES))

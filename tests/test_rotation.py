@@ -1,6 +1,7 @@
 """Claims about what CI runs: every test in exactly one part, and each repeat and each large extra once a week."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -39,8 +40,8 @@ def collected(tmp_path_factory) -> list[dict]:
 
 def parts() -> dict[str, str]:
     """The targets that .ci/run calls, and which marks they select."""
-    called = re.findall(r"(?m)^ *make ([\w-]+)", text := (ROOT / ".ci/run").read_text())
-    called += re.search(r"for part in (.*); do", text)[1].split()
+    called = re.findall(r"(?m)^ *make ([\w-]+)$", text := (ROOT / ".ci/run").read_text())
+    called += re.findall(r"([\w-]+):\d+", re.search(r"PARTS=\((.*)\)", text)[1])
     recipe = r"(?m)^{}:.*\n(?:\t.*\n)*?\t\S+ -m pytest -m (\"[^\"]+\"|\w+)"
     found = {name: re.search(recipe.format(name), (ROOT / "Makefile").read_text()) for name in called}
     return {name: match[1].strip('"') for name, match in found.items() if match}
@@ -48,9 +49,9 @@ def parts() -> dict[str, str]:
 
 def test_every_test_runs_in_one_part_of_ci(collected):
     """Catches a test that no part selects, and one that two parts run."""
-    assert {*parts()} == {"test", "test-more", "test-tpu", "rehearse", "test-site", "test-rotation"}
+    assert {*parts()} == {"test", "test-long", "test-more", "test-tpu", "rehearse", "test-site", "test-rotation"}
     for test in collected:
-        marks = dict.fromkeys("tpu site launch slow extra repeat rotation".split(), False)
+        marks = dict.fromkeys("tpu site launch slow extra repeat rotation long".split(), False)
         marks |= dict.fromkeys(test["marks"], True)
         assert sum(bool(eval(expression, {}, marks)) for expression in parts().values()) == 1, test
 
@@ -95,3 +96,35 @@ def test_a_day_names_the_targets_that_install_its_extras(capsys):
     assert rotation.main(["7"]) == 0 and capsys.readouterr().out == "\n"
     assert rotation.main(["8"]) == 2
     assert capsys.readouterr().err == "error: DAY=8: use a weekday from 1, Monday, to 7, Sunday\n"
+
+
+def parts_of_ci(tmp_path, test_s: int, day: int, every="") -> list[str]:
+    """Run .ci/run with parts that take no time, but count as if `make test` took `test_s` seconds."""
+    text = (ROOT / ".ci/run").read_text()
+    begins, spends = 'echo "RAN ${part%:*}"', f"SECONDS=$((SECONDS + ${{part#*:}} * {test_s} / 5))"
+    faked = {
+        "  make test\n": f"  SECONDS=$((SECONDS + {test_s}))\n",
+        '    make "${part%:*}" DAY="$DAY"\n': f"    {begins}; {spends}\n",
+        "\nmake lint\n": "\n",
+        ") install_host_tools ;;": ") : ;;",
+    }
+    for real, fake in faked.items():
+        assert text.count(real) == 1, real
+        text = text.replace(real, fake)
+    (tmp_path / ".ci").mkdir(exist_ok=True)
+    (tmp_path / ".ci/run").write_text(text)
+    env = os.environ | {"DAY": str(day), "ALL": every, "ARGS": ""}
+    done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    left_out = re.findall(r"== left out: make ([\w-]+)", done.stdout)
+    ran = re.findall(r"RAN ([\w-]+)", done.stdout)
+    assert sorted(ran + left_out) == sorted({*parts()} - {"test"}), done.stdout
+    return ran
+
+
+def test_only_a_slow_machine_leaves_parts_out(tmp_path):
+    """Catches a usual machine, or ALL=1, that leaves out the last part, and a slow one that runs too long."""
+    usual = ["test-long", "test-more", "test-tpu", "rehearse", "test-site", "test-rotation"]
+    assert parts_of_ci(tmp_path, 300, 3) == parts_of_ci(tmp_path, 340, 3) == usual
+    assert parts_of_ci(tmp_path, 900, 3, every="1") == usual
+    assert parts_of_ci(tmp_path, 650, 6) == ["test-long", "test-tpu"]
+    assert parts_of_ci(tmp_path, 650, 2) == ["test-tpu", "rehearse", "test-rotation"]

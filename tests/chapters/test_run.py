@@ -54,3 +54,10 @@ def test_a_number_without_a_chapter_is_refused():
     """Catches a typo that runs nothing and succeeds."""
     with pytest.raises(UserError, match="no file in chapters/ starts with '07'"):
         runner.select_chapters(("07",))
+
+
+def test_a_slow_machine_has_a_longer_limit(monkeypatch):
+    """Catches a guide that fails because the machine compiles three times slower than the one of its limit."""
+    spent = iter([0.5, 6.0])
+    monkeypatch.setattr(runner, "cpu_seconds", lambda before: next(spent))
+    assert [runner.limit_s(0), runner.limit_s(0), runner.limit_s(7.5)] == [90.0, 228.0, 7.5]

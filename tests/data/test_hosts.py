@@ -158,7 +158,7 @@ def test_four_processes_read_their_rows_of_the_global_batch(path):
     begun = [subprocess.Popen([*command, str(rank), path, *MESHES], cwd=ROOT, text=True,
                               env=os.environ | {"PYTHONPATH": str(ROOT)},
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(4)]  # fmt: skip
-    said = [one.communicate(timeout=100) for one in begun]
+    said = [one.communicate(timeout=480) for one in begun]
     assert not any(one.returncode for one in begun), said
     found = [json.loads(out.splitlines()[-1]) for out, _ in said]
     wanted = dataset.batch(config(path), 7)["targets_BT"]

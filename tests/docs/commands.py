@@ -53,6 +53,7 @@ NOT_RUN = {
     "python main.py t5_base --init-from runs/flan": "needs the published weights",
     "python main.py t5_laptop": "takes minutes; the page runs it for 60 steps",
     "make test": "these are the tests",
+    "make test-long": "these are the tests",
     "make test-more": "these are the tests",
     "make test-all": "these are the tests",
     "make test-tpu": "these are the tests",

@@ -163,7 +163,7 @@ MADE = ("runs/", "tokens/", "checkpoints/", "profile/", "evaluations/", "samples
 # Modules that `make help` omits: started by bench.gpu or by a run (to send its rows to wandb), parts of docs.build,
 # called by `make test-rotation`, or listed as a file.
 NOT_FOR_HELP = {"bench.deadlock", "bench.torch_trainer", "train.tracking", "docs.notebooks", "docs.reference",
-                "tests.rotation", "launch.agent", "launch.hosts"}  # fmt: skip
+                "tests.rotation", "tests.seconds", "launch.agent", "launch.hosts"}  # fmt: skip
 
 
 def test_help_lists_every_command():
@@ -178,6 +178,21 @@ def test_help_lists_every_command():
     mains = {path for path in ROOT.glob("*/*.py") if '__name__ == "__main__"' in path.read_text(encoding="utf-8")}
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for path in mains}
     assert {f"python -m {name}" for name in modules - NOT_FOR_HELP} <= listed
+
+
+def test_pages_have_the_minutes_of_make_help():
+    """Catches a target of make that takes another time on each page that names it."""
+    text = re.findall(r"(?m)^([\w-]+):.*## .*?([\d.]+) minutes", (ROOT / "Makefile").read_text())
+    minutes = dict(text)
+    assert {"train", "test", "chapters", "rehearse"} <= set(minutes)
+    readme, tests = ((ROOT / name).read_text().replace("\n", " ") for name in ("README.md", "docs/tests.md"))
+    told = re.findall(r"- `make (\w+)` (?:(?!- `make).)*?([\d.]+)\s+minutes", readme)
+    told += re.findall(r"\| `make ([\w-]+)` \| ~?([\d.]+) \|", tests)
+    told += re.findall(r"make ([\w-]+) +# [^#]*?([\d.]+) minutes", tests) + [
+        ("test", re.search(r"took (\d+) min", tests)[1])
+    ]
+    assert len(told) >= 8
+    assert not [(target, n, minutes[target]) for target, n in told if target in minutes and n != minutes[target]]
 
 
 def test_writing_notebooks_ends_with_how_to_open_one(monkeypatch, capsys):

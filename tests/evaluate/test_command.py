@@ -249,7 +249,7 @@ def two_processes(*argv):
     words = [sys.executable, "-m", "evaluate", *map(str, argv), "--json", "--devices", "2", "--mesh", "fsdp=2"]
     both = [subprocess.Popen(words, cwd=ROOT, env=os.environ | env | {"JAX_PROCESS_ID": str(rank)}, text=True,
                              stdout=subprocess.PIPE) for rank in range(2)]  # fmt: skip
-    first, second = (process.communicate(timeout=300)[0] for process in both)
+    first, second = (process.communicate(timeout=900)[0] for process in both)
     assert [process.returncode for process in both] == [0, 0] and second == ""
     return json.loads(first)
 

@@ -25,6 +25,7 @@ from tests import quick
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = " ".join(f"--{name}={value}" for name, value in quick.FLAGS.items())  # XLA_FLAGS of every host
+PATIENCE = 4  # a slow or busy machine takes several times as long; a wait that succeeds does not get longer
 MARK = "AXIS_REHEARSAL"  # in the environment of every process that a host starts; its value is the folder
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
 # A command that says who it is, then counts; on SIGTERM it "saves", and ends well.
@@ -87,13 +88,14 @@ class Fleet:
         """Run a script of the checkout, for these hosts unless `words` or `input` say which, as a user would."""
         which = ["-"] if input is not None else ["--hosts", f"{self.folder}/hosts.txt"]
         command = [f"{self.checkout}/{script}", *which, *words]
+        stdin = subprocess.DEVNULL if input is None else None
         return subprocess.run(command, env=self.environment | environment, capture_output=True, text=True, input=input,
-                              timeout=timeout, stdin=subprocess.DEVNULL if input is None else None)  # fmt: skip
+                              stdin=stdin, timeout=PATIENCE * timeout)  # fmt: skip
 
     def ssh(self, host: Host, command: str, input=b"") -> str:
         """Raises: Refused with what ssh, or the command, said."""
         ssh = ["ssh", "-F", f"{self.folder}/ssh_config", "-o", "StrictHostKeyChecking=accept-new"]
-        done = subprocess.run([*ssh, host.name, command], capture_output=True, input=input, timeout=60)
+        done = subprocess.run([*ssh, host.name, command], capture_output=True, input=input, timeout=60 * PATIENCE)
         if done.returncode:
             raise Refused(done.stderr.decode())
         return done.stdout.decode()
@@ -130,10 +132,10 @@ class Fleet:
 
 
 def wait_until(what, seconds=20.0, every=0.05):
-    """Wait until what() is true, and return it. Raises: AssertionError after `seconds`."""
-    end = time.monotonic() + seconds
+    """Wait until what() is true, and return it. Raises: AssertionError after PATIENCE times `seconds`."""
+    end = time.monotonic() + PATIENCE * seconds
     while not (value := what()):
-        assert time.monotonic() < end, f"not so after {seconds} s"
+        assert time.monotonic() < end, f"not so after {PATIENCE * seconds} s"
         time.sleep(every)
     return value
 

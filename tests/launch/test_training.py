@@ -57,7 +57,7 @@ def alone(four, tmp_path_factory):
         env=os.environ | {"XLA_FLAGS": rehearsal.FAST, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=400 * rehearsal.PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return losses(folder / "runs/r")

@@ -57,5 +57,5 @@ def run_two_processes(*words_of_each, script="main.py", begin=lambda rank, proce
         arguments = usual | {name: of_each[rank] for name, of_each in how.items()}
         begun.append(subprocess.Popen(command, env=os.environ | told, text=True, **arguments))
         begin(rank, begun[-1])
-    said = [one.communicate(timeout=120) for one in begun]
+    said = [one.communicate(timeout=480) for one in begun]
     return [one.returncode for one in begun], [out for out, _ in said], [err for _, err in said]

@@ -53,7 +53,7 @@ def test_connections_survive_as_long_as_heartbeats():
     """Catches gRPC's own 20 s limit, after which it closes a connection and thereby ends the run."""
     port = free_port()
     both = [start(rank, f"127.0.0.1:{port}", READ_TIMEOUTS.replace("PORT", str(port))) for rank in (0, 1)]
-    said = [one.communicate(timeout=120) for one in both]
+    said = [one.communicate(timeout=480) for one in both]
     assert [one.returncode for one in both] == [0, 0], said
     timeouts = json.loads(said[0][0])
     # the listening socket, and the connection of each process
@@ -99,5 +99,5 @@ def test_a_network_outage_is_survived(two_networks):
         time.sleep(seconds_until_next)
     for name in two_networks:
         in_network(name, "iptables", "-D", "INPUT", "1")
-    said = [one.communicate(timeout=120) for one in both]
+    said = [one.communicate(timeout=480) for one in both]
     assert [one.returncode for one in both] == [0, 0], said

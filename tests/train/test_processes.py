@@ -104,7 +104,7 @@ def test_a_clock_that_jumps_ends_nothing(crew, monkeypatch, jump_s):
     for jumped in (False, True):
         if jumped:
             monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
-        before, end = heard(), time.monotonic() + 20
+        before, end = heard(), time.monotonic() + 80
         while min(now - then for now, then in zip(heard(), before, strict=True)) <= 0:  # wait for heartbeats of all
             assert time.monotonic() < end, "heartbeats stopped"
             time.sleep(0.02)
@@ -183,7 +183,7 @@ def test_progress_is_written_atomically(crew, tmp_path, monkeypatch):
     (one,) = crew(1)
     one.watchdog.show(300, {"loss": 2.5, "tokens_per_s": 1234.6})
     one.watchdog.finish_step(12)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while not (tmp_path / "progress").exists() and time.monotonic() < end:
         time.sleep(0.02)
     step, steps, loss, speed, at, late_s = (tmp_path / "progress").read_text().rstrip("\n").split("\t")
@@ -245,7 +245,7 @@ def alive(tmp_path, monkeypatch):
     def fresh():
         with contextlib.suppress(FileNotFoundError):
             os.utime(path, (0, 0))
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while not (path.exists() and path.stat().st_mtime > 1) and time.monotonic() < end:
             time.sleep(0.02)
         assert path.stat().st_mtime > 1, "no heartbeat"
@@ -452,7 +452,7 @@ def test_a_join_timeout_says_which_process_is_missing(home, tmp_path, rank):
     told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank),
             "AXIS_ALIVE": str(tmp_path / "alive")}  # fmt: skip
     command = [sys.executable, "main.py", *flags(home, tmp_path), "--run.peer_timeout_s", "1"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | told, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | told, capture_output=True, text=True, timeout=480)
     assert done.returncode == LOST
     what = "not all processes joined; ./launcher.sh status shows", f"process 0 does not answer at 127.0.0.1:{port}"
     assert f"error: process {rank} of 2 waited 5 s for the others: {what[rank]}" in done.stderr
@@ -465,7 +465,7 @@ def test_output_of_native_code_is_discarded():
     code = ("import os, sys; from train.hosts import processes; print('before'); processes.redirect_output(); "
             "os.write(1, b'Gloo\\n'); print('after'); print('error', file=sys.stderr)")  # fmt: skip
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert (done.stdout, done.stderr, done.returncode) == ("before\nafter\n", "error\n", 0)
     with open("/dev/full", "w") as full:  # every write to it fails, as on a full disk
         code = code.replace("print('before'); ", "")

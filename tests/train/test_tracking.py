@@ -76,7 +76,7 @@ def logged(calls):
 
 
 def wait_for(what):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 80
     while not what():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.02)

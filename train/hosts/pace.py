@@ -36,15 +36,9 @@ class Pace:
         except jax.errors.JaxRuntimeError:  # the device's memory is full
             self.due = math.inf
             return None
-        times_s = [elapsed_s(work) for _ in range(ATTEMPTS)]
+        times_s = timeit.repeat(work, number=1, repeat=ATTEMPTS)
         self.due = time.monotonic() + SHARE * sum(times_s)
         return 1000 * min(times_s)
-
-
-def elapsed_s(work: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 @functools.cache
