@@ -14,7 +14,7 @@ import pytest
 
 import config
 from docs import reference
-from tests.test_house import ROOT, modules
+from tests.test_house import ROOT, rooms
 
 CHAPTERS = sorted((ROOT / "chapters").glob("[0-9][0-9]_*.py"))
 CODE_COLUMNS, PROSE_COLUMNS, CODE_LINES = 88, 110, 20
@@ -272,7 +272,7 @@ def words(found: list[Cell]) -> list[str]:
 
 def names(found: list[Cell]) -> list[str]:
     """Check that a name like `model.feed_forward` exists, as a symbol, a setting or a file."""
-    ours, settings, faults = {*modules()} | {"lesson"}, {*config.affecting(*config.Affects)}, []
+    ours, settings, faults = {*rooms()} | {"lesson"}, {*config.affecting(*config.Affects)}, []
     for name in sorted(set(re.findall(r"`([A-Za-z_]+(?:\.\w+)+)(?:\([^`]*\))?`", prose_of(found)))):
         first = name.split(".")[0]
         if first in ours and name not in settings and not exists(name):
