@@ -12,6 +12,7 @@ import time
 import uuid
 from pathlib import Path
 
+import fsspec
 import jax
 import numpy as np
 import pytest
@@ -83,7 +84,11 @@ def servers():
         for name, value in where.items():
             patch.setenv(name, value)
         for kind in KINDS:
-            bucket.file_system(f"{kind}://own")[0].mkdir("own")
+            # A process keeps its connections, which may be to a server that was stopped, and the buckets of moto.
+            fsspec.get_filesystem_class(kind).clear_instance_cache()
+            found = bucket.file_system(f"{kind}://own")[0]
+            if not found.exists("own"):
+                found.mkdir("own")
         yield
         s3.stop(), gcs.stop()
 
