@@ -62,7 +62,7 @@ COMPLETIONS = [  # parameters to change (None: to remove), the status, the param
     ({"\ud800": 1}, 400, "\ud800", r"unknown parameter '\ud800'; known: "),
     ({"prompt": [{}] * 200}, 400, "n", "n=1 for 200 prompts: a request can have 1 to 128 texts in total"),
     ({"echo": True, "stream": True}, 400, "echo", "echo does not work with stream=true; set one of them to false"),
-    ({"top-k": 3}, 400, "top-k", "unknown parameter 'top-k'; did you mean 'top_k'? closest of "),
+    ({"top-k": 3}, 400, "top-k", "unknown parameter 'top-k'; did you mean 'top_k'? known: model, temperature, "),
     (b"[]", 400, None, 'the request body should be a JSON object, e.g. {"model": ..., "prompt": ...}'),
     (b'{"model"', 400, None, "the request body is not JSON: JSONDecodeError: Expecting ':' delimiter: line 1 column 9"),
     (b"[" * 100_000, 400, None, "the request body is not JSON: RecursionError: "),
