@@ -1,4 +1,4 @@
-"""Compare the step times that `plan/time/expected.py` predicts with simulations of the compiled programs.
+"""Compare the step times that `plan/time/simulated.py` predicts with simulations of the compiled programs.
 
 `python -m bench.plan` compiles steps with random presets, meshes and settings for four kinds of TPU, simulates each
 program, and prints both times. With a preset and `--first 10`, it compiles the ten fastest layouts of a search. It
@@ -80,9 +80,9 @@ def measure(what: str, one: planner.Plan) -> dict | None:
         say(f"{what} on {one.topology}: {error}")
         return None
     found = replayed.simulate(one.cfg, one.topology, mesh, step.step.as_text())
-    return {"what": what, "topology": str(one.topology), "expected_s": one.likely_s, "replayed_s": found.seconds,
-            "roofline_s": one.step_s, "peak_bytes": step.peak_bytes, "planned_peak_bytes": one.peak_bytes,
-            "expected": one.expected, "replayed": found.causes}  # fmt: skip
+    return {"what": what, "topology": str(one.topology), "expected_s": one.step_s, "replayed_s": found.seconds,
+            "roofline_s": one.lower_bound_s, "peak_bytes": step.peak_bytes, "planned_peak_bytes": one.peak_bytes,
+            "expected": one.simulated, "replayed": found.causes}  # fmt: skip
 
 
 def summary(rows: list[dict]) -> dict:

@@ -48,7 +48,7 @@ class Row:
 
     @property
     def estimate(self) -> measured.Estimate:
-        return self.one.real
+        return self.one.estimate
 
     @property
     def ratio(self) -> float:
@@ -366,7 +366,7 @@ def to_json(row: Row) -> dict:
     if not row.one:
         return row.values | dict.fromkeys(times) | {"reason": row.reason}
     one = row.estimate
-    found = (row.measured_s, row.one.likely_s, one.seconds, one.low, one.high)
+    found = (row.measured_s, row.one.step_s, one.seconds, one.low, one.high)
     return row.values | dict(zip(times, found, strict=True))
 
 

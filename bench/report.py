@@ -113,8 +113,8 @@ def plan_step(cfg: Config, device, step_s: float) -> dict:
     from plan.chips import hardware
 
     one = planner.plan(cfg, hardware.topology_of_devices([device]))
-    return {"plan_s": one.real and one.real.seconds, "real": one.real and asdict(one.real), "roofline_s": one.step_s,
-            "plan_peak_bytes": one.peak_bytes, "plan_memory_bytes": one.memory_bytes,
+    return {"plan_s": one.step_s, "estimate": one.estimate and asdict(one.estimate),
+            "lower_bound_s": one.lower_bound_s, "plan_peak_bytes": one.peak_bytes, "plan_memory_bytes": one.memory_bytes,
             "mfu": one.topology and one.mfu(step_s)}  # fmt: skip
 
 

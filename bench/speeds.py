@@ -50,7 +50,7 @@ def samples(rows: Iterable) -> list[fit.Measured]:
 
 
 def costs_of(row) -> list[terms.Cost]:
-    return terms.costs(row.one, row.one.expected, key_of(row)[1])
+    return terms.costs(row.one, row.one.simulated, key_of(row)[1])
 
 
 def seen(rows: Iterable) -> dict:

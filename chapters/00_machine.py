@@ -491,15 +491,15 @@ def step(B, mesh="fsdp=16,tensor=4", topology="v4:4x4x4"):
 
 
 one = step(64)
-parts = one.seconds(alone=True)
+parts = one.lower_bound(alone=True)
 for part, took in parts.items():
     if took > 1e-4:
         sent = one.wire_by_axes.get(part, 0) / 1e9
         print(f"{part:10} {took * 1e3:6.1f} ms" + f", sends {sent:.2f} GB" * (sent > 0))
 print(f"step       {sum(parts.values()) * 1e3:6.1f} ms if nothing overlaps")
-print(f"           {one.step_s * 1e3:6.1f} ms as the TPU compiler overlaps it")
-throughput = one.tokens_per_step / one.step_s
-print(f"{throughput:,.0f} tokens/s, MFU {one.mfu(one.step_s):.0%}")
+print(f"           {one.lower_bound_s * 1e3:6.1f} ms as the TPU compiler overlaps it")
+throughput = one.tokens_per_step / one.lower_bound_s
+print(f"{throughput:,.0f} tokens/s, MFU {one.mfu(one.lower_bound_s):.0%}")
 
 # %% [markdown]
 # The *optimizer* only reads and writes memory, so HBM limits it. The two axes send different data. `fsdp`
@@ -518,7 +518,7 @@ print(f"{throughput:,.0f} tokens/s, MFU {one.mfu(one.step_s):.0%}")
 # %% tags=["hide-input"]
 four = step(256)
 assert four.model_flops == 4 * one.model_flops
-more = sum(four.seconds(alone=True).values()) / sum(parts.values())
+more = sum(four.lower_bound(alone=True).values()) / sum(parts.values())
 
 # %%
 my_prediction = None  # times the seconds of 64 sequences
@@ -526,7 +526,7 @@ lesson.predicted("256 sequences over 64", my_prediction, more, "times", within=0
 
 # %% tags=["remove-cell"]
 assert abs(more - 3.2) < 0.05
-fsdp_of = lambda plan: plan.seconds(alone=True)[FSDP]
+fsdp_of = lambda plan: plan.lower_bound(alone=True)[FSDP]
 assert fsdp_of(one) <= fsdp_of(four) < 1.05 * fsdp_of(one)  # and tokens
 
 # %% [markdown]
@@ -540,7 +540,7 @@ plans = [step(B) for B in batches]
 tokens = [plan.tokens_per_step / 64 for plan in plans]
 figure, axes = plt.subplots(figsize=(6, 3.6))
 for part, colour in {"compute": lesson.NEUTRAL, TENSOR: None, FSDP: None}.items():
-    took = [plan.seconds(alone=True)[part] for plan in plans]
+    took = [plan.lower_bound(alone=True)[part] for plan in plans]
     colour = colour or lesson.COLORS[part]
     axes.loglog(tokens, took, "o-", ms=4, color=colour)
     axes.text(tokens[-1] * 1.15, took[-1], part, color="black", va="center")
@@ -717,7 +717,7 @@ def priced(mesh, T):
 
 for mesh in ("fsdp=16", "fsdp=4,tensor=4"):
     plan = priced(mesh, 1024)
-    print(f"{mesh}: {plan.step_s:.3f} s with T=1024")
+    print(f"{mesh}: {plan.lower_bound_s:.3f} s with T=1024")
     for axis, link in hardware.layout(plan.cfg.mesh, plan.topology).items():
         print(f"  {axis:6} {link.bytes_per_s / 1e9:.0f} GB/s")
 
@@ -734,7 +734,7 @@ def takes(choose):
         mesh = str(MeshConfig.parse(choose(T)))
         if mesh not in meshes:
             raise ValueError(f"mesh {mesh} is none of {' or '.join(meshes)}")
-        return priced(mesh, T).step_s
+        return priced(mesh, T).lower_bound_s
 
     return seconds
 
@@ -747,7 +747,7 @@ MESH_HINTS = [
      "The fewest bytes. Does a byte cost the same everywhere?"),
     (best(lambda p: p.peak_bytes),
      "The least memory. All of these fit; what takes long?"),
-    (best(lambda p: -p.step_s),
+    (best(lambda p: -p.lower_bound_s),
      "The opposite. Which link carries most bytes of each mesh?"),
     (lambda T: meshes[1], "One mesh for all T, fastest for none. Try the others."),
     (lambda T: meshes[2], "One mesh for all T, fastest for none. Try the others."),
@@ -756,7 +756,7 @@ MESH_HINTS = [
 
 # %% tags=["hide-input"]
 def check_mesh(mesh_for):
-    cases, right = [(512,), (2048,), (8192,)], takes(best(lambda p: p.step_s))
+    cases, right = [(512,), (2048,), (8192,)], takes(best(lambda p: p.lower_bound_s))
     done = "Right for 512, 2,048 and 8,192 tokens: no mesh of these two axes is faster."
     said = lesson.diagnose(mesh_for, cases, right, MESH_HINTS, done, 0.01, takes)
     return said.replace("Your answer there is", "Your step takes, in seconds:")
@@ -790,8 +790,8 @@ lesson.expect(check_mesh, *MESH_HINTS, (up_to(1024), "Right"),
               (mesh_for, lesson.NOTHING), (up_to(4096), "at T=2048"),
               (up_to(256), "From which T"),
               (lambda T: "stage=4,tensor=4", "none of"))  # fmt: skip
-with_stages = priced("stage=4,tensor=4", 512).step_s
-assert with_stages < 0.65 * priced("fsdp=2,tensor=8", 512).step_s
+with_stages = priced("stage=4,tensor=4", 512).lower_bound_s
+assert with_stages < 0.65 * priced("fsdp=2,tensor=8", 512).lower_bound_s
 
 # %% [markdown]
 # ## A bug to find

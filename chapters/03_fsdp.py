@@ -630,7 +630,7 @@ def seconds(tokens):
     changes = {"mesh": "fsdp=8", "data.batch_size": 8, "data.seq_len": tokens}
     changes |= {"work.remat": "none", "work.gather": "layer"}
     plan = planner.plan(config.preset("llama3_8b", **changes), "h100:8")
-    return [plan.seconds(alone=True)[name] for name in ("compute", FSDP)]
+    return [plan.lower_bound(alone=True)[name] for name in ("compute", FSDP)]
 
 
 my_prediction = None  # tokens
@@ -986,7 +986,7 @@ def check_settings(found):
 
 # %% tags=["hide-input"]
 def judged(plan):
-    mesh, gib, took = plan.cfg.mesh, plan.peak_bytes / 2**30, plan.seconds(alone=True)
+    mesh, gib, took = plan.cfg.mesh, plan.peak_bytes / 2**30, plan.lower_bound(alone=True)
     if mesh.data * mesh.fsdp < 64:
         return "Later chapters explain those axes. You need only data and fsdp."
     if not plan.fits:
@@ -1027,7 +1027,7 @@ DOTS, NONE = SLICED | {"work.remat": "dots"}, SLICED | {"work.remat": "none"}
 for size in (1, 2, 4, 8):
     assert check_settings(DOTS | STEP | {EACH: size}).startswith("Right: 3.")
 whole = planner.plan(preset(NONE | STEP | {EACH: 4}), "v5p:4x4x4")
-assert abs(whole.seconds()["compute"] - ONCE) < 0.005
+assert abs(whole.lower_bound()["compute"] - ONCE) < 0.005
 size = whole.memory_bytes
 assert round((size["weights"] + size["gradients"]) / 2**30) == 45
 smallest = preset(SLICED | STEP | {"work.remat": "full", EACH: 1})

@@ -537,10 +537,10 @@ def planned(mesh, batch=32, on=NODES, **more):
 
 
 def show(one):
-    parts = [f"{name} {s:.2f}" for name, s in one.seconds().items() if s > 0.01]
+    parts = [f"{name} {s:.2f}" for name, s in one.lower_bound().items() if s > 0.01]
     Z_ = f" Z={one.sched.microbatches}" if one.cfg.mesh.stage > 1 else ""
     GiB = f"{one.peak_bytes / 2**30:.0f} GiB"
-    print(f"{one.cfg.mesh!s:14} {one.step_s:.2f} s: {', '.join(parts)}; {GiB}{Z_}")
+    print(f"{one.cfg.mesh!s:14} {one.lower_bound_s:.2f} s: {', '.join(parts)}; {GiB}{Z_}")
 
 
 # %%
@@ -551,7 +551,7 @@ for batch in (32, 128):
 plan = planned("stage=2,fsdp=8")
 parameters, width = plan.params_total, plan.cfg.model.d_model
 second = slow.dcn_bytes_per_s * 8  # bytes that a node sends per second
-bubble = plan.seconds()["bubble"]
+bubble = plan.lower_bound()["bubble"]
 tables = 8 * plan.cfg.model.vocab_size * width / second  # their gradients, float32
 ends = 4 * 2 * (8 * 8192) * width / second  # the 2 ticks more than microbatches
 left = 4 * parameters / second - bubble - tables - ends
@@ -574,7 +574,7 @@ sizes = np.array([16, 32, 48, 64, 80, 96, 128, 160, 192, 256])
 millions, seconds = sizes * 8192 / 1e6, {}
 for axis in ("data", "stage"):
     plans = [planned(f"{axis}=2,fsdp=8", int(batch)) for batch in sizes]
-    seconds[axis] = np.array([one.step_s for one in plans])
+    seconds[axis] = np.array([one.lower_bound_s for one in plans])
     colour = lesson.COLORS[axis]
     axes.plot(millions, seconds[axis] / millions, color=colour, label=f"{axis}=2")
 gap = seconds["stage"] - seconds["data"]
@@ -778,7 +778,7 @@ FAST_S = {"compute": 1.1, "tensor": 0.11, "stage": 0.94, "fsdp": 0.02, "bubble":
 
 def why_slow(one):
     """The part that exceeds that of a fast enough step the most."""
-    s = one.seconds()
+    s = one.lower_bound()
     more = {part: s.get(part, 0) - FAST_S.get(part, 0) for part in TOO_SLOW}
     return TOO_SLOW[max(more, key=more.get)].format(**s)
 
@@ -789,11 +789,11 @@ def check_design(chosen):
     if not (isinstance(chosen, dict) and isinstance(chosen.get("mesh"), str)):
         return "Return settings as in START: a dict with a mesh."
     one = planned(**chosen)
-    said = f"{one.step_s:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
+    said = f"{one.lower_bound_s:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
     if one.peak_bytes > 40 * 2**30:
         part = max(one.memory_bytes, key=one.memory_bytes.get)
         return said + f"Too large: most of it is {part}. Which axes would shard that?"
-    return said + ("That is fast enough." if one.step_s <= 2.45 else why_slow(one))
+    return said + ("That is fast enough." if one.lower_bound_s <= 2.45 else why_slow(one))
 
 
 # %%
@@ -826,7 +826,7 @@ def with_mesh(mesh, schedule="1f1b", gather="layer"):
 
 
 best = with_mesh("stage=2,fsdp=4,tensor=2", gather="step")
-fast = planned(**best).seconds()
+fast = planned(**best).lower_bound()
 assert all(abs(fast[part] - s) < 0.01 for part, s in FAST_S.items()), fast
 lesson.expect(check_design, (best, "2.32 s, 31 GiB. That is fast enough."),
               (best | {"work.schedule": "gpipe"}, "2.27 s, 33 GiB. That"),

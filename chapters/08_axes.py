@@ -572,7 +572,7 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 
 # %%
 ACROSS = "data=2,fsdp=8", "fsdp=16,across=fsdp", "stage=2,fsdp=8,across=stage"
-likely, fastest = lambda one: one.likely_s, {}
+likely, fastest = lambda one: one.step_s, {}
 FORCED = {"work.device_batch": 1, "work.gather": "layer"}
 for sequences, forced in (16, FORCED), (64, FORCED), (64, {}):
     how = "one per device and microbatch" if forced else "as the planner chooses"
@@ -581,11 +581,11 @@ for sequences, forced in (16, FORCED), (64, FORCED), (64, {}):
         settings = {"data.batch_size": sequences, "data.seq_len": 8192, **forced}
         settings |= {"mesh": mesh, "work.schedule": "1f1b"}
         one = planner.plan(config.preset("llama3_8b", **settings), "2*v5p:2x2x2")
-        slow = {k: s for k, s in one.expected.items() if "between" in k}
-        slow |= {"bubble": one.expected.get("bubble", 0)}
+        slow = {k: s for k, s in one.simulated.items() if "between" in k}
+        slow |= {"bubble": one.simulated.get("bubble", 0)}
         slow = ", ".join(f"{k} {s:.2f} s" for k, s in slow.items() if s)
         memory = one.peak_bytes / 2**30
-        print(f"  {mesh:27} {one.likely_s:.2f} s, {memory:.0f} GiB; {slow}")
+        print(f"  {mesh:27} {one.step_s:.2f} s, {memory:.0f} GiB; {slow}")
         case = sequences, bool(forced)
         fastest[case] = min(fastest.get(case, one), one, key=likely)
 
@@ -626,7 +626,7 @@ table = {}
 print(" " * 17, *(f"{name:>12}" for name in MACHINES))
 for split in ("fsdp=8,tensor=2", "fsdp=2,context=8", "data=2,context=8", "context=16"):
     plans = [planned(split, on) for on in MACHINES.values()]
-    table[split] = [one.step_s for one in plans]
+    table[split] = [one.lower_bound_s for one in plans]
     print(f"{split:17}", *(f"{seconds:10.2f} s" for seconds in table[split]))
 columns = zip(MACHINES, np.array([*table.values()]).T, strict=True)
 spread = {name: s.max() / s.min() for name, s in columns}
@@ -892,7 +892,7 @@ SLOWER = {
 
 
 def why_slow(one):
-    seconds = {axis: s for axis, s in one.seconds().items() if axis in SLOWER}
+    seconds = {axis: s for axis, s in one.lower_bound().items() if axis in SLOWER}
     if one.cfg.mesh.stage == 2:  # there cannot be fewer than two
         seconds.pop("stage", 0)
     most = max(seconds, key=seconds.get)
@@ -905,10 +905,10 @@ def check_better(split):
     if not isinstance(split, str):
         return 'Write the mesh as a string, such as "context=16".'
     one = planned(split)
-    said = f"{one.step_s:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
+    said = f"{one.lower_bound_s:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
     if not one.fits:
         return said + "Too large for an H100. Which axes shard the weights?"
-    return said + ("That will do." if one.step_s <= 3.0 else why_slow(one))
+    return said + ("That will do." if one.lower_bound_s <= 3.0 else why_slow(one))
 
 
 print(check_better(better))

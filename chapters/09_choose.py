@@ -277,7 +277,7 @@ for size in ((16, 8), (16, 4), (1, 8), (4, 2)):
 #
 # `planner.plan` does the same arithmetic in more detail, from the weight shapes in `model.py`. For TPUs it also
 # models what the compiler overlaps. For GPUs it does not, so all communication counts as exposed. So there are
-# three kinds of seconds: *estimated*, *planned* (`likely_s`) and *measured*. `one.real` adds to a plan what
+# three kinds of seconds: *estimated*, *planned* (`step_s`) and *measured*. `one.estimate` adds to a plan what
 # [published steps](../published.md) took longer, with an interval.
 #
 # The planner needs equal stages, so plan 128 layers instead of 126. These meshes recompute layers, as do the
@@ -292,13 +292,13 @@ WORK = {"work.remat": "full", "work.tensor_exchange": "ring"}
 
 def show_plan(one):
     """Print a plan in one line."""
-    causes = dict(one.expected or one.seconds())
+    causes = dict(one.simulated or one.lower_bound())
     matmuls = sum(causes.pop(x, 0) for x in ("compute", "matmuls", "other ops"))
     causes = {"compute": matmuls} | causes
-    large = {name: s for name, s in causes.items() if s > 0.02 * one.likely_s}
+    large = {name: s for name, s in causes.items() if s > 0.02 * one.step_s}
     parts = ", ".join(f"{name} {s:.2f}" for name, s in large.items())
-    mfu = f"MFU {one.mfu(one.likely_s):.0%}" if one.fits else "does not fit"
-    print(f"{one.cfg.mesh!s:33} {one.likely_s:6.2f} s, {mfu}; {parts}")
+    mfu = f"MFU {one.mfu(one.step_s):.0%}" if one.fits else "does not fit"
+    print(f"{one.cfg.mesh!s:33} {one.step_s:6.2f} s, {mfu}; {parts}")
 
 
 # %% tags=["hide-input"]
@@ -324,15 +324,15 @@ for n_s, n_t in meshes:
     mesh = f"stage={n_s},fsdp={16384 // (n_s * n_t)},tensor={n_t}"
     plans[n_s, n_t] = plan_llama(mesh)
     show_plan(plans[n_s, n_t])
-best = min(plans, key=lambda mesh: plans[mesh].likely_s)
+best = min(plans, key=lambda mesh: plans[mesh].step_s)
 assert best == (16, 8), "the planner no longer chooses Meta's mesh"
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Bars of planned seconds by cause for six meshes, sorted: stage=16 with tensor=8 is the shortest, near the measured line; stage=16 with tensor=4 reaches 20 seconds, mostly bubble. Crosses of the estimate are near the bars' ends, except at stage=8, where the cross is far below."}}
 figure, axes = plt.subplots(figsize=(6.2, 4))
 shown = {"compute": lesson.NEUTRAL, **lesson.COLORS, "bubble": "#cccccc"}
-ordered = sorted(meshes, key=lambda mesh: -plans[mesh].likely_s)
+ordered = sorted(meshes, key=lambda mesh: -plans[mesh].step_s)
 for row, mesh in enumerate(ordered):
-    left, seconds = 0, plans[mesh].seconds()
+    left, seconds = 0, plans[mesh].lower_bound()
     for name, color in shown.items():
         axes.barh(row, seconds.get(name, 0), left=left, color=color)
         left += seconds.get(name, 0)
@@ -352,7 +352,7 @@ axes.figure.legend(*handles, ncols=4, loc="outside lower center")
 # %%
 kept = plan_llama("stage=8,fsdp=256,tensor=8", **{"work.gather": "step"})
 print(kept.refusal().split("; try")[0])
-share = 6 * P * TOKENS / 16384 / H100 / plans[16, 8].likely_s
+share = 6 * P * TOKENS / 16384 / H100 / plans[16, 8].step_s
 print(f"6 P FLOPs per token: {share:.1%} of the peak; Meta: {400e12 / H100:.1%}")
 
 # %% [markdown]
@@ -483,8 +483,8 @@ sizes = 3, 6, 12, 24, 48
 pod = {size: palm(size) for size in sizes}
 for one in pod.values():
     show_plan(one)
-assert min(pod, key=lambda size: pod[size].likely_s) == 12
-alone = {size: one.seconds(alone=True) for size, one in pod.items()}
+assert min(pod, key=lambda size: pod[size].step_s) == 12
+alone = {size: one.lower_bound(alone=True) for size, one in pod.items()}
 comm = [found["fsdp"] + found["tensor"] for found in alone.values()]
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds of communication against the size of tensor, both logarithmic: fsdp falls, tensor rises, their sum has its minimum at 7; the planner's crosses are far above it except at 12, PaLM's size."}}
@@ -554,7 +554,7 @@ for mesh in ("stage=16,fsdp=128", "data=16,stage=16,expert=8",
     show_plan(sparse[mesh])
 
 # %% tags=["remove-cell"]
-took = {mesh: one.likely_s for mesh, one in sparse.items() if one.fits}
+took = {mesh: one.step_s for mesh, one in sparse.items() if one.fits}
 assert min(took, key=took.get) == "data=4,stage=8,expert=64"
 assert 3 < min(took.values()) / was < 3.5, "the text says three times"
 ratio = took["data=4,stage=8,expert=64"] / took["data=2,stage=16,expert=64"]
@@ -685,9 +685,9 @@ v5p = thresholds("v5p:4x4x4", "fsdp=64", "context=16,tensor=4")
 assert [round(x) for x in v5p[:4]] == [850, 638, 2550, 3077], v5p
 assert [round(x) for x in v5p[5:]] == [16, 328], v5p
 assert round(989e12 / 369e9) == 2680
-assert mixtral["fsdp=64"].likely_s < mixtral["fsdp=8,expert=8"].likely_s
-assert min(mixtral, key=lambda x: mixtral[x].likely_s) == "data=2,stage=4,expert=8"
-a, b = (mixtral[x].seconds() for x in ("fsdp=64", "fsdp=8,expert=8"))
+assert mixtral["fsdp=64"].step_s < mixtral["fsdp=8,expert=8"].step_s
+assert min(mixtral, key=lambda x: mixtral[x].step_s) == "data=2,stage=4,expert=8"
+a, b = (mixtral[x].lower_bound() for x in ("fsdp=64", "fsdp=8,expert=8"))
 
 # %% [markdown]
 # ## Exercise 2: a dense model on a torus
@@ -746,13 +746,13 @@ def too_large(one):
 
 
 def judged(one, best):
-    slower = one.likely_s / best.likely_s - 1
+    slower = one.step_s / best.step_s - 1
     if slower <= 0.08:
-        return f"Right: {one.likely_s:.2f} s."
-    causes, others = (x.expected or x.seconds() for x in (one, best))
+        return f"Right: {one.step_s:.2f} s."
+    causes, others = (x.simulated or x.lower_bound() for x in (one, best))
     more = {name: s - others.get(name, 0) for name, s in causes.items()}
     name = max(more, key=more.get)
-    said = f"Fits, but {one.likely_s:.2f} s is {slower:.0%} slower than the fastest. "
+    said = f"Fits, but {one.step_s:.2f} s is {slower:.0%} slower than the fastest. "
     said += f"{more[name]:.2f} s more go to {WAITS.get(name.split('*')[0], name)}"
     if name == "bubble":
         Z, n_s = one.sched.microbatches, one.cfg.mesh.stage
@@ -814,13 +814,13 @@ lesson.expect(lambda mesh: check_mesh(mesh, "h100:64"), ("stage=8,tensor=8", "Ri
               ("stage=16,tensor=4", "16 stages and 32 microbatches."),
               ("data=8,tensor=8", "Needs"),
               ("data=8,tensor=8", "state"))  # fmt: skip
-of_v5p = planner.plan(dense("fsdp=16,tensor=4"), "h100:64").likely_s
-plain = planner.plan(dense("stage=8,tensor=8"), "h100:64").likely_s
+of_v5p = planner.plan(dense("fsdp=16,tensor=4"), "h100:64").step_s
+plain = planner.plan(dense("stage=8,tensor=8"), "h100:64").step_s
 assert 1.28 < of_v5p / plain < 1.3, "the text says 29%"
 winner = fastest("h100:64")
 assert winner.cfg.mesh == config.MeshConfig.parse("stage=8,context=2,tensor=4")
-assert (round(plain, 2), round(winner.likely_s, 2)) == (1.76, 1.66)
-interleaved = planner.plan(dense("stage=8,fsdp=4,tensor=2"), "h100:64").likely_s
+assert (round(plain, 2), round(winner.step_s, 2)) == (1.76, 1.66)
+interleaved = planner.plan(dense("stage=8,fsdp=4,tensor=2"), "h100:64").step_s
 assert round(interleaved, 2) == 2.96
 small = Model(P=70e9, L=80, D=8192, H=64, G=8, K=128)
 few = Model(tokens=32 * 4096, T=4096, n=64)

@@ -14,13 +14,13 @@ from config.fields import DTypeOrAuto
 from devices import use_devices
 from utils import UserError, check_picture, exit_status, parse_early
 
-HELP = """e.g. python -m plan moe1b --topology v4:4x4x2
-     python -m plan moe1b --topology v4:4x4x2 --compile     # compare with the TPU compiler; needs no TPU
-     python -m plan moe1b --topology v4:4x4x2 --why         # compare with the traced step, line by line
-     python -m plan moe1b --topology v4:4x4x2 --search 32   # every mesh of 32 chips, the fastest that fits first
-     python -m plan moe1b --topology v4:4x4x2 --max_batch   # the largest batch that fits, found by compiling
-     python -m plan Qwen3-8B/config.json --topology v5p:4x4x4 --search 64   # a model of Hugging Face
-     python -m plan moe1b --topology v4:4x4x2,h100:32       # search several topologies, and compare
+HELP = """e.g. python -m plan moe1b --topology v4:4x4x2       # which mesh of these chips is the fastest that fits?
+     python -m plan llama3_70b --topology v5p:8x8x8,64*h100 --tokens 15T --price v5p=4.2,h100=2.5   # and what it costs
+     python -m plan Qwen3-8B/config.json --topology v5p:4x4x4     # the same for a model of Hugging Face
+     python -m plan moe1b --topology v4:4x4x2 --mesh fsdp=32               # plan one mesh
+     python -m plan moe1b --topology v4:4x4x2 --mesh fsdp=32 --compile     # compare with the compiler; needs no TPU
+     python -m plan moe1b --topology v4:4x4x2 --mesh fsdp=32 --why         # compare with the traced step, by line
+     python -m plan moe1b --topology v4:4x4x2 --mesh fsdp=32 --max_batch   # the largest batch, found by compiling
      python -m plan laptop --mesh fsdp=4 --parameters       # every parameter, its shape and its shard on a device
      python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
      python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
@@ -40,12 +40,14 @@ class Arguments(flags.Arguments):
     topology: str = ""
     compile: bool = False  # compile the step, for the topology's TPUs or for simulated CPU devices, and compare
     hlo: str = ""  # --compile: write the text of the compiled step to this file, for python -m plan.replay
-    search: int = 0  # number of devices: plan every mesh of this many devices, and rank those that fit
+    # plan every mesh of this many devices, and rank those that fit; not needed if --topology has several devices and
+    # no mesh is given
+    search: int = 0
     max_batch: bool = False  # find the largest batch that fits, by compiling
     parameters: bool = False  # list every parameter: shape, dtype, the mesh axes that shard it, and its local shard
     why: bool = False  # explain the plan: compare the FLOPs and bytes of each line of the model with the traced step
     explain: bool = False  # name the three largest losses of the plan, and what would recover each
-    tokens: float = 0.0  # tokens to train on, such as 15e12: print days, chip hours and dollars
+    tokens: str = ""  # tokens to train on, such as 15T or 15e12: print days, chip hours and dollars
     # --tokens, --token_ms, or several topologies: dollars per chip hour, such as 2.1, or v5p=4.2,h100=2.1
     price: str = ""
     # --tokens: fraction of the time in which the run makes progress, such as 0.95, or what it follows from:
@@ -79,6 +81,16 @@ class Arguments(flags.Arguments):
     def limit_bytes(self) -> int | None:
         return round(self.memory * 2**30) or None
 
+    @property
+    def asked(self):  # -> budget.Asked
+        return budget.Asked(budget.parse_tokens(self.tokens), self.price, self.goodput)
+
+    @property
+    def searches(self) -> bool:
+        """Whether the command tries meshes: if it has topologies, but neither a mesh nor a mode that needs one."""
+        one_plan = any(getattr(self, name) for name in ("compile", "max_batch", "why", "parameters", "inference"))
+        return bool(self.search) or (bool(self.topology) and self.mesh.devices == 1 and not one_plan)
+
 
 def parse(argv: list[str], start: Config | None = None) -> tuple[Config, Arguments]:
     """Parse `[PRESET | FOLDER | config.json | --config FILE] [--flags]`. The first word sets the defaults of the flags.
@@ -88,12 +100,11 @@ def parse(argv: list[str], start: Config | None = None) -> tuple[Config, Argumen
     lines = [f"  {name:13} {what}" for name, (what, _) in PRESETS.items()]
     if {"-h", "--help"} & {*argv}:
         lines += ["", "The model_type of a config.json may be", *model_types()]
-    searches = lambda args: args.search or "," in args.topology
     cfg, args = flags.command_line(argv, "python -m plan", "\n".join((HELP, *lines)), arguments=Arguments, start=start,
-                                   mesh_known=lambda args: not searches(args))  # fmt: skip
+                                   mesh_known=lambda args: not args.searches)  # fmt: skip
     if args.memory and not 0 < args.memory < math.inf:
         raise UserError(f"--memory {args.memory:g}: should be above 0, in GiB; 0 is the memory of the chip")
-    return flags.batch_of_tokens(cfg, args.batch_tokens, not searches(args)), args
+    return flags.batch_of_tokens(cfg, args.batch_tokens, not args.searches), args
 
 
 def model_types() -> list[str]:
@@ -149,11 +160,10 @@ def check(cfg: Config, args: Arguments, topology: hardware.Topology | None) -> N
     if args.plot:
         check_picture(args.plot)
     folder, known = Path(args.hlo).resolve().parent, chip and chip.peak_flops_per_s
-    of_price = "--token_ms; add --token_ms 20" if args.inference else "--tokens; add --tokens 15e12"
+    of_price = "--token_ms; add --token_ms 20" if args.inference else "--tokens or several topologies; add --tokens 15T"
     refusals = [
-        (cfg.mesh.devices == 1 < n and not args.search,
-         f"--topology {topology} has {n} devices, and mesh {cfg.mesh} has one; rank all meshes with --search {n}, or "
-         f"pass a --mesh of {n} devices"),
+        (cfg.mesh.devices == 1 < n and not args.searches and not args.search,
+         f"--topology {topology} has {n} devices, and mesh {cfg.mesh} has one; pass a --mesh of {n} devices"),
         *((getattr(args, name) and not known, f"--{name} needs a chip: pass a --topology of TPUs or GPUs")
           for name in OF_CHIP),
         *((getattr(args, name) and (args.max_batch or args.parameters),
@@ -162,10 +172,9 @@ def check(cfg: Config, args: Arguments, topology: hardware.Topology | None) -> N
          "--constants and --measured both fit the plan to measured steps; pass one of them"),
         (args.price and not (args.tokens or args.token_ms),
          f"--price has an effect only with {of_price} or drop --price"),
-        (args.goodput and not args.tokens,
-         "--goodput has an effect only with --tokens; add --tokens 15e12 or drop --goodput"),
-        *((getattr(args, name) and (args.max_batch or args.search),
-           f"--{name} describes one plan; drop --search or --max_batch") for name in ("tokens", "explain")),
+        (args.goodput and not args.tokens, GOODPUT_ALONE),
+        *((getattr(args, name) and args.max_batch,
+           f"--{name} has no effect with --max_batch; drop one of the two") for name in ("tokens", "explain")),
         (args.hlo and not args.compile,
          f"--hlo {args.hlo}: only --compile compiles the step; add --compile, or drop --hlo"),
         (args.hlo and not folder.is_dir(),
@@ -181,6 +190,7 @@ def check(cfg: Config, args: Arguments, topology: hardware.Topology | None) -> N
             raise UserError(message)
 
 
+GOODPUT_ALONE = "--goodput has an effect only with --tokens; add --tokens 15T or drop --goodput"
 OF_CHIP = "constants", "measured", "trainer"  # flags that tell how long a step takes on a chip
 INFERENCE_FLAGS = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "token_ms", "batch")
 
@@ -263,21 +273,30 @@ def with_knowledge(cfg: Config, args: Arguments, topology: hardware.Topology | N
 
 def compare_topologies(cfg: Config, args: Arguments, console) -> tuple[dict, int]:
     """Search several topologies. Returns the Pareto front for JSON and the exit status."""
-    modes = "compile", "search", "max_batch", "parameters", "why", "explain", "tokens", "goodput", "constants", "hlo"
-    modes += "measured", "trainer"
+    topologies = [hardware.Topology.parse(text) for text in args.topology.split(",")]
+    modes = "compile", "search", "max_batch", "parameters", "why", "explain", "constants", "hlo", "measured"
     modes += ("inference",) * (not args.token_ms)
-    if given := [f"--{name}" for name in modes if getattr(args, name)]:
-        raise UserError(f"{given[0]} describes one topology; drop it, or pass a --topology without commas")
+    if given := [name for name in modes if getattr(args, name)]:
+        raise UserError(f"--{given[0]} describes one topology; pass one of them, such as --topology {topologies[0]}, "
+                        f"or drop --{given[0]}")  # fmt: skip
+    if args.goodput and not args.tokens:
+        raise UserError(GOODPUT_ALONE)
     if args.plot:
         check_picture(args.plot)
-    topologies = [hardware.Topology.parse(text) for text in args.topology.split(",")]
     if args.inference:
         return search_offers(cfg, args, topologies, request_of(cfg, args), console)
-    best, fastest = front.search(cfg, topologies, args.price, args.limit_bytes, print_to_stderr, bar(args))
-    front.print_front(best, fastest, console)
-    draw(args, front.plot_front, best, fastest)
-    to_json = lambda layouts: [one.to_json() for one in layouts]
-    return {"front": to_json(best), "fastest": to_json(fastest)}, 0
+    if args.trainer and not any(topology.chip.domain for topology in topologies):
+        raise UserError(f"--trainer {args.trainer} has an effect only on GPUs; drop it for {args.topology}")
+    topologies = [with_knowledge(cfg, args, one) if one.chip.domain else one for one in topologies]
+    answers = front.answers(cfg, topologies, args.asked, args.limit_bytes, bar(args))
+    best = front.pareto([layout for answer in answers for layout in answer.layouts])
+    for line in front.lines(answers):
+        console.print(line, soft_wrap=True)
+    if best:
+        front.print_front(best, console)
+        draw(args, front.plot_front, best, [answer.first for answer in answers if answer.first])
+    to_json = lambda found: [one.to_json() for one in found]
+    return {"answers": to_json(answers), "front": to_json(best)}, 0 if best else 1
 
 
 def better_json(better) -> dict:
@@ -285,21 +304,40 @@ def better_json(better) -> dict:
     if not better:
         return {}
     changed, other = better
-    return {"faster": {"settings": changed, "step_s": other.likely_s, "peak_bytes": other.peak_bytes}}
+    return {"faster": {"settings": changed, "step_s": other.step_s, "peak_bytes": other.peak_bytes}}
 
 
 def search_meshes(cfg: Config, args: Arguments, topology, console) -> tuple[dict, int]:
     """Rank all meshes by the time of a step. Returns the numbers for JSON, and 1 if none fits."""
     fit, large, refused = planner.search(cfg, topology, args.limit_bytes, bar(args))
     better = planner.faster_layout((fit or large)[0]) if fit or large else None
+    about = {}
+    if fit:
+        console.print(f"mesh       {fit[0].cfg.mesh} {show.schedule_label(fit[0])}".rstrip() + f" on {topology}")
+        about = about_run(fit[0], args, console)
     show.search_table(fit, large, refused, better, console)
-    names = ("mesh", "step_s", "likely_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")
+    names = ("mesh", "step_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")
     if fit:
         draw(args, show.plot_search, fit)
     short = lambda one: {name: value for name, value in one.to_json().items() if name in names} | {
         "schedule": one.cfg.work.schedule, "microbatches": one.sched.microbatches}  # fmt: skip
     numbers = {"layouts": [short(one) for one in fit], "too_large": len(large), "refused": refused}
-    return numbers | better_json(better), 0 if fit else 1
+    return numbers | better_json(better) | about, 0 if fit else 1
+
+
+def about_run(plan: planner.Plan, args: Arguments, console) -> dict:
+    """Print the answer of a plan: its step, its memory, with --tokens its cost and with --explain its losses. Returns
+    the last two for JSON."""
+    cost = budget.budget(plan, args.asked)
+    lost = explain.explain(plan) if args.explain else None
+    lines = [
+        *show.answer(plan),
+        *(budget.lines(cost, plan) if cost else []),
+        *(explain.lines(lost, plan) if lost else []),
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    return ({"budget": asdict(cost)} if cost else {}) | ({"losses": [asdict(loss) for loss in lost]} if lost else {})
 
 
 def next_commands(argv: list[str], layout: dict) -> list[str]:
@@ -337,7 +375,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         return run_inference(cfg, args, topology, console)
     if (args.compile or args.max_batch) and not is_tpu(topology and topology.chip):
         use_devices(cfg.mesh.devices)
-    if args.search:
+    if args.search or (args.searches and topology.devices > 1):
         return search_meshes(cfg, args, topology, console)
     if args.max_batch:
         most, too_many = planner.largest_batch(cfg, topology, args.limit_bytes, print_to_stderr)
@@ -345,18 +383,15 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
         return {"max_batch": most, "too_large": too_many}, 0
 
     plan = planner.plan(cfg, topology, args.limit_bytes)
-    cost = budget.budget(plan, args.tokens, args.price, args.goodput) if args.tokens else None
-    lost = explain.explain(plan) if args.explain else None
+    about = about_run(plan, args, console)
     found, step = planner.compile_plan(plan, print_to_stderr) if args.compile else (None, None)
     better = planner.faster(plan)
-    show.tables(plan, found, better, console)
+    show.tables(plan, found, better, args.why, console)
     if step:
         show.compiled_tables(found, step, console)
     if step and args.hlo:
         Path(args.hlo).write_text(step.step.as_text(), encoding="utf-8")
         print_to_stderr(f"wrote {args.hlo}")
-    for line in (budget.lines(cost, plan) if cost else []) + (explain.lines(lost, plan) if lost else []):
-        console.print(line, soft_wrap=True)
     rows = why.compare(plan) if args.why else None
     if rows:
         why.print_why(plan, rows, console)
@@ -366,11 +401,8 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     if found and "error" in found:
         print_to_stderr(f"error: {found['error']}")
     fits = plan.fits if found is None else found["fits"] and not found.get("unexpected")
-    return plan.to_json() | ({"compiled": found} if found else {}) | better_json(better) | (
-        ({"why": why.to_json(rows)} if rows else {})
-        | ({"budget": asdict(cost)} if cost else {})
-        | ({"losses": [asdict(loss) for loss in lost]} if lost else {})
-    ), 1 if fits is False else 0
+    more = ({"compiled": found} if found else {}) | ({"why": why.to_json(rows)} if rows else {})
+    return plan.to_json() | better_json(better) | about | more, 1 if fits is False else 0
 
 
 @exit_status
@@ -385,7 +417,7 @@ def main(argv: list[str] | None = None) -> int:
     if source and args.json != "-":
         print(*source.lines(), sep="\n")
     numbers, status = run(cfg, args)
-    if args.search and not args.inference and status == 0 and args.json != "-":
+    if "layouts" in numbers and not args.inference and status == 0 and args.json != "-":
         print(*next_commands(argv, numbers["layouts"][0]), sep="\n")
     numbers |= {"config_json": source.to_json()} if source else {}
     if args.json == "-":

@@ -216,7 +216,7 @@ def compare(cfg: Config, processes: list[dict]) -> dict:
     return {
         "steps": [about["first"], about["last"]],
         "step_s": step_s,
-        "planned": plan and plan.expected,
+        "planned": plan and plan.simulated,
         "simulated": simulated and simulated.causes,
         "measured": by_cause,
         "lines": [
@@ -243,7 +243,7 @@ def fit_constants(run: Path, cfg: Config, processes: list[dict], found: dict) ->
                         "TPUs or GPUs")  # fmt: skip
     plan = planner.plan(cfg, about["topology"])
     fitted = {name: float(f"{value:.5g}") for name, value in
-              real_step.fit_run(plan, plan.expected, found["measured"], found["step_s"]).items()}  # fmt: skip
+              real_step.fit_run(plan, plan.simulated, found["measured"], found["step_s"]).items()}  # fmt: skip
     date = Path(about["trace"]).parent.name[:10].replace("_", "-")  # JAX names the folder 2026_11_28_03_20_11
     return constants.Constants(plan.topology.chip.key, str(run), date, *found["steps"], found["step_s"],
                                about["topology"], str(cfg.mesh), **fitted)  # fmt: skip

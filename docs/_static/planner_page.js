@@ -103,29 +103,25 @@
     if (one.error) return `<p class="verdict refused"><code>${escape(mesh)}</code></p><p>${escape(one.error)}</p>`;
     const memory = Object.entries(one.memory_bytes).sort((a, b) => b[1] - a[1]).map(([part, size], i) => [part, size, GRAYS[i], bytes(size)]);
     const wires = Object.entries(one.wire_by_axes).sort((a, b) => b[1] - a[1]).map(([axes, size]) => [axes, size, colourOf(axes), bytes(size)]);
-    const names = { compute: "matmuls", matmuls: "matmuls", bubble: "pipeline bubble", optimizer: "optimizer: HBM traffic",
+    const names = { matmuls: "matmuls", bubble: "pipeline bubble", optimizer: "optimizer: HBM traffic",
                     "other ops": "other ops: HBM traffic" };
-    const paint = { compute: "#6b7280", matmuls: "#6b7280", bubble: "#eceff2", optimizer: "#b9c0ca", "other ops": "#b9c0ca" };
+    const paint = { matmuls: "#6b7280", bubble: "#eceff2", optimizer: "#b9c0ca", "other ops": "#b9c0ca" };
     const timed = (seconds, step_s) => {
       const spent = Object.entries(seconds).filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1])
         .map(([what, s]) => [names[what] ?? `exposed communication over ${what}`, s, paint[what] ?? colourOf(what), `${time(s)}, ${percent(s / step_s)}`]);
       return bar(spent, step_s) + legend(spent);
     };
     const { device_batch, microbatches } = one;
-    const expected = one.expected
-      ? `<h3>Expected time of the compiled step: ${time(one.likely_s)}, MFU ${percent(one.likely_mfu)}</h3>${timed(one.expected, one.likely_s)}`
-      : "<p>How long a compiled step takes on a GPU is not modeled; the roofline and measured steps give the time of a real step.</p>";
-    const { real } = one, between = real?.steps ? ` (${time(real.low)} to ${time(real.high)} by ${real.steps} measured steps)` : "";
+    const { estimate } = one, between = estimate.low ? ` (${time(estimate.low)} to ${time(estimate.high)} by ${estimate.steps} measured steps)` : "";
     const verdict = one.fits ? `fits: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}` : `does not fit: ${bytes(one.peak_bytes)} of ${bytes(one.limit_bytes)}`;
-    return `<p class="verdict ${one.fits ? "fits" : "refused"}"><strong>${one.expected ? "expected" : "at best"}: step ${time(one.likely_s)}, MFU ${percent(one.likely_mfu)}</strong>
+    return `<p class="verdict ${one.fits ? "fits" : "refused"}"><strong>step ${time(one.step_s)}${between}, MFU ${percent(one.mfu)}</strong>
         <span>${verdict}</span></p>
-      <p><strong>real step: ${time(real.seconds)}</strong>${between}</p>
       <p><code>${one.mesh}</code> on ${one.devices} ${chip.name} (${one.topology}${chip.devices_per_chip > 1 ? `, ${chip.devices_per_chip} devices a chip` : ""}). Each device has
       ${number(device_batch, 9)} sequence${device_batch > 1 ? "s" : ""} at once${microbatches > 1 ? `, ${microbatches} microbatches` : ""}.
       ${one.bubble > 1e-6 ? `The pipeline bubble is ${percent(one.bubble)}.` : ""}</p>
       <pre class="lines">${escape(one.lines.join("\n"))}</pre>
-      ${expected}
-      <h3>${one.expected ? "Roofline (at best)" : "Time of a step, at best (roofline)"}: ${time(one.step_s)}, MFU ${percent(one.mfu)}</h3>${timed(one.seconds, one.step_s)}
+      <h3>Time of a step: ${time(one.step_s)}</h3>${timed(one.seconds, one.step_s)}
+      <p>The lower bound, at the peak FLOP/s and the full speed of all links, is ${time(one.lower_bound_s)}${one.simulated_s ? `; a simulation of the compiled step would take about ${time(one.simulated_s)}` : ""}.</p>
       <h3>Memory of a device</h3>${bar(memory, Math.max(one.peak_bytes, one.limit_bytes), one.limit_bytes)}${legend(memory, (part) => data.means[part])}
       <h3>Sent by a device in a step: ${bytes(one.wire_bytes)}, of which ${bytes(one.exposed_bytes)} exposed</h3>${wires.length ? bar(wires, one.wire_bytes) + legend(wires) : "<p>Nothing.</p>"}
       <p>To get the same numbers on the command line (add <code>--compile</code> to compare them with the compiler's):</p>
@@ -153,9 +149,9 @@
       if (!one.error) found.push({ mesh, one });
       box.textContent = `${i + 1} of ${all.length} meshes ..`;
     }
-    const fit = found.filter(({ one }) => one.fits).sort((a, b) => a.one.likely_s - b.one.likely_s), best = fit[0]?.one.likely_s;
+    const fit = found.filter(({ one }) => one.fits).sort((a, b) => a.one.step_s - b.one.step_s), best = fit[0]?.one.step_s;
     const rows = fit.slice(0, 10).map(({ mesh, one }) => `<tr><th scope="row"><button type="button" data-mesh="${nameOf(mesh)}">${nameOf(mesh)}</button></th>
-      <td>${time(one.likely_s)}</td><td>+${((one.likely_s / best - 1) * 100).toFixed(0)}%</td><td>${percent(one.likely_mfu)}</td><td>${bytes(one.peak_bytes)}</td></tr>`);
+      <td>${time(one.step_s)}</td><td>+${((one.step_s / best - 1) * 100).toFixed(0)}%</td><td>${percent(one.mfu)}</td><td>${bytes(one.peak_bytes)}</td></tr>`);
     box.innerHTML = `<p>Of ${all.length} meshes of ${devices} devices, ${found.length} can run this batch with the settings above, and ${fit.length} of these fit into memory.</p>`
       + (rows.length ? `<table><thead><tr><th scope="col">mesh</th><th scope="col">step</th><th scope="col">slower by</th><th scope="col">MFU</th><th scope="col">memory</th></tr></thead><tbody>${rows.join("")}</tbody></table>` : "");
   }

@@ -77,13 +77,14 @@ def command(asked: dict, cfg: Config, one: planner.Plan) -> str:
 
 def lines_of(one: planner.Plan, asked: dict) -> list[str]:
     """Return the lines that `python -m plan` prints around its tables."""
-    lines = [*show.heading(one), f"real step  {one.real}"]
+    lines = [*show.answer(one), *show.heading(one)]
+    texts = asked.get("price", ""), asked.get("goodput", "")
     for name in ("price", "goodput"):
         if asked.get(name) and not asked.get("tokens"):
             raise UserError(f"{name} has an effect only with tokens; fill in tokens, such as 15e12")
     if asked.get("tokens"):
-        found = budget.budget(one, number("tokens", asked["tokens"]), asked.get("price", ""), asked.get("goodput", ""))
-        lines += budget.lines(found, one)
+        tokens = budget.parse_tokens(asked["tokens"].replace(",", ""))
+        lines += budget.lines(budget.budget(one, budget.Asked(tokens, *texts)), one)
     return lines + (explain.lines(explain.explain(one), one) if asked.get("explain") else [])
 
 
@@ -99,7 +100,7 @@ def plan(asked: dict) -> dict:
     if asked.get("brief"):
         mesh, fits, peak_bytes = str(cfg.mesh), one.fits, one.peak_bytes
         return {"mesh": mesh, "fits": fits, "peak_bytes": peak_bytes} | (
-            {"likely_s": one.likely_s, "likely_mfu": one.mfu(one.likely_s)} if fits else {})  # fmt: skip
+            {"step_s": one.step_s, "mfu": one.mfu(one.step_s)} if fits else {})  # fmt: skip
     chip, batch = one.topology.chip, fit.split_batch(one.cfg)
     return one.to_json() | {
         "lines": lines + lines_of(one, asked), "command": command(asked, cfg, one), "chip": dataclasses.asdict(chip),

@@ -73,7 +73,7 @@ def choose(cfg: Config, make_plan: Callable[[Config], Plan]) -> tuple[Plan, str]
             except UserError as error:  # for example, layers that do not split into chunks
                 refused = refused or error
                 continue
-            if plan.limit_bytes is None and plan.likely_s is None:
+            if plan.limit_bytes is None and plan.step_s is None:
                 return plan, ""  # without times and a memory limit there is nothing to compare
             found.append((way | {"device_batch": plan.device_batch}, plan))
         if any(fits_well(plan) and way.get("remat", "none") == "none" for way, plan in found):
@@ -84,11 +84,11 @@ def choose(cfg: Config, make_plan: Callable[[Config], Plan]) -> tuple[Plan, str]
     if not fits:
         least = min((plan for _, plan in found), key=lambda plan: plan.peak_bytes)
         return least, f"with {cfg.work}, nothing leaves {SPARE:.0%} of the memory free; these settings need the least"
-    time = lambda plan: plan.likely_s or 1 + REMAT.index(plan.cfg.work.remat)
+    time = lambda plan: plan.step_s or 1 + REMAT.index(plan.cfg.work.remat)
     close = CLOSE * min(time(plan) for _, plan in fits)
     way, plan = min(fits, key=lambda two: (time(two[1]) > close, -two[1].device_batch, two[1].peak_bytes))
     text = reasons(cfg, make_plan, way, plan, found)
-    return plan, f"{text}, the simplest that fits" if text and not plan.likely_s else text
+    return plan, f"{text}, the simplest that fits" if text and not plan.step_s else text
 
 
 def fits_well(plan: Plan) -> bool:
@@ -111,7 +111,7 @@ def reasons(cfg: Config, make_plan: Callable[[Config], Plan], chosen: dict, plan
             other = with_smaller_batch(name, value)
         if other.fits is False:
             return "does not fit"
-        words = [f"{other.likely_s / plan.likely_s - 1:+.0%}"] if plan.likely_s else []
+        words = [f"{other.step_s / plan.step_s - 1:+.0%}"] if plan.step_s else []
         if name != "device_batch" and other.device_batch != plan.device_batch:
             words.append(f"with device_batch={other.device_batch}")
         if not fits_well(other):
@@ -124,7 +124,7 @@ def reasons(cfg: Config, make_plan: Callable[[Config], Plan], chosen: dict, plan
         others = [(way[name], other) for way, other in found if way != chosen and way | {name: value} == chosen]
         if name == "device_batch":  # only the whole batch, if it was not chosen
             others = [two for two in others if two[0] > value][:1]
-        if not plan.likely_s:  # the simplest was chosen, so only those that do not fit matter
+        if not plan.step_s:  # the simplest was chosen, so only those that do not fit matter
             others = [two for two in others if not fits_well(two[1])]
         if others or name != "device_batch":
             why = ", ".join(f"{another} {cost(name, another, other)}" for another, other in others)

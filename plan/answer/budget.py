@@ -42,24 +42,55 @@ class Goodput:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What is asked about a run."""
+
+    tokens: float = 0.0  # to train on; 0: not asked
+    price: str = ""  # dollars, see `parse_price`
+    goodput: str = ""  # see `parse_goodput`; empty: the run never stops
+
+
+@dataclass(frozen=True)
 class Budget:
     """What a number of tokens costs."""
 
     tokens: float
     steps: int
     days: float
-    days_low: float | None  # the interval of `Plan.real`; None: no step of this kind was measured
+    days_low: float | None  # from the interval of `Plan.estimate`; None: it has none
     days_high: float | None
     chip_hours: float
     price: float | None  # dollars per chip hour
     dollars: float | None
     goodput: Goodput
 
+    @property
+    def time(self) -> str:
+        """The days with their interval, or the hours if they are fewer than 48."""
+        scale, unit = (1, "days") if self.days >= 2 else (24, "hours")
+        between = f" ({scale * self.days_low:,.1f} to {scale * self.days_high:,.1f})" if self.days_low else ""
+        return f"{scale * self.days:,.1f} {unit}{between}"
+
+    @property
+    def dollars_interval(self) -> tuple[float | None, float | None]:
+        if self.dollars is None or self.days_low is None:
+            return None, None
+        per_day = self.dollars / self.days
+        return self.days_low * per_day, self.days_high * per_day
+
+
+def parse_tokens(text: str) -> float:
+    """Parse a number of tokens: `15e12`, `15T`, `300B` or `1.5M`; "" is 0. Raises: UserError."""
+    units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    unit = units.get(text[-1:].lower(), 1)
+    value = text[:-1] if unit > 1 else text
+    return unit * number(value, "--tokens", "tokens to train on, such as 15e12 or 15T") if text else 0.0
+
 
 def number(text: str, flag: str, what: str) -> float:
-    """Parse a number above 0. Raises: UserError that says what the number means."""
+    """Parse a number above 0; `$4.2` is 4.2. Raises: UserError that says what the number means."""
     try:
-        value = float(text)
+        value = float(text.removeprefix("$"))
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
@@ -146,43 +177,43 @@ def goodput(given: float | Failures, state_bytes: float, step_s: float, topology
     return Goodput(work_s / wall_s, failure_s, save_s, state_bytes, steps, save_s / wall_s)
 
 
-def budget(plan: Plan, tokens: float, price: str = "", given: str = "") -> Budget:
-    """Return what training on `tokens` tokens costs.
+def budget(plan: Plan, asked: Asked) -> Budget | None:
+    """Return what the tokens that are asked for cost; None if none are.
 
-    price  dollars, see `parse_price`
-    given  see `parse_goodput`; empty: the run never stops
     Raises: UserError for invalid text, for an unknown step time, and for less than one step.
     """
-    if plan.real is None:
+    if not (tokens := asked.tokens):
+        return None
+    if plan.estimate is None:
         raise UserError("--tokens needs the time of a step: pass a --topology of TPUs or GPUs")
     if not plan.tokens_per_step <= tokens < math.inf:
         raise UserError(f"--tokens {tokens:g}: a step has {plan.tokens_per_step:,} tokens "
                         f"({plan.cfg.data.batch_size:,} sequences of {plan.cfg.data.seq_len:,}); pass at "
                         "least that many")  # fmt: skip
-    steps, step_s = math.ceil(tokens / plan.tokens_per_step), plan.real.seconds
-    dollars_per_hour = parse_price(price, plan.topology.chip.key)
-    progress = goodput(parse_goodput(given) if given else 1.0, checkpoint_bytes(plan), step_s, plan.topology)
+    steps, step_s = math.ceil(tokens / plan.tokens_per_step), plan.estimate.seconds
+    dollars_per_hour = parse_price(asked.price, plan.topology.chip.key)
+    given = parse_goodput(asked.goodput) if asked.goodput else 1.0
+    progress = goodput(given, checkpoint_bytes(plan), step_s, plan.topology)
     days = lambda step_s: step_s and steps * step_s / progress.fraction / 86400
+    low, high = plan.estimate.low, plan.estimate.high
     chip_hours = 24 * days(step_s) * plan.topology.chips
     dollars = dollars_per_hour and dollars_per_hour * chip_hours
-    return Budget(tokens, steps, days(step_s), days(plan.real.low), days(plan.real.high), chip_hours, dollars_per_hour,
-                  dollars, progress)  # fmt: skip
+    return Budget(tokens, steps, days(step_s), days(low), days(high), chip_hours, dollars_per_hour, dollars, progress)
 
 
 def lines(found: Budget, plan: Plan) -> list[str]:
     """Return the lines that describe a budget."""
     progress, cost = found.goodput, ""
     if found.dollars is not None:
-        per_day = found.dollars / found.days
-        between = f" ({found.days_low * per_day:,.0f} to {found.days_high * per_day:,.0f})" if found.days_low else ""
+        low, high = found.dollars_interval
+        between = f" ({low:,.0f} to {high:,.0f})" if low else ""
         cost = f", {found.dollars:,.0f} dollars{between} at {found.price:,.2f} per chip hour"
-    between = f" ({found.days_low:,.1f} to {found.days_high:,.1f})" if found.days_low else ""
     text = [f"budget     {found.tokens:,.0f} tokens are {found.steps:,} steps of {plan.tokens_per_step:,}: "
-            f"{found.days:,.1f} days{between}, {found.chip_hours:,.0f} chip hours{cost}"]  # fmt: skip
+            f"{found.time}, {found.chip_hours:,.0f} chip hours{cost}"]  # fmt: skip
     if progress.failure_s is None:
         share = f"{progress.fraction:.1%}" if progress.fraction < 1 else "100%, a run that never stops"
         return [*text, f"goodput    {share}"]
-    every = progress.interval_steps * plan.real.seconds
+    every = progress.interval_steps * plan.estimate.seconds
     return [*text,
             f"goodput    {progress.fraction:.1%}: {progress.saving:.1%} of the time is spent saving, and "
             f"{1 - progress.fraction - progress.saving:.1%} on repeated steps and restarts",

@@ -59,7 +59,7 @@ class Loss:
 
 def causes(plan: Plan) -> dict[str, float]:
     """Return the seconds of a step by cause."""
-    return measured.causes(plan, plan.expected)
+    return measured.causes(plan, plan.simulated)
 
 
 def step_seconds(plan: Plan) -> float:
@@ -77,7 +77,7 @@ def losses(plan: Plan) -> dict[str, float]:
 
 
 def sentence(plan: Plan, cause: str) -> str:
-    if cause not in SENTENCES and not plan.expected:
+    if cause not in SENTENCES and not plan.simulated:
         return tiers.sent_line(plan, cause)
     if cause not in SENTENCES:
         exposed = sum(x.exposed_bytes for x in plan.traffic if "*".join(x.axes) == cause)
@@ -134,7 +134,7 @@ def explain(plan: Plan, most: int = 3) -> list[Loss]:
 
     Raises: UserError if the time of a step is unknown.
     """
-    if plan.likely_s is None:
+    if plan.step_s is None:
         raise UserError("--explain needs the time of a step: pass a --topology of TPUs or GPUs")
     others = alternatives(plan)
     found, step_s = losses(plan), step_seconds(plan)

@@ -1,15 +1,16 @@
-"""Compare the layouts of several topologies by time, price and memory.
+"""Compare topologies: the best layout of each, and the Pareto front of time, price and memory.
 
-`python -m plan PRESET --topology v5p:4x4x8,v6e:8x16,16*h100` searches each topology. A layout is on the Pareto front if
-no other layout is at least as good in all three and better in one: seconds per step, dollars per million tokens, and
-the fraction of a device's memory.
+`python -m plan PRESET --topology v5p:4x4x8,v6e:8x16,16*h100` searches each topology, unless --mesh gives the mesh. A
+layout is on the Pareto front if no other layout is at least as good in all three and better in one: seconds per step,
+dollars per million tokens, and the fraction of a device's memory.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import utils
 from config import Config
-from plan.answer import planning
+from plan.answer import budget, planning
 from plan.answer.budget import parse_price
 from plan.answer.show import make_table, schedule_label
 from plan.chips.hardware import Topology
@@ -23,9 +24,16 @@ class Layout:
     """A plan that fits, and what decides between plans."""
 
     plan: Plan
-    seconds: float
-    memory: float  # fraction of a device's memory
     dollars: float | None  # per million tokens; None: no price is known
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.step_s
+
+    @property
+    def memory(self) -> float:
+        """The fraction of a device's memory."""
+        return self.plan.peak_bytes / self.plan.limit_bytes
 
     @property
     def scores(self) -> tuple[float, ...]:
@@ -38,10 +46,29 @@ class Layout:
                 "memory": self.memory, "dollars_per_million_tokens": self.dollars}  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a topology offers."""
+
+    topology: Topology
+    layouts: list[Layout]  # that fit, as `planning.search` sorts them
+    cost: budget.Budget | None = None  # of the first layout, with --tokens
+    refusal: str = ""  # why no layout fits
+
+    @property
+    def first(self) -> Layout | None:
+        return self.layouts[0] if self.layouts else None
+
+    def to_json(self) -> dict:
+        if not self.first:
+            return {"topology": str(self.topology), "refusal": self.refusal}
+        estimate = dataclasses.asdict(self.first.plan.estimate)
+        return self.first.to_json() | {"estimate": estimate, "budget": self.cost and dataclasses.asdict(self.cost)}
+
+
 def layout(plan: Plan, price: str) -> Layout:
-    per_hour, seconds = parse_price(price, plan.topology.chip.key), plan.real.seconds
-    dollars = per_hour and per_hour * plan.topology.chips * seconds / 3600 / (plan.tokens_per_step / 1e6)
-    return Layout(plan, seconds, plan.peak_bytes / plan.limit_bytes, dollars)
+    per_hour, chips = parse_price(price, plan.topology.chip.key), plan.topology.chips
+    return Layout(plan, per_hour and per_hour * chips * plan.step_s / 3600 / (plan.tokens_per_step / 1e6))
 
 
 def pareto(layouts: list[Layout]) -> list[Layout]:
@@ -55,54 +82,79 @@ def pareto(layouts: list[Layout]) -> list[Layout]:
     return front
 
 
-def search(cfg: Config, topologies: list[Topology], price: str, limit_bytes: int | None, say, track=planning.untracked):
-    """Search every topology. Returns the Pareto front, and the fastest layout of each topology.
+def answer(cfg: Config, topology: Topology, asked: budget.Asked, limit_bytes: int | None, track) -> Answer:
+    """Plan the mesh of the settings on a topology, or search one if they have none.
 
     track  as in `planning.search`
-
-    Raises: UserError if the speed or the price of a chip is unknown, or if no layout fits on any topology.
     """
-    found, best, reasons = [], [], []
+    if cfg.mesh.devices > 1:
+        one = planning.plan(cfg, topology, limit_bytes)
+        fit, large, refused = ([], [one], {}) if one.fits is False else ([one], [], {})
+    else:
+        fit, large, refused = planning.search(cfg, topology, limit_bytes, track)
+    if fit:
+        return Answer(topology, [layout(one, asked.price) for one in fit], budget.budget(fit[0], asked))
+    common = max(refused, key=refused.get) if refused else ""
+    reason = f"you need about {planning.devices_needed(large):,} of this kind" if large else f"not possible: {common}"
+    return Answer(topology, [], refusal=f"nothing fits; {reason}")
+
+
+def answers(
+    cfg: Config, topologies: list[Topology], asked: budget.Asked, limit_bytes: int | None, track
+) -> list[Answer]:
+    """Return the `Answer` of every topology. Raises: UserError if the speed or the price of a chip is unknown."""
     for topology in topologies:
         if not topology.chip.peak_flops_per_s:
             raise UserError(f"--topology {topology}: the speed of {topology.chip.name} is unknown, so it cannot be "
                             "compared; use TPUs or GPUs")  # fmt: skip
-        parse_price(price, topology.chip.key)
-    for topology in topologies:
-        fit, large, refused = planning.search(cfg, topology, limit_bytes, track)
-        layouts = [layout(one, price) for one in fit]
-        found += layouts
-        best += [min(layouts, key=lambda x: x.seconds)] if layouts else []
-        if not layouts:
-            common = max(refused, key=refused.get) if refused else ""
-            reasons.append(f"{topology}: {len(large)} too large" + f", others not possible ({common})" * bool(common))
-    for reason in reasons:
-        say(f"nothing fits on {reason}")
-    if not found:
-        raise UserError(f"no layout fits on any topology; use more chips, or another batch than {cfg.data.batch_size} "
-                        f"sequences of {cfg.data.seq_len:,} tokens")  # fmt: skip
-    return pareto(found), best
+        parse_price(asked.price, topology.chip.key)
+    return [answer(cfg, topology, asked, limit_bytes, track) for topology in topologies]
 
 
-def print_front(front: list[Layout], best: list[Layout], console, most: int = 20) -> None:
-    """Print the Pareto front, and the fastest layout of each topology."""
+def lines(found: list[Answer]) -> list[str]:
+    """Return the lines that answer for each topology: the mesh, the step, its cost, and how sure it is."""
+    text = []
+    for one in found:
+        if not one.first:
+            text += [f"{one.topology}: {one.refusal}"]
+            continue
+        plan, estimate, cost = one.first.plan, one.first.plan.estimate, one.cost
+        parts = [f"step {amount(estimate.seconds, 's')}{between(estimate.low, estimate.high, '.3g')}"]
+        if cost:
+            parts.append(cost.time)
+        if cost and cost.dollars:
+            low, high = (x and x / 1e6 for x in cost.dollars_interval)
+            parts.append(f"${cost.dollars / 1e6:,.3g}M{between(low, high, ',.3g')}")
+        elif one.first.dollars:
+            parts.append(f"${one.first.dollars:,.4f} per million tokens")
+        parts.append(f"{amount(plan.peak_bytes, 'bytes')} of {amount(plan.limit_bytes, 'bytes')}")
+        text += [f"{one.topology}: mesh {plan.cfg.mesh} {schedule_label(plan)}".rstrip(), f"  {'; '.join(parts)}",
+                 f"  how sure: {estimate.source}"]  # fmt: skip
+    return [*text, "In parentheses: the interval that holds 4 of 5 such steps."]
+
+
+def between(low: float | None, high: float | None, form: str) -> str:
+    """Return an interval in parentheses; empty if there is none."""
+    return f" ({low:{form}} to {high:{form}})" if low else ""
+
+
+def print_front(front: list[Layout], console, most: int = 10) -> None:
+    """Print the Pareto front."""
     shown = f", the {most} fastest" if len(front) > most else ""
-    for title, layouts in ((f"Pareto front of time, memory and price: {len(front)} layouts{shown}", front[:most]),
-                           ("the fastest layout of each topology", best)):  # fmt: skip
-        table = make_table(title, "topology", "mesh", "schedule", "step", "memory", "of device", "dollars per M tokens",
-                           words=3)  # fmt: skip
-        for one in layouts:
-            dollars = "-" if one.dollars is None else f"{one.dollars:,.4f}"
-            names = str(one.plan.topology), str(one.plan.cfg.mesh), schedule_label(one.plan)
-            peak = amount(one.plan.peak_bytes, "bytes")
-            table.add_row(*names, amount(one.seconds, "s"), peak, f"{one.memory:.0%}", dollars)
-        console.print(table)
+    table = make_table(f"Pareto front of time, memory and price: {len(front)} layouts{shown}", "topology", "mesh",
+                       "schedule", "step", "memory", "of device", "dollars per M tokens", words=3)  # fmt: skip
+    for one in front[:most]:
+        dollars = "-" if one.dollars is None else f"{one.dollars:,.4f}"
+        names = str(one.plan.topology), str(one.plan.cfg.mesh), schedule_label(one.plan)
+        peak = amount(one.plan.peak_bytes, "bytes")
+        table.add_row(*names, amount(one.seconds, "s"), peak, f"{one.memory:.0%}", dollars)
+    console.print(table)
 
 
 def plot_front(front: list[Layout], best: list[Layout], path: str) -> None:
     """Draw the Pareto front to an image file: time and price (without prices: memory), one color per topology.
 
-    A ring marks the fastest layout of each topology.
+    A ring marks the first layout of each topology.
     """
     priced = all(one.dollars is not None for one in front + best)
     height = (lambda one: one.dollars) if priced else (lambda one: 100 * one.memory)
@@ -119,6 +171,6 @@ def plot_front(front: list[Layout], best: list[Layout], path: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     plan = best[0].plan
-    axes.set_title(f"{plan.cfg.run.name}, {plan.tokens_per_step:,} tokens per step: Pareto front, and the fastest "
+    axes.set_title(f"{plan.cfg.run.name}, {plan.tokens_per_step:,} tokens per step: Pareto front, and the first "
                    "layout of each topology", loc="left", size=10)  # fmt: skip
     figure.savefig(path)

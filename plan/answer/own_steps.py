@@ -41,6 +41,6 @@ def learn(topology: Topology, text: str, cfg: Config) -> Topology:
     """
     steps = [(planning.plan(settings, topology), step_s) for settings, step_s in read(text, cfg)]
     before = measured.speeds_of(steps[0][0])  # they depend on the topology alone
-    samples = [fit.Measured(terms.costs(plan, plan.expected, before.trainer), plan.bubble, step_s)
+    samples = [fit.Measured(terms.costs(plan, plan.simulated, before.trainer), plan.bubble, step_s)
                for plan, step_s in steps]  # fmt: skip
     return dataclasses.replace(topology, speeds=dataclasses.replace(fit.fit(before, samples), own=len(samples)))

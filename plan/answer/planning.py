@@ -53,12 +53,12 @@ def faster(current: Plan) -> tuple[dict[str, str], Plan] | None:
     Returns None in three cases: the plan fits and they would save less than 3%; they do not fit; or the time or the
     memory limit is unknown.
     """
-    if current.likely_s is None or current.limit_bytes is None:
+    if current.step_s is None or current.limit_bytes is None:
         return None
     work = current.cfg.work
     free = dataclasses.replace(work, **dict.fromkeys(work.baselines("least"), AUTO))
     other = plan(dataclasses.replace(current.cfg, work=free), current.topology, current.limit_bytes)
-    if not other.fits or (current.fits and other.likely_s > (1 - MIN_SAVING) * current.likely_s):
+    if not other.fits or (current.fits and other.step_s > (1 - MIN_SAVING) * current.step_s):
         return None
     pairs = ((f.name, getattr(other.cfg.work, f.name), getattr(work, f.name)) for f in dataclasses.fields(work))
     return {f"work.{name}": now for name, now, before in pairs if now != before}, other
@@ -84,13 +84,37 @@ def meshes(devices: int):
             yield MeshConfig(*sizes, devices // math.prod(sizes))
 
 
+SPANNING = "data", "fsdp", "stage"  # the axes that may span slices: `MeshConfig.across`
+
+
 def candidate_meshes(cfg: Config, topology: hardware.Topology) -> list[MeshConfig]:
-    """List the meshes of a search. In a dense model, an expert axis does the same as an fsdp axis, so it stays 1. The
-    axis that spans several slices is a multiple of their number."""
+    """List the meshes of a search. In a dense model, an expert axis does the same as an fsdp axis, so it stays 1. Of
+    several slices, each axis that may span them is tried, unless `across` chooses one."""
     c, across = cfg.model, cfg.mesh.across
-    return [dataclasses.replace(mesh, across=across) for mesh in meshes(topology.devices)
+    axes = SPANNING if topology.slices > 1 and across == MeshConfig().across else (across,)
+    return [dataclasses.replace(mesh, across=across) for mesh in meshes(topology.devices) for across in axes
             if (mesh.expert == 1 or c.n_experts) and (mesh.context == 1 or architecture(c).splits_context)
             and mesh.sizes[across] % topology.slices == 0]  # fmt: skip
+
+
+def simplest_first(fit: list[Plan]) -> list[Plan]:
+    """Sort plans by time. Those that are at most MIN_SAVING slower than the fastest come first, in another order: the
+    ones that need less of a device's memory first, in tenths of it, and of these the mesh with the fewest axes."""
+    fit = sorted(fit, key=time_of)
+    near = [plan for plan in fit if time_of(plan) <= (1 + MIN_SAVING) * time_of(fit[0])]
+    tenths = lambda plan: math.ceil(10 * plan.peak_bytes / plan.limit_bytes) if plan.limit_bytes else plan.peak_bytes
+    axes = lambda plan: sum(size > 1 for size in plan.cfg.mesh.sizes.values())
+    return sorted(near, key=lambda plan: (tenths(plan), axes(plan), time_of(plan))) + fit[len(near) :]
+
+
+def time_of(plan: Plan) -> float:
+    """Return what a search ranks by: the seconds of a step; if the speed of the chip is unknown, the bytes sent."""
+    return plan.step_s or plan.wire_bytes
+
+
+def devices_needed(large: list[Plan]) -> int:
+    """Return about how many devices the smallest plan that does not fit needs: more at best divide its memory."""
+    return math.ceil(large[0].cfg.mesh.devices * large[0].peak_bytes / large[0].limit_bytes)
 
 
 def count_refusal(refused: dict[str, int], error: UserError) -> None:
@@ -109,8 +133,8 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, tr
     """Plan every mesh of the topology's devices and, for meshes with stages, every pipeline schedule.
 
     First, all `auto` settings get the values that need the least memory. Then they are chosen for the twenty fastest
-    layouts. Returns the plans that fit, fastest first; the plans that do not fit, smallest first; and for meshes that
-    the model cannot use, {reason: number}.
+    layouts. Returns the plans that fit, fastest first (see `simplest_first`); the plans that do not fit, smallest
+    first; and for meshes that the model cannot use, {reason: number}.
 
     track  fn(items, what) -> the same items; it may show progress, as `progress.track` does
     """
@@ -127,14 +151,13 @@ def search(cfg: Config, topology: hardware.Topology, limit_bytes: int | None, tr
                 count_refusal(refused, error)
                 continue
             (large if candidate.fits is False else fit).append(candidate)
-    order = lambda plan: plan.likely_s or plan.wire_bytes
-    fit.sort(key=order)
+    fit.sort(key=time_of)
     large.sort(key=lambda plan: plan.peak_bytes)
     for place, candidate in enumerate(track(fit[:REFINED], f"settings on {topology}")):
         work = candidate.cfg.work
         free = dataclasses.replace(cfg.work, schedule=work.schedule)
         fit[place] = plan(dataclasses.replace(candidate.cfg, work=free), topology, limit_bytes)
-    return sorted(fit, key=order), large, refused
+    return simplest_first(fit), large, refused
 
 
 # Compile --------------------------------------------------------------------------------------------------------------
@@ -159,8 +182,8 @@ def compile_plan(plan: Plan, say) -> tuple[dict, compiled.Compiled | None]:
         return same | lacks, None
     counted = step.ledger
     by_axes = {axes: total.wire_bytes for axes, total in counted.totals_by("axes").items()}
-    seconds = plan.seconds(counted.flops, [to_traffic(x) for x in counted.collectives if "?" not in x.axes])
-    step_s = seconds and sum(seconds.values())
+    seconds = plan.lower_bound(counted.flops, [to_traffic(x) for x in counted.collectives if "?" not in x.axes])
+    bound_s = seconds and sum(seconds.values())
     return same | {
         "hardware_flops": counted.flops,
         "wire_bytes": counted.total.wire_bytes,
@@ -177,8 +200,8 @@ def compile_plan(plan: Plan, say) -> tuple[dict, compiled.Compiled | None]:
         "lower_s": step.lower_s,
         "compile_s": step.compile_s,
         "bubble": plan.bubble,
-        "step_s": step_s,
-        "mfu": plan.mfu(step_s),
+        "lower_bound_s": bound_s,
+        "mfu": plan.mfu(bound_s),
         "unexpected": step.unexpected,
         "ledger": [dataclasses.asdict(x) for x in counted.collectives],
     }, step

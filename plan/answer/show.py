@@ -7,13 +7,14 @@ import utils
 from compile import ledger
 from config.fields import parse_outer
 from pipeline import draw, fit, schedules
-from plan.answer import auto, inference
+from plan.answer import auto, inference, planning
 from plan.chips import hardware, hiding
 from plan.chips.units import amount
 from plan.count import costs
 from plan.count.step import STATE
 from plan.time import offload, tiers
 from plan.time.plan import Plan
+from plan.time.terms import MATMULS, OTHERS
 from plan.trace import compiled
 
 
@@ -35,7 +36,7 @@ def compare(plan: Plan, found: dict) -> list[tuple[str, str, float, float | None
         if name in between:
             rows.append(("    of it between nodes", "bytes", between[name], None))
     rows += [("  exposed", "bytes", plan.exposed_bytes, found.get("exposed_bytes"))]
-    return [*rows, ("step (roofline)", "s", plan.step_s, found.get("step_s"))]
+    return rows + [("lower bound", "s", plan.lower_bound_s, found.get("lower_bound_s"))] * bool(found)
 
 
 def make_table(title: str, *columns: str, words: int = 1, **more):
@@ -49,10 +50,10 @@ def make_table(title: str, *columns: str, words: int = 1, **more):
 
 
 def make_console(quiet: bool):
-    """Return the console of a command. Its lines have 120 columns, unless a terminal has its own width."""
+    """Return the console of a command. Its lines have 200 columns, unless a terminal has its own width."""
     from rich.console import Console
 
-    return Console(quiet=quiet, highlight=False, width=None if sys.stdout.isatty() else 120)
+    return Console(quiet=quiet, highlight=False, width=None if sys.stdout.isatty() else 200)
 
 
 def link_lines(mesh, topology: hardware.Topology | None) -> list[str]:
@@ -61,8 +62,16 @@ def link_lines(mesh, topology: hardware.Topology | None) -> list[str]:
     return [f"{'' if number else 'links':10} {link.note}" for number, link in enumerate(links)]
 
 
+def answer(plan: Plan) -> list[str]:
+    """Return the first lines of a plan: the seconds of a step, and whether it fits."""
+    fits = "" if plan.fits is None else ": fits" if plan.fits else ": does not fit"
+    limit = f" of {amount(plan.limit_bytes, 'bytes')}{fits}" if plan.limit_bytes else ""
+    step = [f"step       {plan.estimate}; MFU {plan.mfu(plan.step_s):.1%}"] if plan.estimate else []
+    return [*step, f"memory     {amount(plan.peak_bytes, 'bytes')}{limit}"]
+
+
 def heading(plan: Plan) -> list[str]:
-    """Return the lines above the tables of a plan: the model, the mesh and its links, and what to know about them."""
+    """Return the lines below the answer: the model, the mesh and its links, and what to know about them."""
     cfg, ratio = plan.cfg, plan.hardware_flops / plan.model_flops
     lines = [
         f"model      {plan.params_total:,} parameters, {plan.params_active:,} active per token",
@@ -75,7 +84,7 @@ def heading(plan: Plan) -> list[str]:
     if plan.topology:
         lines += link_lines(cfg.mesh, plan.topology)
         notes = hardware.check(cfg.mesh, plan.topology) + hardware.chip_notes(plan.topology)
-        notes += hiding.notes(plan.topology.chip) + tiers.notes(plan, plan.likely_s)
+        notes += hiding.notes(plan.topology.chip) + tiers.notes(plan, plan.step_s)
         lines += [f"note       {line}" for line in notes]
     if copied := offload.step_bytes(plan):
         chip = plan.topology.chip
@@ -90,8 +99,11 @@ def heading(plan: Plan) -> list[str]:
     return lines + ([balance_line(plan)] if plan.balance_pass is not None else [])
 
 
-def tables(plan: Plan, found: dict | None, better: tuple[dict, Plan] | None, console) -> None:
-    """Print a plan as tables, with the compiler's counts (`found`) and faster settings (`better`), if given."""
+def tables(plan: Plan, found: dict | None, better: tuple[dict, Plan] | None, why: bool, console) -> None:
+    """Print a plan as tables, with the compiler's counts (`found`) and faster settings (`better`), if given.
+
+    why  show the lower bound and the simulated time beside the seconds of the step
+    """
     for line in heading(plan):
         console.print(line, soft_wrap=True)
 
@@ -99,16 +111,13 @@ def tables(plan: Plan, found: dict | None, better: tuple[dict, Plan] | None, con
     for part, size in plan.memory_bytes.items():
         table.add_row(part, amount(size, "bytes"))
     table.add_section()
-    fits = "fits" if plan.fits else "does not fit"
-    limit = f" of {amount(plan.limit_bytes, 'bytes')}: {fits}" if plan.limit_bytes else ""
-    table.add_row("peak", amount(plan.peak_bytes, "bytes") + limit)
+    table.add_row("peak", amount(plan.peak_bytes, "bytes"))
     console.print(table)
 
-    if seconds := plan.seconds():
-        console.print(time_table("roofline", "predicted", plan, seconds))
-        if plan.expected:
-            console.print(time_table("expected of the compiled step", "expected", plan, plan.expected))
-        console.print(f"real step  {plan.real}", soft_wrap=True)
+    if plan.estimate:
+        console.print(time_table(plan, why))
+        if why:
+            console.print(TIMES, soft_wrap=True)
         if better:
             console.print(suggestion(plan, *better), soft_wrap=True)
 
@@ -124,13 +133,23 @@ def tables(plan: Plan, found: dict | None, better: tuple[dict, Plan] | None, con
     tiers_table(plan, console)
 
 
-def time_table(name: str, column: str, plan: Plan, seconds: dict[str, float]):
-    """Return a table of the seconds of a step by cause."""
-    table, step_s = make_table(f"time of a step: {name}", "spent on", column, "share"), sum(seconds.values())
-    for cause, time in seconds.items():
-        table.add_row(cause, amount(time, "s"), f"{time / step_s:.1%}")
+TIMES = """\
+The lower bound is a roofline: matmuls at the peak FLOP/s, links at their full speed. The simulated time predicts, with
+formulas, what a simulation of the compiled program gives; on GPUs there is none. The step is the best estimate: it
+multiplies the costs of the simulated step (on GPUs, of the lower bound) by constants fitted to measured steps."""
+
+
+def time_table(plan: Plan, why: bool):
+    """Return a table of the seconds of a step by cause; `why` adds the lower bound and the simulated time."""
+    bound = {MATMULS if cause == "compute" else cause: time for cause, time in plan.lower_bound().items()}
+    times = ({"lower bound": bound} | ({"simulated": plan.simulated} if plan.simulated else {})) if why else {}
+    times |= {"step": plan.causes}
+    table = make_table("time of a step", "spent on", *times, "share of the step")
+    for cause in dict.fromkeys(cause for one in times.values() for cause in one):
+        cells = (amount(one.get(cause), "s") for one in times.values())
+        table.add_row(cause, *cells, f"{plan.causes.get(cause, 0) / plan.step_s:.1%}")
     table.add_section()
-    table.add_row("step", amount(step_s, "s"), f"MFU {plan.mfu(step_s):.1%}")
+    table.add_row("all", *(amount(sum(one.values()), "s") for one in times.values()), "100%")
     return table
 
 
@@ -151,7 +170,7 @@ def tiers_table(plan: Plan, console, most: int = 10) -> None:
 
 def balance_line(plan: Plan) -> str:
     """Return the line about the balance loss's extra forward pass, and how to avoid it."""
-    of = "step" if plan.likely_s else "FLOPs"
+    of = "step" if plan.step_s else "FLOPs"
     return (f"balance    balance loss: one more forward pass, {plan.balance_pass:+.0%} of the {of}; none with "
             "--model.balance_loss 0 --model.balance_rate 0.001, or with one accumulation pass of GPipe")  # fmt: skip
 
@@ -159,8 +178,8 @@ def balance_line(plan: Plan) -> str:
 def suggestion(plan: Plan, changed: dict[str, str], other: Plan) -> str:
     """Return the line that suggests settings that make the step faster, or make it fit."""
     flags = " ".join(f"--{name} {value}" for name, value in changed.items())
-    less = f"{1 - other.likely_s / plan.likely_s:.0%} less" if plan.fits else "and it fits"
-    return f"try        {flags}: {amount(other.likely_s, 's')}, {less}; peak memory {amount(other.peak_bytes, 'bytes')}"
+    less = f"{1 - other.step_s / plan.step_s:.0%} less" if plan.fits else "and it fits"
+    return f"try        {flags}: {amount(other.step_s, 's')}, {less}; peak memory {amount(other.peak_bytes, 'bytes')}"
 
 
 def sum_collectives(collectives: list[ledger.Collective], *fields: str) -> dict[tuple, list[float]]:
@@ -209,25 +228,25 @@ def schedule_label(plan: Plan) -> str:
 
 def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], better, console, most: int = 20) -> None:
     """Print the layouts that fit, why others do not, and settings that are `better` for the first one, if any."""
-    shown = f"the {most} fastest" if len(fit) > most else "the fastest"
-    gpus = bool(fit and fit[0].real and not fit[0].expected)  # ranked by the roofline, which is far from a real step
-    times = ("roofline", "real step", "real MFU") if gpus else ("step", "MFU")
-    table = make_table(f"{len(fit)} layouts fit, {shown} first", "mesh", "schedule", "memory", "bytes sent", "bubble",
-                       *times, words=2, no_wrap=True)  # fmt: skip
+    fastest = min(fit, key=planning.time_of, default=None)
+    shown = f", {most} of them" if len(fit) > most else ""
+    columns = "mesh", "schedule", "memory", "bytes sent", "bubble", "step", "", "MFU"
+    table = make_table(f"{len(fit)} layouts fit{shown}, the fastest first", *columns, words=2, no_wrap=True)
     for one in fit[:most]:
-        seconds = (one.likely_s, one.real.seconds) if gpus else (one.likely_s,)
-        mfu = f"{one.mfu(seconds[-1]):.1%}" if one.likely_s else "-"
-        times = (amount(s, "s") for s in seconds)
+        mfu = f"{one.mfu(one.step_s):.1%}" if one.step_s else "-"
         table.add_row(str(one.cfg.mesh), schedule_label(one), amount(one.peak_bytes, "bytes"),
-                      amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", *times, mfu)  # fmt: skip
+                      amount(one.wire_bytes, "bytes"), f"{one.bubble:.1%}", amount(one.step_s, "s"),
+                      "=" * one.as_fast_as(fastest), mfu)  # fmt: skip
     console.print(table if fit else "no layout fits")
-    if large and not fit:  # more devices at best divide the memory of a device
-        least = math.ceil(large[0].cfg.mesh.devices * large[0].peak_bytes / large[0].limit_bytes)
-        console.print(f"devices    you need at least about {least:,} of this kind, or a smaller batch or model")
+    if fit and fastest.step_s:
+        console.print(f"= may be as fast as the fastest, within the errors of measured steps. Layouts that are at most "
+                      f"{planning.MIN_SAVING:.0%} slower than the fastest come first, those that need the least memory "
+                      "before the others.", soft_wrap=True)  # fmt: skip
+    if large and not fit:
+        needed = planning.devices_needed(large)
+        console.print(f"devices    you need at least about {needed:,} of this kind, or a smaller batch or model")
     if fit and fit[0].cfg.optim.outer:
         console.print("note       with local steps, data is the number of replicas, which changes the loss")
-    if fit and fit[0].real:
-        console.print(f"real step  the first mesh: {fit[0].real}", soft_wrap=True)
     smallest = (large[0].cfg.mesh, large[0].peak_bytes, large[0].limit_bytes) if large else ()
     print_memory_note(fit + large, console)
     print_rejected(len(large), smallest, refused, console)
@@ -369,7 +388,7 @@ def plot_inference(plan: inference.Plan, asked: tuple[int, ...], path: str) -> N
 
 # Figures --------------------------------------------------------------------------------------------------------------
 
-FIXED = ("compute", "optimizer", "bubble")  # causes of a step's seconds; the others are communication by mesh axes
+FIXED = (MATMULS, OTHERS, "optimizer", offload.CAUSE, "bubble")  # causes that are not communication over mesh axes
 
 
 def scale(largest_bytes: float) -> tuple[int, str]:
@@ -451,13 +470,15 @@ def plot_schedule(axes, plan: Plan) -> None:
 
 
 def plot_search(fit: list[Plan], path: str, most: int = 20) -> None:
-    """Draw the step time by cause, for the fastest layouts, to an image file."""
+    """Draw the step time by cause, for the first layouts of a search, to an image file."""
     fit = fit[:most]
     figure = utils.new_picture(figsize=(11, 1.4 + 0.28 * len(fit)), dpi=150)
     axes, ends = figure.subplots(), [0.0] * len(fit)
     cause = lambda part: part if part in FIXED else "communication"
-    for name in ("compute", "communication", "optimizer", "bubble"):
-        times = [1e3 * sum(s for part, s in one.seconds().items() if cause(part) == name) for one in fit]
+    for name in (*FIXED[:2], "communication", *FIXED[2:]):
+        times = [1e3 * sum(s for part, s in one.causes.items() if cause(part) == name) for one in fit]
+        if not any(times):
+            continue
         bars = axes.barh(range(len(fit)), times, 0.8, left=ends, label=name)
         ends = [end + time for end, time in zip(ends, times, strict=True)]
     axes.bar_label(bars, [f"MFU {one.mfu(one.step_s):.1%}" for one in fit], padding=3, size=8)

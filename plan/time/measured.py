@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plan.chips.hardware import Topology
+from plan.chips.units import amount
 from plan.count.step import Step
 from plan.simulate import simulator
 from plan.time import terms
@@ -71,9 +72,10 @@ class Estimate:
     source: str = ""  # what the constants come from, or why there is no interval
 
     def __str__(self) -> str:
+        step = amount(self.seconds, "s")
         if self.low is None:
-            return f"{self.seconds:.3g} s, {self.source}"
-        return f"{self.seconds:.3g} s, {self.low:.3g} to {self.high:.3g} s in 4 of 5 cases ({self.source})"
+            return f"{step}, {self.source}"
+        return f"{step}, {amount(self.low, 's')} to {amount(self.high, 's')} in 4 of 5 cases ({self.source})"
 
 
 def estimate(step: Step, simulated: dict[str, float] | None) -> Estimate | None:
@@ -190,9 +192,21 @@ def spread(costs: list[Cost], found: Speeds, bubble: float) -> float:
     """Return the standard deviation of the logarithm of a step's seconds."""
     parts = by_term(costs, found, bubble)
     total = sum(parts.values())
-    shares = [parts[name] / total for name in found.terms]
+    return math.sqrt(found.noise**2 + variance([parts[name] / total for name in found.terms], found))
+
+
+def as_fast(found: Speeds, step: Counter, other: Counter) -> bool:
+    """Return whether a step may be as fast as another one: whether the interval of the ratio of their times goes down
+    to 1. Both are given by their seconds by term. The interval is narrow, because the two share their constants."""
+    times = sum(step.values()), sum(other.values())
+    difference = [step[name] / times[0] - other[name] / times[1] for name in found.terms]
+    return math.log(times[0] / times[1]) <= EIGHTY * math.sqrt(2 * found.noise**2 + variance(difference, found))
+
+
+def variance(shares: list[float], found: Speeds) -> float:
+    """Return the variance of the logarithm of a time that is due to the constants. shares: its share of each term."""
     rows = (sum(c * x for c, x in zip(row, shares, strict=True)) for row in found.covariance)
-    return math.sqrt(found.noise**2 + sum(x * y for x, y in zip(shares, rows, strict=True)))
+    return sum(x * y for x, y in zip(shares, rows, strict=True))
 
 
 def causes(step: Step, simulated: dict[str, float] | None) -> dict[str, float]:

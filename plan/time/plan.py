@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from dataclasses import dataclass
 
 from config import replace
 from plan.chips.units import amount
 from plan.count import costs
 from plan.count.step import Step
-from plan.time import expected, measured, offload, roofline, tiers
+from plan.time import measured, offload, roofline, simulated, terms, tiers
 from plan.trace import compiled
 
 
@@ -25,29 +26,49 @@ class Plan(Step):
                 + ", ".join(f"{name} {amount(size, 'bytes')}" for name, size in parts)
                 + f"; try {compiled.advice(self.cfg)}")  # fmt: skip
 
-    def seconds(self, flops: float | None = None, exchanges=None, alone=False) -> dict[str, float] | None:
-        """Return the roofline of a step, seconds by cause. See `roofline.seconds` for the arguments."""
+    def lower_bound(self, flops: float | None = None, exchanges=None, alone=False) -> dict[str, float] | None:
+        """Return the lower bound of a step, seconds by cause. See `roofline.seconds` for the arguments."""
         return roofline.seconds(self, flops, exchanges, alone)
 
     @property
-    def step_s(self) -> float | None:
-        seconds = self.seconds()
-        return seconds and sum(seconds.values())
+    def lower_bound_s(self) -> float | None:
+        return total(self.lower_bound())
 
     @functools.cached_property
-    def expected(self) -> dict[str, float] | None:
-        """Expected seconds of the compiled step by cause; None if not modeled for this chip. See `expected.py`."""
-        return expected.seconds(self)
+    def simulated(self) -> dict[str, float] | None:
+        """The seconds by cause that a simulation of the compiled step would give; None on GPUs. See `simulated.py`."""
+        return simulated.seconds(self)
 
     @property
-    def likely_s(self) -> float | None:
-        """The expected seconds of a step, or the roofline's if the chip is not modeled in `expected.py`."""
-        return sum(self.expected.values()) if self.expected else self.step_s
+    def simulated_s(self) -> float | None:
+        return total(self.simulated)
 
     @functools.cached_property
-    def real(self) -> measured.Estimate | None:
-        """The seconds of a real step, with an interval from measured steps. See `measured.py`."""
-        return measured.estimate(self, self.expected)
+    def estimate(self) -> measured.Estimate | None:
+        """The seconds of the step, with an interval from measured steps. See `measured.py`."""
+        return measured.estimate(self, self.simulated)
+
+    @property
+    def step_s(self) -> float | None:
+        """The estimated seconds of the step; None if the speed of the chip is unknown."""
+        return self.estimate and self.estimate.seconds
+
+    @property
+    def causes(self) -> dict[str, float] | None:
+        """The estimated seconds of the step by cause: matmuls, other ops, communication by mesh axes, .., bubble."""
+        return self.estimate and measured.causes(self, self.simulated)
+
+    @functools.cached_property
+    def by_term(self) -> Counter:
+        """The estimated seconds of the step by term of `terms.py`."""
+        found = measured.speeds_of(self)
+        return measured.by_term(terms.costs(self, self.simulated, found.trainer), found, self.bubble)
+
+    def as_fast_as(self, other: "Plan") -> bool:
+        """Return whether the step may be as fast as that of another plan on the same devices; see `measured.py`."""
+        if self.step_s is None:
+            return self.wire_bytes == other.wire_bytes
+        return measured.as_fast(measured.speeds_of(self), self.by_term, other.by_term)
 
     @functools.cached_property
     def balance_pass(self) -> float | None:
@@ -59,7 +80,7 @@ class Plan(Step):
             return None
         settled = replace(self.cfg, **{"model.balance_loss": 0.0})
         other = Plan.from_config(settled, self.topology, self.limit_bytes)
-        cost = lambda one: one.likely_s or one.hardware_flops
+        cost = lambda one: one.step_s or one.hardware_flops
         return cost(self) / cost(other) - 1
 
     def mfu(self, step_s: float | None) -> float | None:
@@ -68,16 +89,18 @@ class Plan(Step):
 
     def to_json(self) -> dict:
         """Return the plan as a dict of numbers per device and step."""
-        step_s, likely_s = self.step_s, self.likely_s
         names = ("params_total", "params_active", "tokens_per_step", "model_flops", "hardware_flops", "wire_bytes",
                  "exposed_bytes", "peak_bytes", "temp_bytes", "limit_bytes", "fits", "bubble", "step_s", "memory_bytes",
-                 "wire_by_axes", "flops")  # fmt: skip
+                 "wire_by_axes", "flops", "lower_bound_s", "simulated_s", "simulated", "balance_pass")  # fmt: skip
         return {
             "mesh": str(self.cfg.mesh), "topology": self.topology and str(self.topology), "compile_s": None,
-            **{name: getattr(self, name) for name in names}, "mfu": self.mfu(step_s), "seconds": self.seconds(),
-            "expected": self.expected, "likely_s": likely_s, "likely_mfu": self.mfu(likely_s),
-            "real": self.real and dataclasses.asdict(self.real), "balance_pass": self.balance_pass,
+            **{name: getattr(self, name) for name in names}, "mfu": self.mfu(self.step_s), "seconds": self.causes,
+            "lower_bound": self.lower_bound(), "estimate": self.estimate and dataclasses.asdict(self.estimate),
             "offloaded_bytes": offload.step_bytes(self),
             "between_nodes": tiers.between_nodes_by_axes(self), "algorithms": tiers.algorithms(self),
             "traffic": [dataclasses.asdict(one) for one in self.traffic],
         }  # fmt: skip
+
+
+def total(seconds: dict[str, float] | None) -> float | None:
+    return seconds and sum(seconds.values())

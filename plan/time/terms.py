@@ -2,7 +2,7 @@
 
 A cost is the time of one part of the step at the chip's peak, its memory bandwidth, or the full speed of its links, as
 if nothing overlapped. Its `term` names the constant of `measured.py` that multiplies it. On a TPU the costs are those
-of the simulated step (`expected.py`), which already leaves out what the compiler overlaps.
+of the simulated step (`simulated.py`), which already leaves out what the compiler overlaps.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from plan.chips import hardware
 from plan.count.costs import Sizes
 from plan.count.step import Step
-from plan.time import expected, offload, roofline
+from plan.time import offload, roofline, simulated as simulation
 from sharding import CONTEXT, EXPERT, STAGE, TENSOR
 
 # What a step's costs depend on, in the order of the constants. matmuls, attention, experts: their FLOPs; memory: other
@@ -39,7 +39,7 @@ class Cost:
 def costs(step: Step, simulated: dict[str, float] | None, trainer: str = "") -> list[Cost]:
     """Return the costs of a step.
 
-    simulated  on TPUs the seconds by cause, of `expected.seconds`; None: on GPUs
+    simulated  on TPUs the seconds by cause, of `simulated.seconds`; None: on GPUs
     trainer    on GPUs whose program runs: in this trainer ("" or `this`) the pipeline stages share the logits, and in
                others the last stage computes them all
     """
@@ -107,7 +107,7 @@ def matmul_seconds(work, step: Step, chip: hardware.Chip) -> float:
     computing, moving = work.flops / chip.peak_flops_per_s, work.hbm_bytes / chip.hbm_bytes_per_s
     if work.part == "experts":
         return max(computing, moving)
-    slower = expected.matmul_slowdown(chip)
+    slower = simulation.matmul_slowdown(chip)
     if work.kernel == "attention" and chip.key in WIDE_UNITS:
         slower = max(WIDE_UNITS[chip.key] / step.cfg.model.d_head, 1)
-    return slower * computing + expected.MOVED * moving
+    return slower * computing + simulation.MOVED * moving

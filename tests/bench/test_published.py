@@ -44,7 +44,7 @@ def test_a_source_is_left_out_with_all_its_rows():
     others = [row for row in rows if row.one and "maxtext" not in row.source]
     assert not any(row.one.topology.chip.key == "v4" for row in others)
     alone = measured.prior(terms.TPU_TERMS, "v4")  # no other source has steps on a v4
-    costs = terms.costs(left.row.one, left.row.one.expected)
+    costs = terms.costs(left.row.one, left.row.one.simulated)
     assert left.ratio == pytest.approx(measured.seconds(costs, alone, 0.0) / left.row.measured_s)
     half = measured.EIGHTY * measured.spread(costs, alone, 0.0)
     assert left.inside == (abs(math.log(left.ratio)) <= half)

@@ -37,9 +37,9 @@ def test_nothing_that_fits_is_faster(case):
     for values in itertools.product(*VALUES.values()):
         one = planner.plan(replace(cfg, work=WorkConfig(**dict(zip(VALUES, values, strict=True)))), topology)
         fits = one.peak_bytes <= 0.9 * one.limit_bytes
-        assert not fits or one.likely_s >= chosen.likely_s / 1.01, (values, one.likely_s, chosen.likely_s)
+        assert not fits or one.step_s >= chosen.step_s / 1.01, (values, one.step_s, chosen.step_s)
     again = planner.plan(chosen.cfg, topology)
-    assert (again.likely_s, again.peak_bytes) == (chosen.likely_s, chosen.peak_bytes)
+    assert (again.step_s, again.peak_bytes) == (chosen.step_s, chosen.peak_bytes)
     assert dataclasses.replace(chosen.cfg, work=cfg.work) == cfg, "a setting outside of `work` changed"
 
 
@@ -47,7 +47,7 @@ def test_ties_are_broken_by_memory():
     """Catches ties broken by the order of the list: `dots` is as fast here, and needs five times the memory."""
     chosen, dots = (planner.plan(preset("moe1b", **{"work.remat": x}), "v4:4x4x2") for x in ("auto", "dots"))
     assert (chosen.cfg.work.remat, chosen.cfg.work.gather) == ("full", "layer")
-    assert dots.likely_s == pytest.approx(chosen.likely_s, rel=0.01) and dots.peak_bytes > 5 * chosen.peak_bytes
+    assert dots.step_s == pytest.approx(chosen.step_s, rel=0.01) and dots.peak_bytes > 5 * chosen.peak_bytes
 
 
 def test_without_a_known_speed_it_chooses_the_simplest_settings_that_fit():
@@ -89,7 +89,7 @@ def test_the_reasons_match_the_other_plans():
     cfg = preset("llama3_8b", **WIDE, mesh="fsdp=64")
     one = planner.plan(cfg, "v4:4x4x4")
     of = lambda remat: planner.plan(replace(cfg, work=dataclasses.replace(one.cfg.work, remat=remat)), "v4:4x4x4")
-    percent = lambda remat: f"{remat} {of(remat).likely_s / one.likely_s - 1:+.0%}"
+    percent = lambda remat: f"{remat} {of(remat).step_s / one.step_s - 1:+.0%}"
     assert not of("none").fits
     assert one.why.startswith(
         f"remat=dots (none does not fit, {percent('branches')}, {percent('full')}), gather=layer ("
@@ -125,7 +125,7 @@ def test_what_auto_says_of_a_setting_is_true_of_the_setting_by_hand(case):
                 if other.peak_bytes > 0.9 * limit and setting != "device_batch":
                     by_hand["device_batch"] = "auto"
                     other = planner.plan(replace(cfg, work=dataclasses.replace(cfg.work, **by_hand)), topology, limit)
-                want = [f"{other.likely_s / one.likely_s - 1:+.0%}"] if one.likely_s else []
+                want = [f"{other.step_s / one.step_s - 1:+.0%}"] if one.step_s else []
                 want += [f"with device_batch={other.device_batch}"] * (
                     setting != "device_batch" and other.device_batch != one.device_batch)  # fmt: skip
                 if (left := 1 - other.peak_bytes / limit) < 0.1:

@@ -18,8 +18,8 @@ PLAN = planner.plan(preset("llama3_8b", mesh="fsdp=16,tensor=2", **{"data.batch_
 def test_a_budget_is_steps_times_their_time():
     found = budget.budget(PLAN, 1e9, price="v5p=4.2,h100=2", given="0.5")
     assert found.steps == math.ceil(1e9 / (64 * 4096))
-    assert found.days == pytest.approx(found.steps * PLAN.real.seconds / 86400 / 0.5)
-    assert found.days_low / found.days == pytest.approx(PLAN.real.low / PLAN.real.seconds)
+    assert found.days == pytest.approx(found.steps * PLAN.estimate.seconds / 86400 / 0.5)
+    assert found.days_low / found.days == pytest.approx(PLAN.estimate.low / PLAN.estimate.seconds)
     assert found.days_low < found.days_high
     assert found.chip_hours == pytest.approx(24 * 32 * found.days)
     assert found.dollars == pytest.approx(4.2 * found.chip_hours)
@@ -48,19 +48,19 @@ def simulated_goodput(work_s: float, save_s: float, restart_s: float, failure_s:
 def test_goodput_is_that_of_a_simulated_run():
     """Catches a formula without failures during saves and restarts."""
     given, size = budget.Failures(mtbf=40, disk=2, restart=300), budget.checkpoint_bytes(PLAN)
-    found = budget.goodput(given, size, PLAN.real.seconds, PLAN.topology)
+    found = budget.goodput(given, size, PLAN.estimate.seconds, PLAN.topology)
     assert found.failure_s == 3600 * 40 / 32
     assert found.save_s == size / (2e9 * 8)
-    work_s = found.interval_steps * PLAN.real.seconds
+    work_s = found.interval_steps * PLAN.estimate.seconds
     assert found.fraction == pytest.approx(simulated_goodput(work_s, found.save_s, 300 + found.save_s, 4500), rel=0.02)
 
 
 def test_no_other_interval_is_better():
     given, size = budget.Failures(mtbf=40, disk=0.1, restart=300), budget.checkpoint_bytes(PLAN)
-    best = budget.goodput(given, size, PLAN.real.seconds, PLAN.topology)
+    best = budget.goodput(given, size, PLAN.estimate.seconds, PLAN.topology)
 
     def fraction(factor: float) -> float:
-        work_s = factor * best.interval_steps * PLAN.real.seconds
+        work_s = factor * best.interval_steps * PLAN.estimate.seconds
         wall_s = best.failure_s * math.exp((300 + best.save_s) / best.failure_s)
         return work_s / wall_s / math.expm1((work_s + best.save_s) / best.failure_s)
 

@@ -16,7 +16,7 @@ CFG = preset(
 
 
 def seconds(one):
-    return one.real.seconds
+    return one.estimate.seconds
 
 
 def test_the_losses_are_those_of_the_real_step():

@@ -28,19 +28,19 @@ def test_a_real_step_multiplies_each_cost_by_its_constant():
     given = measured.table()["v4", ""].by_term
     hidden = sum((x.wire_bytes - x.exposed_bytes) / one.speed(x) for x in one.traffic if x.part == "weights")
     attention = sum(terms.matmul_seconds(x, one, one.topology.chip) for x in one.work if x.kernel == "attention")
-    parts = one.expected
+    parts = one.simulated
     exposed = sum(time for name, time in parts.items() if name not in ("matmuls", "other ops", "bubble"))
     assert hidden > 0 and 0 < attention < parts["matmuls"]
     wanted = (given["matmuls"] * (parts["matmuls"] - attention) + given["attention"] * attention
               + given["memory"] * parts["other ops"] + given["weights"] * hidden
               + given["exposed"] * exposed)  # fmt: skip
-    assert one.real.seconds == pytest.approx(wanted)
-    assert sum(measured.causes(one, one.expected).values()) == pytest.approx(wanted)
+    assert one.estimate.seconds == pytest.approx(wanted)
+    assert sum(measured.causes(one, one.simulated).values()) == pytest.approx(wanted)
 
 
 def test_a_head_leaves_wider_matrix_units_idle():
     """Catches attention of 128 wide heads that is as fast as matmuls on units of 256 x 256, and slow on others."""
-    costs = lambda one: terms.costs(one, one.expected)
+    costs = lambda one: terms.costs(one, one.simulated)
     at = lambda topology: next(x for x in costs(llama(topology)) if x.term == "attention").seconds
     flops = next(x for x in llama("v6e:8x8").work if x.kernel == "attention")
     moved = 0.88 * flops.hbm_bytes / hardware.CHIPS["v6e"].hbm_bytes_per_s
@@ -75,13 +75,13 @@ def test_the_costs_of_a_step_on_gpus():
 
 def test_the_interval_follows_from_the_spreads_of_the_constants():
     """Catches an interval that does not widen where a step depends on a constant that nobody measured."""
-    width = lambda one: math.log(one.real.high / one.real.low)
+    width = lambda one: math.log(one.estimate.high / one.estimate.low)
     trainer = dataclasses.replace(hardware.Topology.parse("h100:64"), trainer="llm-foundry")
     known, unknown = llama(trainer), llama("h100:64")
     assert width(known) < 0.15 < width(unknown) < width(llama("h100:64", **{"data.seq_len": 65536}))
     assert 2 * 1.2816 * measured.table()["h100", "llm-foundry"].noise < width(known)
-    assert known.real.source == "by 35 measured steps of llm-foundry on h100"
-    assert unknown.to_json()["real"] == dataclasses.asdict(unknown.real)
+    assert known.estimate.source == "by 35 measured steps of llm-foundry on h100"
+    assert unknown.to_json()["real"] == dataclasses.asdict(unknown.estimate)
 
 
 @pytest.mark.parametrize("topology, change, why", [
@@ -94,8 +94,8 @@ def test_the_interval_follows_from_the_spreads_of_the_constants():
 def test_a_plan_unlike_any_measured_step_has_no_interval(topology, change, why):
     """Catches an interval of other steps promised for a chip, a length or experts that nobody measured."""
     one = llama(topology, **change)
-    assert one.real.low is None and one.real.high is None
-    assert str(one.real) == f"{one.real.seconds:.3g} s, without an interval: {why}"
+    assert one.estimate.low is None and one.estimate.high is None
+    assert str(one.estimate) == f"{one.estimate.seconds:.3g} s, without an interval: {why}"
 
 
 def test_devices_of_unknown_speed_have_no_time():
@@ -163,8 +163,8 @@ def test_a_plan_prints_its_interval(capsys):
 
     one = llama("v4:4x4x4")
     show.tables(one, None, None, Console(width=120, highlight=False))
-    between = f"{one.real.low:.3g} to {one.real.high:.3g} s in 4 of 5 cases (by 7 measured steps of v4)"
-    assert f"real step  {one.real.seconds:.3g} s, {between}" in capsys.readouterr().out
+    between = f"{one.estimate.low:.3g} to {one.estimate.high:.3g} s in 4 of 5 cases (by 7 measured steps of v4)"
+    assert f"real step  {one.estimate.seconds:.3g} s, {between}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("topology, note", [
@@ -189,5 +189,5 @@ def test_a_search_on_gpus_prints_the_real_step_of_each_layout(capsys):
     header, *rows = (line.split() for line in capsys.readouterr().out.splitlines() if "┃" in line or "│" in line)
     assert " ".join(header).replace("┃", "").split()[-5:] == ["roofline", "real", "step", "real", "MFU"]
     for row, one in zip(rows, fit, strict=True):
-        assert row[-2] == f"{one.mfu(one.real.seconds):.1%}" and one.real.seconds > 1.1 * one.likely_s
-        assert f"{one.real.seconds:.3f}" in row
+        assert row[-2] == f"{one.mfu(one.estimate.seconds):.1%}" and one.estimate.seconds > 1.1 * one.step_s
+        assert f"{one.estimate.seconds:.3f}" in row

@@ -27,7 +27,7 @@ def test_a_search_ends_with_the_commands_for_its_first_layout(capsys, tmp_path):
     assert cfg.model.tie_embeddings and cfg.data.tokens_per_step == 4096
     assert main([*planned[3:], "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
-    for name in ("mesh", "likely_s", "peak_bytes"):
+    for name in ("mesh", "step_s", "peak_bytes"):
         assert found[name] == first[name]
 
 

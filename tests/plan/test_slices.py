@@ -30,7 +30,7 @@ def test_each_device_sends_its_part_of_its_shard():
     gradients, sent = 4 * one.params_total / 16, one.wire_by_axes
     assert sent["data"] == approx(gradients, rel=0.01)  # reduce-scatter and all-gather, a half each
     assert sent[BETWEEN] == approx(2 * (4 - 1) / 4 * gradients / 2, rel=0.01)
-    for seconds in (one.seconds(), one.expected):
+    for seconds in (one.lower_bound(), one.simulated):
         assert seconds[BETWEEN] == approx(sent[BETWEEN] / CHIPS["v4"].dcn_bytes_per_s)
     rows = [row for row in one.to_json()["traffic"] if row["axes"] == (BETWEEN,)]
     assert max(rows, key=lambda row: row["wire_bytes"])["part"] == "replicas"
@@ -103,7 +103,7 @@ def test_a_search_lists_only_meshes_that_slices_can_have():
         fit, large, _ = planner.search(cfg, Topology.parse("2*v4:2x2x1"), None)
         assert fit and not large
         assert all(one.cfg.mesh.sizes[across] % 2 == 0 and one.cfg.mesh.across == across for one in fit)
-        assert all(math.isfinite(one.likely_s) for one in fit)
+        assert all(math.isfinite(one.step_s) for one in fit)
 
 
 def test_what_cannot_span_slices_is_refused(capsys):

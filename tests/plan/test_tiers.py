@@ -109,6 +109,6 @@ def test_a_plan_says_when_latency_decides():
     row = next(row for row in many.traffic if (row.part, row.kind) == ("weights", "all-gather"))
     assert gather * row.count > row.wire_bytes / many.speed(row)
     said = f"weights over fsdp ({row.count:,.0f} x all-gather: latency {1e3 * gather * row.count:,.1f} ms, "
-    assert said in tiers.latency_line(many, many.likely_s)
+    assert said in tiers.latency_line(many, many.step_s)
     for one in (plan("fsdp=8", "1*h100", "llama3_8b", **{"data.batch_size": 8}), plan("fsdp=8", "cpu:8")):
-        assert tiers.latency_line(one, one.likely_s) == ""
+        assert tiers.latency_line(one, one.step_s) == ""

@@ -99,7 +99,7 @@ def test_the_formulas_of_a_layer_in_decode():
 
 def test_operands_are_read_once_if_possible():
     """Catches activations read three times for queries, keys and values, and weights read in every step of a ring. The
-    constants in `plan/time/expected.py` were fitted to one read."""
+    constants in `plan/time/simulated.py` were fitted to one read."""
     rows = traced_layer.layer_rows(preset("llama3_8b", **FULL, **{"work.tensor_exchange": "ring"}).at_work, "dense")
     read = {}
     for row in rows:

@@ -186,10 +186,10 @@ def test_a_plan_with_the_constants_of_a_run_takes_as_long_as_the_run(tmp_path, c
     """Catches constants of one cause fitted to another, an interval without errors, and a file that is ignored."""
     run, file = tmp_path / "run", tmp_path / "constants.json"
     one = planner.plan(CFG, topology)
-    parts = measured.causes(one, one.expected)
+    parts = measured.causes(one, one.simulated)
     matmuls, others, wanted = 1.5 * parts["matmuls"], 3 * parts["other ops"], {"matmuls": 0.5, "others": 2.0}
     assert parts["bubble"] == 0
-    planned = one.real.seconds + 0.5 * parts["matmuls"] + 2 * parts["other ops"]
+    planned = one.estimate.seconds + 0.5 * parts["matmuls"] + 2 * parts["other ops"]
     step_s = 1.25 * planned
     record_run(run, topology, monkeypatch, matmuls, others, 0.1 * planned, step_s)
     assert profile.main([str(run), "--calibrate", str(file)]) == 0
@@ -231,5 +231,5 @@ def test_a_run_without_a_plan_gives_no_constants(tmp_path, capsys, monkeypatch):
         "TPUs or GPUs\n"
     )
     with pytest.raises(UserError, match="the trace has no matmuls, so nothing can be fitted"):
-        measured.fit_run(one := planner.plan(CFG, "v4:2x2x1"), one.expected, {"other ops": 1.0}, 1.0)
+        measured.fit_run(one := planner.plan(CFG, "v4:2x2x1"), one.simulated, {"other ops": 1.0}, 1.0)
     assert not file.exists()

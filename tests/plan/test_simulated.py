@@ -7,7 +7,7 @@ from plan import planner
 from plan.chips import hardware, hiding
 from plan.count.costs import Matmul
 from plan.count.networks import Collective
-from plan.time import expected
+from plan.time import simulated
 from sharding import TENSOR
 
 # Settings of all tests, unless a test changes them, so that layouts are comparable.
@@ -45,7 +45,7 @@ def test_expected_seconds_match_the_simulated_step(key):
     settings = {"mesh": mesh, "work.gather": gather, "work.remat": remat}
     if name in ("llama3_8b", "mixtral_8x7b"):
         settings |= {"data.batch_size": 64, "data.seq_len": 4096}
-    assert of(name, topology, **settings).likely_s == pytest.approx(PLAYED[key], rel=0.1)
+    assert of(name, topology, **settings).step_s == pytest.approx(PLAYED[key], rel=0.1)
 
 
 WIDE, SHORT = {"data.batch_size": 64, "data.seq_len": 4096}, {"data.batch_size": 64, "data.seq_len": 2048}
@@ -71,13 +71,13 @@ def test_a_search_ranks_the_fastest_simulated_layout_first():
     """Catches `tensor` for a d_model of 768, which the roofline prefers although fsdp alone is faster."""
     fit, _, _ = planner.search(preset("moe1b"), hardware.Topology.parse("v4:4x4x2"), None)
     assert fit[0].cfg.mesh.tensor == fit[0].cfg.mesh.stage == 1
-    assert min(fit, key=lambda one: one.step_s).cfg.mesh.tensor > 1
-    assert [one.likely_s for one in fit] == sorted(one.likely_s for one in fit)
+    assert min(fit, key=lambda one: one.lower_bound_s).cfg.mesh.tensor > 1
+    assert [one.step_s for one in fit] == sorted(one.step_s for one in fit)
 
 
 def test_a_narrow_matmul_is_far_from_the_peak():
     """Catches matmuls at the peak whatever their shape: with d_model 768 they take 1.5 times as long."""
-    share = lambda one: expected.matmul_seconds(one, one.topology.chip) / (one.hardware_flops / 275e12)
+    share = lambda one: simulated.matmul_seconds(one, one.topology.chip) / (one.hardware_flops / 275e12)
     assert share(of("dense_124m", "v4:4x4x2", mesh="fsdp=32")) > 1.5 > 1.3 > share(llama("fsdp=64"))
 
 
@@ -85,7 +85,7 @@ def test_a_ring_overlaps_only_as_long_as_its_matmul_lasts():
     """Catches a ring that counts as free because some matmul overlaps: on a link 10 times as slow it is exposed."""
     one = llama("fsdp=32,tensor=2")
     chip = one.topology.chip
-    fast, slow = (expected.ring_seconds(one, speed, chip) for speed in (1e15, 4.5e9))
+    fast, slow = (simulated.ring_seconds(one, speed, chip) for speed in (1e15, 4.5e9))
     rows = [row for row in one.traffic if row.axes == (TENSOR,) and row.kind == "collective-permute"]
     alone = sum(row.wire_bytes for row in rows) / 4.5e9
     assert fast == 0 and 0.8 * alone < slow < alone
@@ -101,17 +101,17 @@ def test_every_ring_of_a_layer_overlaps_with_its_matmul():
     for many, rows in kinds:
         rings = [row for row in rows if isinstance(row, Collective) and row.kind == "collective-permute"]
         flops = [row.flops for row in rows if isinstance(row, Matmul)]
-        overlapped = [expected.overlapped_flops(ring, rows) for ring in rings]
+        overlapped = [simulated.overlapped_flops(ring, rows) for ring in rings]
         assert many and len(rings) == 4 and min(overlapped) > 0 and sum(overlapped) < sum(flops)
 
 
 def test_overlap_differs_from_chip_to_chip():
     """Catches v4's rule applied to every TPU: v4 overlaps gathers, v5p gradients, v6e both, and v5e no rings."""
-    waits = lambda topology: (one := llama("fsdp=32", topology)).expected["fsdp"] / one.seconds(alone=True)["fsdp"]
+    waits = lambda topology: (one := llama("fsdp=32", topology)).simulated["fsdp"] / one.lower_bound(alone=True)["fsdp"]
     assert 0.5 < waits("v4:2x4x4") < 0.7  # half of the seconds are an all-reduce of gradients
     assert waits("v5p:2x4x4") == pytest.approx((1 + 0.25) / 2, rel=0.05)
     assert waits("v6e:4x8") == pytest.approx((0 + 0.25) / 2, rel=0.15)
-    share = lambda one: one.expected["tensor"] / one.seconds(alone=True)["tensor"]
+    share = lambda one: one.simulated["tensor"] / one.lower_bound(alone=True)["tensor"]
     assert share(llama("fsdp=16,tensor=4", "v5e:8x8")) == pytest.approx(1)
     assert share(llama("fsdp=16,tensor=4", "v4:4x4x4")) < 0.6
 
@@ -143,7 +143,7 @@ def test_rings_are_exposed_on_v5e_except_in_a_pipeline():
 
 def test_gathers_longer_than_their_matmuls_are_exposed():
     """Catches overlapped bytes that are free however few tokens a device has, although the bytes stay the same."""
-    waits = lambda batch: llama("context=2,fsdp=32", **{"data.batch_size": batch, "data.seq_len": 512}).expected
+    waits = lambda batch: llama("context=2,fsdp=32", **{"data.batch_size": batch, "data.seq_len": 512}).simulated
     few, many = (sum(s for name, s in waits(batch).items() if "fsdp" in name) for batch in (32, 512))
     assert few > 1.2 * many
 
@@ -151,4 +151,4 @@ def test_gathers_longer_than_their_matmuls_are_exposed():
 def test_chips_that_were_not_simulated_have_no_expected_time():
     """Catches rules of TPUs applied to GPUs, for which only the roofline is known."""
     one = of("dense_124m", "h100:8", mesh="fsdp=8")
-    assert one.expected is None and one.likely_s == one.step_s
+    assert one.simulated is None and one.step_s == one.lower_bound_s
