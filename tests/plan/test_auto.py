@@ -44,10 +44,11 @@ def test_nothing_that_fits_is_faster(case):
 
 
 def test_ties_are_broken_by_memory():
-    """Catches ties broken by the order of the list: `dots` is as fast here, and needs five times the memory."""
-    chosen, dots = (planner.plan(preset("moe1b", **{"work.remat": x}), "v4:4x4x2") for x in ("auto", "dots"))
+    """Catches ties broken by the order of the list, or by less than the errors: `branches` is as fast here, and needs
+    a quarter more memory."""
+    chosen, other = (planner.plan(preset("moe1b", **{"work.remat": x}), "v4:4x4x2") for x in ("auto", "branches"))
     assert (chosen.cfg.work.remat, chosen.cfg.work.gather) == ("full", "layer")
-    assert dots.step_s == pytest.approx(chosen.step_s, rel=0.01) and dots.peak_bytes > 5 * chosen.peak_bytes
+    assert 0.99 * chosen.step_s < other.step_s < chosen.step_s and other.peak_bytes > 1.25 * chosen.peak_bytes
 
 
 def test_without_a_known_speed_it_chooses_the_simplest_settings_that_fit():
@@ -134,7 +135,7 @@ def test_what_auto_says_of_a_setting_is_true_of_the_setting_by_hand(case):
                 seen |= {*re.findall("does not fit|leaves|with", told)}
     assert seen >= {"leaves"}, "the limits are far from what the settings need"
     if case == "22b":
-        assert planner.plan(cfg, topology).why.endswith("device_batch=1 (13 -22% but leaves 7% of the memory free)")
+        assert planner.plan(cfg, topology).why.endswith("device_batch=1 (13 -24% but leaves 7% of the memory free)")
 
 
 def test_if_nothing_fits_it_returns_the_smallest_plan():

@@ -16,13 +16,25 @@ PLAN = planner.plan(preset("llama3_8b", mesh="fsdp=16,tensor=2", **{"data.batch_
 
 
 def test_a_budget_is_steps_times_their_time():
-    found = budget.budget(PLAN, 1e9, price="v5p=4.2,h100=2", given="0.5")
+    found = budget.budget(PLAN, budget.Asked(1e9, "v5p=$4.2,h100=2", "0.5"))
     assert found.steps == math.ceil(1e9 / (64 * 4096))
     assert found.days == pytest.approx(found.steps * PLAN.estimate.seconds / 86400 / 0.5)
     assert found.days_low / found.days == pytest.approx(PLAN.estimate.low / PLAN.estimate.seconds)
     assert found.days_low < found.days_high
     assert found.chip_hours == pytest.approx(24 * 32 * found.days)
     assert found.dollars == pytest.approx(4.2 * found.chip_hours)
+
+
+@pytest.mark.parametrize("text, tokens", [("", 0), ("15T", 15e12), ("15t", 15e12), ("1.5e12", 1.5e12), ("300B", 3e11)])
+def test_tokens_have_units(text, tokens):
+    assert budget.parse_tokens(text) == tokens
+
+
+def test_short_runs_are_told_in_hours():
+    """Catches "0.0 days"."""
+    found = budget.budget(PLAN, budget.Asked(1e9))
+    low, high = 24 * found.days_low, 24 * found.days_high
+    assert found.days < 2 and found.time == f"{24 * found.days:,.1f} hours ({low:,.1f} to {high:,.1f})"
 
 
 def test_a_checkpoint_has_parameters_and_moments_once():
@@ -73,24 +85,24 @@ def test_no_other_interval_is_better():
     (("--tokens", "1e9", "--price", "0"), "--price: '0' should be a number above 0: dollars for one chip and hour"),
     (("--tokens", "1e9", "--price", "h100=2"), "--price h100=2 has no price for v4; add v4=DOLLARS"),
     (("--tokens", "1e9", "--price", "h10=2"), "unknown chip 'h10'; did you mean 'h100'?"),
-    (("--price", "2"), "--price has an effect only with --tokens; add --tokens 15e12 or drop --price"),
+    (("--price", "2"), "--price has an effect only with --tokens or several topologies; add --tokens 15T or drop"),
     (("--tokens", "1e9", "--goodput", "95"), "--goodput 95: should be at most 1; for 95% use 0.95"),
     (("--tokens", "1e9", "--goodput", "disk=2"), "mtbf is missing, the hours between two failures of one chip"),
     (("--tokens", "1e9", "--goodput", "mtb=2"), "'mtb' is unknown; did you mean 'mtbf'?"),
     (("--tokens", "1e9", "--goodput", "mtbf=0.1"), "one of 4 chips fails every 90 s, but a restart takes 600 s"),
-    (("--tokens", "1e9", "--search", "4"), "--tokens describes one plan; drop --search or --max_batch"),
+    (("--tokens", "1e9", "--max_batch"), "--tokens has no effect with --max_batch; drop one of the two"),
+    (("--tokens", "15Q"), "--tokens: '15Q' should be a number above 0: tokens to train on, such as 15e12 or 15T"),
     (("--batch_tokens", "5000"), "--batch_tokens 5,000: sequences have 256 tokens, and fsdp=4 splits them over 4 batch "
                                  "shards, so a batch has a multiple of 1,024; use 4,096 or 5,120"),
     (("--batch_tokens", "512"), "so a batch has a multiple of 1,024; use 1,024"),
     (("--batch_tokens=-1024",), "so a batch has a multiple of 1,024; use 1,024"),
     (("--batch_tokens", "5000", "--search", "4"), "sequences have 256 tokens, so a batch has a multiple of 256; use 4"),
-    (("--tokens=-3",), "--tokens -3: a step has 2,048 tokens (8 sequences of 256); pass at least that many"),
+    (("--tokens=-3",), "--tokens: '-3' should be a number above 0: tokens to train on, such as 15e12 or 15T"),
     (("--memory=-3",), "--memory -3: should be above 0, in GiB; 0 is the memory of the chip"),
     (("--memory", "nan"), "--memory nan: should be above 0, in GiB"),
     (("--mesh", "fsdp=2,tensor=1"), "and v4:2x2x1 has 4 chips; use axes whose product is 4, for example with fsdp=4"),
-    (("--mesh", "data=1"), "mesh data=1 has one; rank all meshes with --search 4, or pass a --mesh of 4 "
-                           "devices"),
-    (("--mesh", "data=1", "--topology", "8*h100", "--explain"), "rank all meshes with --search 64"),
+    (("--mesh", "data=1", "--compile"), "mesh data=1 has one; pass a --mesh of 4 devices"),
+    (("--mesh", "data=1", "--topology", "8*h100", "--why"), "mesh data=1 has one; pass a --mesh of 64 devices"),
     (("--search", "8"), "but --topology v4:2x2x1 has 4; pass --search 4 or a --topology with 8 devices"),
     (("--search=-4",), "but --topology v4:2x2x1 has 4; pass --search 4"),
 ])  # fmt: skip

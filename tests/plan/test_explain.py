@@ -69,8 +69,8 @@ def test_a_suggested_change_saves_what_it_says(topology, mesh, settings, flag):
 def test_explanations_need_the_time_of_a_step(capsys):
     assert main(["laptop", "--mesh", "fsdp=4", "--explain"]) == 2
     assert "--explain needs the time of a step: pass a --topology of TPUs or GPUs" in capsys.readouterr().err
-    assert main(["laptop", "--topology", "v4:2x2x1", "--explain", "--search", "4"]) == 2
-    assert "--explain describes one plan; drop --search or --max_batch" in capsys.readouterr().err
+    assert main(["laptop", "--topology", "v4:2x2x1", "--mesh", "fsdp=4", "--explain", "--max_batch"]) == 2
+    assert "--explain has no effect with --max_batch; drop one of the two" in capsys.readouterr().err
 
 
 def test_the_command_prints_and_writes_the_losses(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,8 @@ FLAGS = ("--data.batch_size", "32", "--data.seq_len", "128")
 def test_the_front_has_what_no_other_layout_dominates():
     """Catches a layout on the front that another one dominates, also if two are equally fast."""
     rng = random.Random(5)
-    layouts = [front.Layout(None, rng.randint(1, 9), rng.randint(1, 7), rng.randint(1, 5)) for _ in range(60)]
+    plan = lambda: SimpleNamespace(step_s=rng.randint(1, 9), peak_bytes=rng.randint(1, 7), limit_bytes=7)
+    layouts = [front.Layout(plan(), rng.randint(1, 5)) for _ in range(60)]
 
     def dominates(a, b):
         return a.scores != b.scores and all(x <= y for x, y in zip(a.scores, b.scores, strict=True))
@@ -32,23 +34,59 @@ def test_the_command_compares_topologies(tmp_path, capsys):
     assert main(["laptop", "--topology", "v4:2x2x1,h100:4", "--price", "v4=3.2,h100=2", *FLAGS, "--json", str(path),
                  "--plot", str(picture)]) == 0  # fmt: skip
     found, text = json.loads(path.read_text()), capsys.readouterr().out
-    assert {one["topology"] for one in found["fastest"]} == {"v4:2x2x1", "h100:4"}
-    for one in found["fastest"]:
+    assert [one["topology"] for one in found["answers"]] == ["v4:2x2x1", "h100:4"]
+    for one in found["answers"]:
         price = {"v4:2x2x1": 3.2, "h100:4": 2}[one["topology"]]
         assert one["dollars_per_million_tokens"] == pytest.approx(price * 4 * one["seconds"] / 3600 / (32 * 128 / 1e6))
-        assert one["mesh"] in text
-    fastest = min(found["fastest"], key=lambda one: one["seconds"])
-    assert found["front"][0]["seconds"] == fastest["seconds"]
+        assert f"{one['topology']}: mesh {one['mesh']}" in text and f"step {1e3 * one['seconds']:.3f} ms" in text
+        assert f"how sure: {one['estimate']['source']}" in text
+    fastest = min(one["seconds"] for one in found["answers"])
+    assert found["front"][0]["seconds"] <= fastest <= 1.03 * found["front"][0]["seconds"]
     assert "<svg" in picture.read_text()
 
 
+BIG = ("llama3_8b", "--data.batch_size", "64", "--data.seq_len", "4096", "--topology")
+
+
+def test_one_command_tells_days_and_dollars_of_each_topology(capsys):
+    """Catches a cost of another step, an interval that is missing, and a topology on which nothing fits that is left
+    out or ends the command."""
+    given = ("--tokens", "1.5T", "--price", "v4=3,h100=$2.5", "--mesh", "fsdp=16,tensor=4", "--work.remat", "full")
+    words = [*BIG, "v4:4x4x4,h100:64", *given]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert main([*words, "--json", "-"]) == 0
+    for one in json.loads(capsys.readouterr().out)["answers"]:
+        cost, estimate = one["budget"], one["estimate"]
+        days = 1.5e12 / (64 * 4096) * one["seconds"] / 86400
+        assert one["mesh"] == "fsdp=16,tensor=4" and cost["days"] == pytest.approx(days, rel=1e-3)
+        dollars = days * 24 * 64 * {"v4:4x4x4": 3, "h100:64": 2.5}[one["topology"]]
+        assert cost["dollars"] == pytest.approx(dollars, rel=1e-3)
+        low, high = (cost["days"] * estimate[end] / one["seconds"] for end in ("low", "high"))
+        assert f"{cost['days']:,.1f} days ({low:,.1f} to {high:,.1f}); ${cost['dollars'] / 1e6:,.3g}M (" in text
+
+
+def test_a_topology_on_which_nothing_fits_names_the_number_of_chips(capsys):
+    """Catches a comparison that ends because one topology is too small."""
+    assert main([*BIG, "v4:4x4x4,h100:1", "--mesh", "fsdp=64"]) == 2
+    assert "mesh fsdp=64 has 64 devices" in capsys.readouterr().err
+    words = [*BIG, "v5p:2x2x1,h100:2", "--tokens", "1T", "--work.remat", "full", "--work.gather", "layer"]
+    assert main(words) == 0
+    v5p, *_, h100, last = capsys.readouterr().out.split("Pareto")[0].splitlines()
+    assert v5p.startswith("v5p:2x2x1: mesh ") and last.startswith("In parentheses")
+    assert h100.startswith("h100:2: nothing fits; you need about ") and h100.endswith("of this kind")
+
+
 @pytest.mark.parametrize("call, message", [
-    (("--topology", "v4:2x2x1,v5e:2x2", "--explain"), "--explain describes one topology; drop it, or pass"),
+    (("--topology", "v4:2x2x1,v5e:2x2", "--explain"),
+     "--explain describes one topology; pass one of them, such as --topology v4:2x2x1, or drop --explain"),
+    (("--topology", "v4:2x2x1,v5e:2x2", "--trainer", "megatron"), "--trainer megatron has an effect only on GPUs"),
+    (("--topology", "v4:2x2x1,v5e:2x2", "--goodput", "0.9"), "--goodput has an effect only with --tokens; add"),
+    (("--topology", "v4:2x2x1,v5e:2x2", "--tokens", "15X"), "--tokens: '15X' should be a number above 0: tokens to"),
     (("--topology", "v4:2x2x1,cpu:4"), "--topology cpu:4: the speed of this machine is unknown"),
     (("--topology", "v4:2x2x1,v5:2x2"), "unknown chip 'v5'"),
     (("--topology", "v4:2x2x1,v5e:2x2", "--memory", "1e-4", "--price", "0"), "--price: '0' should be a number above 0"),
     (("--topology", "v4:2x2x1,v5e:2x2", "--price", "v4=3"), "--price v4=3 has no price for v5e; add v5e=DOLLARS"),
-    (("--topology", "v4:2x2x1,v5e:2x2", "--memory", "0.0001"), "no layout fits on any topology; use more chips"),
 ])  # fmt: skip
 def test_invalid_comparisons_are_refused(call, message, capsys):
     assert main(["laptop", *FLAGS, *call]) == 2

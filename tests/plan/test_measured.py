@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from plan import planner
 from plan.__main__ import main
 from plan.answer import show
 from plan.chips import hardware
+from plan.chips.units import amount
 from plan.time import fit, measured, terms
 
 WIDE = {"data.batch_size": 64, "data.seq_len": 4096, "work.remat": "full", "work.gather": "layer"}
@@ -81,7 +83,7 @@ def test_the_interval_follows_from_the_spreads_of_the_constants():
     assert width(known) < 0.15 < width(unknown) < width(llama("h100:64", **{"data.seq_len": 65536}))
     assert 2 * 1.2816 * measured.table()["h100", "llm-foundry"].noise < width(known)
     assert known.estimate.source == "by 35 measured steps of llm-foundry on h100"
-    assert unknown.to_json()["real"] == dataclasses.asdict(unknown.estimate)
+    assert unknown.to_json()["estimate"] == dataclasses.asdict(unknown.estimate)
 
 
 @pytest.mark.parametrize("topology, change, why", [
@@ -95,12 +97,12 @@ def test_a_plan_unlike_any_measured_step_has_no_interval(topology, change, why):
     """Catches an interval of other steps promised for a chip, a length or experts that nobody measured."""
     one = llama(topology, **change)
     assert one.estimate.low is None and one.estimate.high is None
-    assert str(one.estimate) == f"{one.estimate.seconds:.3g} s, without an interval: {why}"
+    assert str(one.estimate) == f"{one.step_s:,.3f} s, without an interval: {why}"
 
 
 def test_devices_of_unknown_speed_have_no_time():
     """Catches a time for simulated devices."""
-    assert planner.plan(preset("tiny", mesh="fsdp=4"), "cpu:4").real is None
+    assert planner.plan(preset("tiny", mesh="fsdp=4"), "cpu:4").step_s is None
 
 
 def test_a_measured_step_moves_the_constants_that_its_time_depends_on():
@@ -123,7 +125,7 @@ def test_a_step_of_your_own_calibrates_a_plan(capsys):
     """Catches a measured step that is ignored, and one that is planned with the settings of the plan."""
     words = ["llama3_8b", "--topology", "b200:64", "--mesh", "fsdp=64", "--json", "-",
              *(f"--{name}={value}" for name, value in WIDE.items())]  # fmt: skip
-    real = lambda *more: main([*words, *more]) or json.loads(capsys.readouterr().out)["real"]
+    real = lambda *more: main([*words, *more]) or json.loads(capsys.readouterr().out)["estimate"]
     base = real()
     assert base["low"] is None and base["seconds"] > 0
     ours = real("--measured", f"step={1.5 * base['seconds']}")
@@ -158,13 +160,38 @@ def test_what_a_plan_cannot_use_is_refused_in_one_line(capsys, words, why):
 
 
 def test_a_plan_prints_its_interval(capsys):
-    """Catches a time without an interval in the table of a mesh."""
+    """Catches a time without an interval in the first lines of a plan."""
+    one = llama("v4:4x4x4")
+    between = f"{one.estimate.low:.3f} s to {one.estimate.high:.3f} s in 4 of 5 cases (by 7 measured steps of v4)"
+    assert show.answer(one) == [f"step       {one.step_s:.3f} s, {between}; MFU {one.mfu(one.step_s):.1%}",
+                                f"memory     {one.peak_bytes / 2**30:.3f} GiB of 30.750 GiB: fits"]  # fmt: skip
+
+
+@pytest.mark.parametrize("topology, columns", [("v4:4x4x4", ["lower bound", "simulated", "step"]),
+                                               ("h100:64", ["lower bound", "step"])])  # fmt: skip
+def test_only_why_shows_the_other_two_times(topology, columns, capsys):
+    """Catches three answers to "how long", and a sum that is not the step."""
     from rich.console import Console
 
-    one = llama("v4:4x4x4")
-    show.tables(one, None, None, Console(width=120, highlight=False))
-    between = f"{one.estimate.low:.3g} to {one.estimate.high:.3g} s in 4 of 5 cases (by 7 measured steps of v4)"
-    assert f"real step  {one.estimate.seconds:.3g} s, {between}" in capsys.readouterr().out
+    one, console = llama(topology), Console(width=120, highlight=False)
+    show.tables(one, None, None, False, console)
+    plain = capsys.readouterr().out
+    assert "lower bound" not in plain and "simulated" not in plain and "roofline" not in plain
+    show.tables(one, None, None, True, console)
+    text = capsys.readouterr().out.partition("time of a step")[2]
+    assert re.split(r" *┃ *", text.splitlines()[2])[2:-2] == columns
+    sums = {"lower bound": one.lower_bound_s, "simulated": one.simulated_s, "step": one.step_s}
+    rows = [re.split(r" *│ *", line)[1:-2] for line in text.splitlines() if line.startswith("│")]
+    everything = next(row for row in rows if row[0] == "all")
+    assert everything[1:] == [amount(sums[name], "s") for name in columns]
+
+
+def test_rows_as_fast_as_the_first_are_marked():
+    """Catches an interval of one time instead of the ratio of two, whose constants are the same."""
+    dots = {"work.remat": "dots"}
+    fast, same, slow = (llama("v4:4x4x4", mesh, **dots) for mesh in ("fsdp=64", "fsdp=32,tensor=2", "data=2,fsdp=32"))
+    assert fast.as_fast_as(same) and fast.as_fast_as(fast) and not slow.as_fast_as(fast)
+    assert slow.estimate.low < fast.estimate.high, "their intervals overlap"
 
 
 @pytest.mark.parametrize("topology, note", [
@@ -180,14 +207,14 @@ def test_a_search_on_gpus_says_which_memory_limits_it(topology, note, capsys):
     assert note in text and ("JAX reserves" in text) == bool(note)
 
 
-def test_a_search_on_gpus_prints_the_real_step_of_each_layout(capsys):
-    """Catches a roofline of GPUs that looks like the time of a step, and an MFU of the roofline."""
+def test_a_search_on_gpus_prints_the_step_of_each_layout(capsys):
+    """Catches a lower bound that looks like the time of a step, and its MFU."""
     from rich.console import Console
 
     fit = [llama("h100:64", mesh=mesh) for mesh in ("fsdp=64", "fsdp=32,tensor=2")]
     show.search_table(fit, [], {}, None, Console(width=120, highlight=False))
     header, *rows = (line.split() for line in capsys.readouterr().out.splitlines() if "┃" in line or "│" in line)
-    assert " ".join(header).replace("┃", "").split()[-5:] == ["roofline", "real", "step", "real", "MFU"]
+    assert " ".join(header).replace("┃", "").split()[-2:] == ["step", "MFU"]
     for row, one in zip(rows, fit, strict=True):
-        assert row[-2] == f"{one.mfu(one.estimate.seconds):.1%}" and one.estimate.seconds > 1.1 * one.step_s
-        assert f"{one.estimate.seconds:.3f}" in row
+        assert row[-2] == f"{one.mfu(one.step_s):.1%}" and one.step_s > 1.1 * one.lower_bound_s
+        assert f"{one.step_s:.3f}" in row

@@ -76,7 +76,7 @@ def test_several_topologies_are_compared_by_dollars(capsys):
     ((*SEARCH, "--token_ms", "20", "--price", "0"), "--price: '0' should be a number above 0"),
     ((*SEARCH, "--token_ms", "20", "--price", "h100=2"), "--price h100=2 has no price for v5e; add v5e=DOLLARS"),
     ((*SEARCH, "--token_ms", "20", "--batch", "4"), "pass --search N or several topologies, and no --batch or --plot"),
-    ((*WORDS, "--topology", "v5e:2x4", "--token_ms", "20"), "rank all meshes with --search 8, or pass a --mesh"),
+    ((*WORDS, "--topology", "v5e:2x4", "--token_ms", "20"), "mesh data=1 has one; pass a --mesh of 8 devices"),
     ((*WORDS, "--topology", "v5e:2x4", "--mesh", "fsdp=8", "--token_ms", "20"), "pass --search N or several"),
     ((*SEARCH, "--price", "2"), "--price has an effect only with --token_ms; add --token_ms 20 or drop --price"),
     ((*WORDS, "--topology", "v5e:2x4,h100:2", "--token_ms", "20"), "add --price, such as v5e=DOLLARS,h100=DOLLARS"),

@@ -1,4 +1,6 @@
-"""Test the expected seconds: why a step takes longer than its roofline, and which layout a search then chooses."""
+"""Test the simulated seconds: why a step takes longer than its lower bound, and which layout a search then chooses."""
+
+import math
 
 import pytest
 
@@ -39,13 +41,13 @@ PLAYED = {
 
 
 @pytest.mark.parametrize("key", PLAYED, ids=lambda key: "-".join(key))
-def test_expected_seconds_match_the_simulated_step(key):
-    """Catches a missing rule: the rooflines of these steps are 7% to 58% too short."""
+def test_predicted_seconds_match_the_simulated_step(key):
+    """Catches a missing rule: the lower bounds of these steps are 7% to 58% too short."""
     name, topology, mesh, gather, remat = key
     settings = {"mesh": mesh, "work.gather": gather, "work.remat": remat}
     if name in ("llama3_8b", "mixtral_8x7b"):
         settings |= {"data.batch_size": 64, "data.seq_len": 4096}
-    assert of(name, topology, **settings).step_s == pytest.approx(PLAYED[key], rel=0.1)
+    assert of(name, topology, **settings).simulated_s == pytest.approx(PLAYED[key], rel=0.1)
 
 
 WIDE, SHORT = {"data.batch_size": 64, "data.seq_len": 4096}, {"data.batch_size": 64, "data.seq_len": 2048}
@@ -68,11 +70,16 @@ def test_planned_peaks_match_compiled_steps(name, topology, mesh, remat, more, p
 
 
 def test_a_search_ranks_the_fastest_simulated_layout_first():
-    """Catches `tensor` for a d_model of 768, which the roofline prefers although fsdp alone is faster."""
+    """Catches `tensor` for a d_model of 768, which the lower bound prefers although fsdp alone is faster."""
     fit, _, _ = planner.search(preset("moe1b"), hardware.Topology.parse("v4:4x4x2"), None)
     assert fit[0].cfg.mesh.tensor == fit[0].cfg.mesh.stage == 1
     assert min(fit, key=lambda one: one.lower_bound_s).cfg.mesh.tensor > 1
-    assert [one.step_s for one in fit] == sorted(one.step_s for one in fit)
+    near = [one for one in fit if one.step_s <= 1.03 * min(one.step_s for one in fit)]
+    assert {id(one) for one in near} == {id(one) for one in fit[: len(near)]}
+    tenths = [math.ceil(10 * one.peak_bytes / one.limit_bytes) for one in near]
+    assert tenths == sorted(tenths), "of the layouts that are about as fast, the smallest comes first"
+    rest = [one.step_s for one in fit[len(near) :]]
+    assert rest == sorted(rest)
 
 
 def test_a_narrow_matmul_is_far_from_the_peak():
@@ -148,7 +155,7 @@ def test_gathers_longer_than_their_matmuls_are_exposed():
     assert few > 1.2 * many
 
 
-def test_chips_that_were_not_simulated_have_no_expected_time():
-    """Catches rules of TPUs applied to GPUs, for which only the roofline is known."""
+def test_chips_that_were_not_simulated_have_no_simulated_time():
+    """Catches rules of TPUs applied to GPUs."""
     one = of("dense_124m", "h100:8", mesh="fsdp=8")
-    assert one.simulated is None and one.step_s == one.lower_bound_s
+    assert one.simulated is None and one.simulated_s is None and one.step_s > one.lower_bound_s

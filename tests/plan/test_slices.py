@@ -96,13 +96,15 @@ def test_links_name_the_network():
 
 
 def test_a_search_lists_only_meshes_that_slices_can_have():
-    """Catches a search that refuses thousands of meshes, and one that ignores the axis that was asked for."""
+    """Catches a search that refuses thousands of meshes, one that ignores the axis that was asked for, and one that
+    tries only `data` if none was."""
     cfg = preset("dense_124m", **DENSE)
-    for across in ("data", "fsdp"):
+    for across, tried in (("data", {"data", "fsdp", "stage"}), ("fsdp", {"fsdp"})):
         cfg = dataclasses.replace(cfg, mesh=MeshConfig(across=across))
         fit, large, _ = planner.search(cfg, Topology.parse("2*v4:2x2x1"), None)
         assert fit and not large
-        assert all(one.cfg.mesh.sizes[across] % 2 == 0 and one.cfg.mesh.across == across for one in fit)
+        assert {one.cfg.mesh.across for one in fit} == tried
+        assert all(one.cfg.mesh.sizes[one.cfg.mesh.across] % 2 == 0 for one in fit)
         assert all(math.isfinite(one.step_s) for one in fit)
 
 

@@ -90,7 +90,7 @@ def test_every_collective_has_its_algorithm_and_bytes_by_tier(capsys):
             assert (row["steps_between"] > 0) == ("data" in row["axes"]) == (row["between_bytes"] > 0)
     assert plan("fsdp=8", "v5e:2x4").to_json()["algorithms"] == []
     for mesh, topology, shown in (("data=2,fsdp=8", "2*h100", True), ("fsdp=8", "h100:8", False)):
-        show.tables(plan(mesh, topology), None, None, Console(width=120, highlight=False))
+        show.tables(plan(mesh, topology), None, None, False, Console(width=120, highlight=False))
         assert ("collectives by tier" in capsys.readouterr().out) == shown
 
 

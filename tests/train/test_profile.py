@@ -212,13 +212,13 @@ def test_a_plan_with_the_constants_of_a_run_takes_as_long_as_the_run(tmp_path, c
         "-",
     ]
     assert plan_command.main(words) == 0
-    real = json.loads(capsys.readouterr().out)["real"]
+    real = json.loads(capsys.readouterr().out)["estimate"]
     assert real["seconds"] == pytest.approx(step_s, rel=1e-3)
     assert (real["low"], real["high"], real["steps"]) == (None, None, 0)
     assert plan_command.main([*words[:-2], "--tokens", "1e9"]) == 0
     printed = capsys.readouterr().out
     said = f"with constants from steps 3 to 4 of {run}, 2026-11-28, {CFG.mesh} on {topology}; one run gives no interval"
-    assert said in printed and "days, " in printed, "a budget without an interval"
+    assert said in printed and "hours, " in printed, "a budget without an interval"
 
 
 def test_a_run_without_a_plan_gives_no_constants(tmp_path, capsys, monkeypatch):
