@@ -10,7 +10,7 @@ From outside: use `config.preset(..)`, the classes and functions below, `flags.c
 
 from config.fields import AUTO, Affects, Count, NotNegative, Positive, Size, SizeOrAuto, check
 from config.mesh import AXES, SHORT_AXES, MeshConfig, MeshFlag
-from config.presets import PRESETS, preset
+from config.presets import HUB_NAMES, PRESETS, preset
 from config.settings import (
     Config,
     DataConfig,
@@ -28,6 +28,7 @@ from config.settings import (
 __all__ = [
     "AUTO",
     "AXES",
+    "HUB_NAMES",
     "PRESETS",
     "SHORT_AXES",
     "Affects",

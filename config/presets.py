@@ -125,6 +125,15 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# Names on the Hugging Face hub that the planner takes for a preset. Llama 3.1 scales its rotary frequencies, which
+# changes no count.
+HUB_NAMES = {
+    "meta-llama/Meta-Llama-3-8B": "llama3_8b", "meta-llama/Llama-3.1-8B": "llama3_8b",
+    "meta-llama/Meta-Llama-3-70B": "llama3_70b", "meta-llama/Llama-3.1-70B": "llama3_70b",
+    "mistralai/Mixtral-8x7B-v0.1": "mixtral_8x7b", "deepseek-ai/DeepSeek-V3": "deepseek_v3",
+}  # fmt: skip
+
+
 def preset(name: str, **dotted_overrides: Any) -> Config:
     """Return a preset with some settings changed: preset("tiny", **{"model.n_heads": 8, "mesh": "fsdp=2"}).
 

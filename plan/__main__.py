@@ -9,7 +9,7 @@ import textwrap
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from config import AUTO, PRESETS, Affects, Config, Count, affecting, flags, preset
+from config import AUTO, HUB_NAMES, PRESETS, Affects, Config, Count, affecting, flags, preset
 from config.fields import DTypeOrAuto
 from devices import use_devices
 from utils import UserError, check_picture, exit_status, parse_early
@@ -17,6 +17,7 @@ from utils import UserError, check_picture, exit_status, parse_early
 HELP = """e.g. python -m plan moe1b --topology v4:4x4x2       # which mesh of these chips is the fastest that fits?
      python -m plan llama3_70b --topology v5p:8x8x8,64*h100 --tokens 15T --price v5p=4.2,h100=2.5   # and what it costs
      python -m plan Qwen3-8B/config.json --topology v5p:4x4x4     # the same for a model of Hugging Face
+     python -m plan moe1b --topology v4:4x4x2 --search 32 --verify 5       # compile the first 5 meshes, and compare
      python -m plan moe1b --topology v4:4x4x2 --mesh fsdp=32               # plan one mesh
      python -m plan moe1b --topology v4:4x4x2 --mesh fsdp=32 --compile     # compare with the compiler; needs no TPU
      python -m plan moe1b --topology v4:4x4x2 --mesh fsdp=32 --why         # compare with the traced step, by line
@@ -43,6 +44,9 @@ class Arguments(flags.Arguments):
     # plan every mesh of this many devices, and rank those that fit; not needed if --topology has several devices and
     # no mesh is given
     search: int = 0
+    verify: Count = (
+        0  # of a search on a TPU: compile this many layouts, the first ones, and rank them by simulated time
+    )
     max_batch: bool = False  # find the largest batch that fits, by compiling
     parameters: bool = False  # list every parameter: shape, dtype, the mesh axes that shard it, and its local shard
     why: bool = False  # explain the plan: compare the FLOPs and bytes of each line of the model with the traced step
@@ -115,11 +119,28 @@ def model_types() -> list[str]:
     return textwrap.wrap(kinds, 116, initial_indent="  ", subsequent_indent="  ")
 
 
-parse_preset = lambda argv: parse(argv) if argv and not flags.model_file(argv) else None
+def by_preset(argv: list[str]) -> list[str]:
+    """Replace a name on the Hugging Face hub by the preset of the same model."""
+    return [HUB_NAMES.get(argv[0], argv[0]), *argv[1:]]
+
+
+parse_preset = lambda argv: parse(by_preset(argv)) if argv and not flags.model_file(by_preset(argv)) else None
 EARLY = parse_early(parse_preset) if __name__ == "__main__" else None
 
 from plan import planner
-from plan.answer import budget, explain, front, inference, own_steps, parameter_list, planning, serving, show, why
+from plan.answer import (
+    budget,
+    explain,
+    front,
+    inference,
+    own_steps,
+    parameter_list,
+    planning,
+    serving,
+    show,
+    verify,
+    why,
+)
 from plan.chips import constants, hardware
 from plan.count.costs import parameters
 from plan.count.step import is_tpu
@@ -173,6 +194,9 @@ def check(cfg: Config, args: Arguments, topology: hardware.Topology | None) -> N
         (args.price and not (args.tokens or args.token_ms),
          f"--price has an effect only with {of_price} or drop --price"),
         (args.goodput and not args.tokens, GOODPUT_ALONE),
+        (args.verify and not (args.searches and is_tpu(chip)),
+         f"--verify {args.verify} compiles the first layouts of a search for their TPU; pass a --topology of TPUs "
+         "without --mesh"),
         *((getattr(args, name) and args.max_batch,
            f"--{name} has no effect with --max_batch; drop one of the two") for name in ("tokens", "explain")),
         (args.hlo and not args.compile,
@@ -274,7 +298,7 @@ def with_knowledge(cfg: Config, args: Arguments, topology: hardware.Topology | N
 def compare_topologies(cfg: Config, args: Arguments, console) -> tuple[dict, int]:
     """Search several topologies. Returns the Pareto front for JSON and the exit status."""
     topologies = [hardware.Topology.parse(text) for text in args.topology.split(",")]
-    modes = "compile", "search", "max_batch", "parameters", "why", "explain", "constants", "hlo", "measured"
+    modes = "compile", "search", "max_batch", "parameters", "why", "explain", "constants", "hlo", "measured", "verify"
     modes += ("inference",) * (not args.token_ms)
     if given := [name for name in modes if getattr(args, name)]:
         raise UserError(f"--{given[0]} describes one topology; pass one of them, such as --topology {topologies[0]}, "
@@ -316,6 +340,11 @@ def search_meshes(cfg: Config, args: Arguments, topology, console) -> tuple[dict
         console.print(f"mesh       {fit[0].cfg.mesh} {show.schedule_label(fit[0])}".rstrip() + f" on {topology}")
         about = about_run(fit[0], args, console)
     show.search_table(fit, large, refused, better, console)
+    if fit and args.verify:
+        verified = verify.verify_all(fit[: args.verify], bar(args))
+        verify.print_table(verified, console)
+        fit = [one.plan for one in verified if one.seconds] + fit[args.verify :]
+        about["verified"] = [one.to_json() for one in verified]
     names = ("mesh", "step_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")
     if fit:
         draw(args, show.plot_search, fit)
@@ -411,6 +440,7 @@ def main(argv: list[str] | None = None) -> int:
     if not argv:
         presets()
         return 0
+    argv = by_preset(argv)
     source = published.read(file) if (file := flags.model_file(argv)) else None
     cfg, args = EARLY or parse(argv, source and source.config)
     check_effect(argv, args.inference)

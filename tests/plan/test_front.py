@@ -115,3 +115,34 @@ def test_a_search_shows_its_progress_on_a_terminal_only(capsys, monkeypatch, wor
     assert run(capsys, *words, "--json", "-") == ""
     err = run(capsys, *words)
     assert all(bar in err for bar in bars), err
+
+
+def test_a_name_on_the_hub_is_that_of_a_preset(capsys):
+    """Catches a refusal of a model that the planner knows under another name, and a command that names it so."""
+    words = ["--topology", "v5p:4x4x4", "--mesh", "fsdp=64", "--data.batch_size", "64", "--json", "-"]
+    found = []
+    for name in ("mistralai/Mixtral-8x7B-v0.1", "mixtral_8x7b"):
+        assert main([name, *words]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+
+
+def test_verifying_ranks_by_the_compiled_schedule(capsys, monkeypatch):
+    """Catches a layout that does not fit when it is compiled at the top, and a command for another layout than the
+    first."""
+    from plan.answer import verify
+
+    times = iter((None, 0.4, 0.3))
+
+    def verified(plan):
+        seconds = next(times)
+        return verify.Verified(plan, seconds, seconds and 2**30, "" if seconds else "out of memory")
+
+    monkeypatch.setattr(verify, "verify", verified)
+    assert main(["laptop", *FLAGS, "--topology", "v4:2x2x1", "--verify", "3", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["simulated_s"] for one in found["verified"]] == [0.3, 0.4, None]
+    assert [one["mesh"] for one in found["verified"][:2]] == [one["mesh"] for one in found["layouts"][:2]]
+    for words in (["--mesh", "fsdp=4"], ["--topology", "h100:4"]):
+        assert main(["laptop", *FLAGS, "--topology", "v4:2x2x1", "--verify", "3", *words]) == 2
+        assert "--verify 3 compiles the first layouts of a search for their TPU" in capsys.readouterr().err
