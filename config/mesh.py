@@ -1,6 +1,7 @@
 """The mesh of devices: how many there are along each axis, and the flag `--mesh`."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -52,7 +53,7 @@ class MeshConfig:
             sizes[axis] = int(size)
         return cls(**sizes)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in AXES}
 

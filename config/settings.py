@@ -96,6 +96,7 @@ class WorkConfig:
         check(self, "work.")
 
     @classmethod
+    @functools.cache
     def baselines(cls, which: Literal["plain", "least"]) -> dict[str, str | int]:
         """Return the `plain` or `least` value of each setting that declares a `Baseline`."""
         found = {name: metadata_of(hint, Baseline) for name, hint in hints(cls).items()}
@@ -419,7 +420,7 @@ class Config:
             raise UserError(f"mesh context={self.mesh.context}: a model with an encoder cannot split positions over "
                             "context; use another axis, such as fsdp or tensor")  # fmt: skip
 
-    @property
+    @functools.cached_property  # the planner asks for it a hundred times for each plan of a search
     def at_work(self) -> ModelAtWork:
         """The model with its resolved execution settings, as functions in `model.py` expect it."""
         return _at_work(self.model, self.work)

@@ -383,7 +383,7 @@ def traffic(
         add("statistics", "all-reduce", sharding.TOKENS, 4 * (2 * c.n_experts + 3) * z.blocks, 1)
     add("batch", "all-gather", (CONTEXT,), 6 * 4 * z.b * sched.microbatches * z.T, 1)
     for w in weights(cfg):
-        for row in weight_collectives(w, cfg, sched, platform):
+        for row in weight_collectives(w, cfg, sched, z, run):
             sums.add(row)
         if cfg.optim.outer:
             add(networks.OUTER, "all-reduce", (DATA,), 4 * w.local_size, 1 / parse_outer(cfg.optim.outer).every)
@@ -408,22 +408,21 @@ def is_in_slot(c: ModelAtWork, part: str, axes: tuple[str, ...]) -> bool:
     return not rare and not any(axis.startswith(STAGE) for axis in axes)
 
 
-def weight_uses(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str):
+def weight_uses(w: Weights, cfg: Config, sched: schedules.Schedule, z: Sizes, run: Passes):
     """Yield the all-gathers of one parameter before matmuls use it, and the reductions of its gradients: in each layer
     or slice of the vocabulary, or once per step."""
-    c, z, M, run = cfg.at_work, Sizes.from_config(cfg), sched.microbatches, passes(cfg, sched)
+    c, M = cfg.at_work, sched.microbatches
     once, layer_size = c.work.gather == "step", w.gathered_size / w.layers
 
     def use(ahead: int, again: int, back: int, size: float, chunks: float = 1, of: str = "", dims: str = w.d.dims):
         """Yield the collectives of chunks of `size` entries. of: what they are for, an argument of `hiding.exposed`"""
-        gather = Collective("all-gather", w.gathered_over, size * w.width, chunks, "weights", of=of)
-        yield replace(gather, count=chunks * ahead, when="forward")
-        yield replace(gather, count=chunks * again, when="again")
+        for count, when in ((ahead, "forward"), (again, "again")):
+            yield Collective("all-gather", w.gathered_over, size * w.width, chunks * count, "weights", when, of)
         if w.d.trainable:
             # Only gradients inside a layer may become all-reduces. Those of several microbatches are summed in float32.
-            kind = "reduce-scatter" if once else hiding.gradient_collective(dims, w.shard_width, platform)
+            kind = "reduce-scatter" if once else hiding.gradient_collective(dims, w.shard_width, z.platform)
             summed = size * (4 if once and M * sched.stages > 1 else w.width)
-            yield replace(gather, kind=kind, size=summed, count=chunks * back, part="gradients", when="back")
+            yield Collective(kind, w.gathered_over, summed, chunks * back, "gradients", "back", of)
 
     if once:
         yield from use(1, 0, 1, layer_size, w.layers)
@@ -442,9 +441,9 @@ def weight_uses(w: Weights, cfg: Config, sched: schedules.Schedule, platform: st
             yield from use(M, 0, M, w.gathered_size / v * words, chunks, of, "DV")
 
 
-def weight_collectives(w: Weights, cfg: Config, sched: schedules.Schedule, platform: str):
+def weight_collectives(w: Weights, cfg: Config, sched: schedules.Schedule, z: Sizes, run: Passes):
     """Yield the collectives of one parameter: all-gathers of weights and reductions of gradients."""
-    yield from weight_uses(w, cfg, sched, platform)
+    yield from weight_uses(w, cfg, sched, z, run)
     if w.d.trainable:
         stored = as_stored(w.d, cfg) is not w.d  # sharded over its replicas
         for kind in ("reduce-scatter", "all-gather") if stored else ("all-reduce",):

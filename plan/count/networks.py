@@ -8,7 +8,7 @@ are rows with the axis `mesh.between_slices`.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from config import AXES, Config
 from plan.chips import hardware, hiding
@@ -37,11 +37,9 @@ class Collective:
     def in_step(self, many: float, forward: int, again: int, back: int) -> list["Collective"]:
         """Return the collectives of a step that has this one `many` times in each of these numbers of passes."""
         back_kind, n = BACKWARD_OF.get(self.kind, self.kind), many * self.count
-        return [
-            replace(self, count=n * forward, when="forward"),
-            replace(self, count=n * again * self.again, when="again"),
-            replace(self, kind=back_kind, count=n * back * self.back, when="back"),
-        ]
+        runs = ((self.kind, n * forward, "forward"), (self.kind, n * again * self.again, "again"),
+                (back_kind, n * back * self.back, "back"))  # fmt: skip
+        return [Collective(kind, self.axes, self.size, count, self.part, when, self.of) for kind, count, when in runs]
 
 
 @dataclass(frozen=True)
