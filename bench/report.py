@@ -114,8 +114,8 @@ def plan_step(cfg: Config, device, step_s: float) -> dict:
 
     one = planner.plan(cfg, hardware.topology_of_devices([device]))
     return {"plan_s": one.step_s, "estimate": one.estimate and asdict(one.estimate),
-            "lower_bound_s": one.lower_bound_s, "plan_peak_bytes": one.peak_bytes, "plan_memory_bytes": one.memory_bytes,
-            "mfu": one.topology and one.mfu(step_s)}  # fmt: skip
+            "lower_bound_s": one.lower_bound_s, "plan_peak_bytes": one.peak_bytes,
+            "plan_memory_bytes": one.memory_bytes, "mfu": one.topology and one.mfu(step_s)}  # fmt: skip
 
 
 def seconds_by_kernel(step, state, batch, folder: str) -> dict:

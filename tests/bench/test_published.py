@@ -50,6 +50,13 @@ def test_a_source_is_left_out_with_all_its_rows():
     assert left.inside == (abs(math.log(left.ratio)) <= half)
 
 
+def test_intervals_hold_for_trainers_that_the_fit_never_saw():
+    """Catches an interval of an unknown trainer that is as narrow as that of a known one, and one that is too wide."""
+    left = [one for one in speeds.leave_out(published.plan_rows()) if one.row.one.platform == "gpu"]
+    usual = [one.inside for one in left if speeds.trainer_of(one.row.source) not in speeds.UNUSUAL]
+    assert len(usual) == 100 and 0.72 <= sum(usual) / len(usual) <= 0.88
+
+
 def test_regret_compares_the_choice_with_the_best_mesh():
     """Catches a regret of another batch or chip, and one that compares planned seconds."""
     made = lambda mesh, planned, took, **more: SimpleNamespace(
