@@ -986,7 +986,8 @@ def check_settings(found):
 
 # %% tags=["hide-input"]
 def judged(plan):
-    mesh, gib, took = plan.cfg.mesh, plan.peak_bytes / 2**30, plan.lower_bound(alone=True)
+    mesh, gib = plan.cfg.mesh, plan.peak_bytes / 2**30
+    took = plan.lower_bound(alone=True)
     if mesh.data * mesh.fsdp < 64:
         return "Later chapters explain those axes. You need only data and fsdp."
     if not plan.fits:

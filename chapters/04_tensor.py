@@ -581,7 +581,8 @@ for chips, m, n_ in (("v5p:4x4x4", 16, 4), ("h100:8", 1, 8)):
     limit = 1 + 4 / 11 * parameters / D_llama * bandwidth / peak
     plan = planner.plan(cfg, chips)
     layers = sum(x for part, x in plan.flops.items() if part != "logits") / peak
-    planned, ruled = plan.lower_bound(alone=True)["tensor"] / layers, (n_ - 1) / (limit - 1)
+    planned = plan.lower_bound(alone=True)["tensor"] / layers
+    ruled = (n_ - 1) / (limit - 1)
     print(f"{chips}: peak/bandwidth {peak / bandwidth:,.0f}; equal at n = {limit:.1f}")
     print(f"    tensor={n_}: {ruled:.2f} of compute (planner: {planned:.2f})")
     assert abs(planned / ruled - 1) < 0.1, "rule and planner disagree"

@@ -539,8 +539,8 @@ def planned(mesh, batch=32, on=NODES, **more):
 def show(one):
     parts = [f"{name} {s:.2f}" for name, s in one.lower_bound().items() if s > 0.01]
     Z_ = f" Z={one.sched.microbatches}" if one.cfg.mesh.stage > 1 else ""
-    GiB = f"{one.peak_bytes / 2**30:.0f} GiB"
-    print(f"{one.cfg.mesh!s:14} {one.lower_bound_s:.2f} s: {', '.join(parts)}; {GiB}{Z_}")
+    GiB, total = f"{one.peak_bytes / 2**30:.0f} GiB", one.lower_bound_s
+    print(f"{one.cfg.mesh!s:14} {total:.2f} s: {', '.join(parts)}; {GiB}{Z_}")
 
 
 # %%
@@ -789,11 +789,12 @@ def check_design(chosen):
     if not (isinstance(chosen, dict) and isinstance(chosen.get("mesh"), str)):
         return "Return settings as in START: a dict with a mesh."
     one = planned(**chosen)
-    said = f"{one.lower_bound_s:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
+    total = one.lower_bound_s
+    said = f"{total:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
     if one.peak_bytes > 40 * 2**30:
         part = max(one.memory_bytes, key=one.memory_bytes.get)
         return said + f"Too large: most of it is {part}. Which axes would shard that?"
-    return said + ("That is fast enough." if one.lower_bound_s <= 2.45 else why_slow(one))
+    return said + ("That is fast enough." if total <= 2.45 else why_slow(one))
 
 
 # %%

@@ -572,7 +572,7 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 
 # %%
 ACROSS = "data=2,fsdp=8", "fsdp=16,across=fsdp", "stage=2,fsdp=8,across=stage"
-likely, fastest = lambda one: one.step_s, {}
+took = {}
 FORCED = {"work.device_batch": 1, "work.gather": "layer"}
 for sequences, forced in (16, FORCED), (64, FORCED), (64, {}):
     how = "one per device and microbatch" if forced else "as the planner chooses"
@@ -585,20 +585,21 @@ for sequences, forced in (16, FORCED), (64, FORCED), (64, {}):
         slow |= {"bubble": one.simulated.get("bubble", 0)}
         slow = ", ".join(f"{k} {s:.2f} s" for k, s in slow.items() if s)
         memory = one.peak_bytes / 2**30
-        print(f"  {mesh:27} {one.step_s:.2f} s, {memory:.0f} GiB; {slow}")
-        case = sequences, bool(forced)
-        fastest[case] = min(fastest.get(case, one), one, key=likely)
+        print(f"  {mesh:27} {one.step_s:.2f} s, {memory:.0f} GiB; simulated {slow}")
+        took.setdefault((sequences, bool(forced)), []).append(one.step_s)
 
 # %% tags=["remove-cell"]
-assert fastest[16, True].cfg.mesh.fsdp == 16, "a plan has changed"
-assert fastest[64, True].cfg.mesh.data == 2, "a plan has changed"
-assert fastest[64, False].cfg.mesh.fsdp == 16, "a plan has changed"
+for case in ((16, True), (64, False)):
+    assert min(took[case]) == took[case][1], "the text says that fsdp is fastest"
+data, fsdp, stage = took[64, True]
+assert stage < data < fsdp and round(stage / data, 2) == 0.98, "a plan has changed"
 
 # %% [markdown]
-# `fsdp` is fastest for one microbatch, because part of its communication overlaps with compute. If memory
-# forces four microbatches, it is slowest: **HSDP sends once per step, whatever the number of microbatches.**
-# With the planner's settings, `fsdp` is fastest again. The cost of HSDP is memory: its shards are twice as
-# large. (With `--optim.shard_over_data`, each replica stores half of the parameters and moments.)
+# `fsdp` is fastest for one microbatch, because its communication partly overlaps. If memory forces four
+# microbatches, it is slowest: **HSDP sends once per step, whatever the number of microbatches.** (`stage`
+# takes 2% less, but 53 GiB.) With the planner's settings, `fsdp` is fastest again. The cost of HSDP is
+# memory: its shards are twice as large. (With `--optim.shard_over_data`, each replica stores half of the
+# parameters and moments.)
 #
 # With [local steps](../meshes.md#communicate-less-often-between-replicas) (DiLoCo), replicas exchange only every
 # 50 steps or so how far their weights have moved, at the price of a slightly higher loss.
@@ -606,7 +607,7 @@ assert fastest[64, False].cfg.mesh.fsdp == 16, "a plan has changed"
 # ## Valid but slow
 #
 # Take Llama 3 8B on 16 devices, with 8 sequences of 32,768 tokens per step. `fsdp=16` is invalid, because 8
-# sequences cannot be split over 16 devices. The planner (09) estimates the step times of four valid meshes on
+# sequences cannot be split over 16 devices. The planner (09) prints lower bounds for four valid meshes on
 # three machines: a v5p slice of 16 chips, two H100 nodes with a 400 Gbit/s network card per GPU, and the same
 # nodes with one 100 Gbit/s card per node:
 
@@ -870,8 +871,8 @@ lesson.expect(
 # ## Exercise 3: a better mesh
 #
 # On the slow network above, a colleague chose `context=16` for the 8 sequences of 32,768 tokens, "because
-# they are long". A step takes 11.7 s. Find a mesh of 16 devices that needs at most 3.0 s. Which axis sends
-# the least between nodes, and how often does it cross? Which axes do you then use inside a node?
+# they are long". Its lower bound is 11.7 s. Find a mesh of at most 3.1 s. Which axis sends the least between
+# nodes, and how often does it cross? Which axes do you then use inside a node?
 
 
 # %%
@@ -908,7 +909,7 @@ def check_better(split):
     said = f"{one.lower_bound_s:.2f} s, {one.peak_bytes / 2**30:.0f} GiB. "
     if not one.fits:
         return said + "Too large for an H100. Which axes shard the weights?"
-    return said + ("That will do." if one.lower_bound_s <= 3.0 else why_slow(one))
+    return said + ("That will do." if one.lower_bound_s <= 3.1 else why_slow(one))
 
 
 print(check_better(better))
@@ -916,17 +917,17 @@ print(check_better(better))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `stage=2,context=4,tensor=2` takes 2.83 s, and `stage=2,context=8` takes 2.88 s. Only x_btD crosses the
-# network, once, between the two stages. `context` and `tensor` shard each *sequence*, so there are still 8
-# microbatches, one per sequence, and the bubble is small. `stage=2,fsdp=8` sends as little over the slow
-# network, but each device along `fsdp` has one sequence, so Z = 1 and the bubble is half of the time. An
-# axis that shards the batch leaves fewer microbatches for the pipeline.
+# The lower bound of `stage=2,context=4,tensor=2` is 2.87 s, and of `stage=2,context=8` 3.04 s. Only x_btD
+# crosses the network, once, between the two stages. `context` and `tensor` shard each *sequence*, so there
+# are still 8 microbatches, one per sequence, and the bubble is small. `stage=2,fsdp=8` sends as little over
+# the slow network, but each device along `fsdp` has one sequence, so Z = 1 and the bubble is half of the
+# time. An axis that shards the batch leaves fewer microbatches for the pipeline.
 # </details>
 
 # %% tags=["remove-cell"]
 lesson.expect(check_better, ("stage=2,context=4,tensor=2",
-                             "2.83 s, 38 GiB. That will do."),
-              (lambda: "stage=2,context=8", "2.88 s, 52 GiB. That will do."),
+                             "2.87 s, 39 GiB. That will do."),
+              (lambda: "stage=2,context=8", "3.04 s, 36 GiB. That will do."),
               ("context=16", "once per stage"),
               ("context=16", "11.73"), ("data=2,context=8", "Does another"),
               ("fsdp=8,tensor=2", "have to cross"),

@@ -732,7 +732,7 @@ for step in range(1, 9):
     dataset.batch(big, step)
 made = 8 * big.data.tokens_per_step / (process_time() - clock)
 planned = planner.plan(big, "v4:4x4x2")
-a_host = planned.tokens_per_step / planned.lower_bound_s / 8  # tokens a second, of 4 chips
+a_host = planned.tokens_per_step / planned.step_s / 8  # tokens a second, of 4 chips
 print(f"tokens/s: a core produces {made:,.0f}, a host consumes {a_host:,.0f}", end="")
 print(f", {made / a_host:,.0f} times less")
 for chips in (32, 512, 4096):
