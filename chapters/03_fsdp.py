@@ -951,7 +951,7 @@ for level in (ddp, zero_1, zero_3):
 # ## Exercise 3: choose the settings
 #
 # Train `llama3_8b` on `v5p:4x4x4` (64 chips), with 95.74 GiB per chip; a step has 4,096 sequences of 512
-# tokens. Return settings for which the plan fits and the step takes at most 3.55 s without any overlap. You
+# tokens. Return settings for which the plan fits, with a lower bound of at most 3.55 s without any overlap. You
 # choose these (what you leave out gets its first value):
 #
 # - `mesh`, of `data` and `fsdp`, which is required;

@@ -519,8 +519,8 @@ for axis in ("fsdp", "tensor", "stage"):
 #
 # So on two nodes in lock-step, a pipeline sends less if **6 · tokens · D < 4 · parameters**. (On k nodes,
 # `data` sends 2 (k - 1)/k times as much.) But it also has a bubble, the time of n - 1 microbatches: compute
-# and weight gathers of one of 4 below, (1.10 + 0.18)/4 = 0.32 s. The planner counts both, here for Llama 3 8B
-# on two nodes of 8 H100s, whose GPUs share a network of 100 Gbit/s per node. Each device processes one
+# and weight gathers of one of 4 below, (1.10 + 0.18)/4 = 0.32 s. The lower bound counts both, here for Llama
+# 3 8B on two nodes of 8 H100s, whose GPUs share a network of 100 Gbit/s per node. Each device processes one
 # sequence of 8,192 tokens at a time.
 
 # %% tags=["hide-input"]
@@ -757,10 +757,10 @@ lesson.expect(check_kept, *KEPT_HINTS, (right, "Right in all six cases."),
 # ## Exercise 3: choose a layout
 #
 # Take the two nodes above with the slow network, Llama 3 8B, and 262,144 tokens per step. The first two
-# layouts above, `data=2,fsdp=8` and `stage=2,fsdp=8`, are too slow. Find a layout with a step of at most
-# 2.45 s that needs at most 40 GiB on each GPU. You can choose the mesh (16 devices), the schedule (`gpipe`,
-# `1f1b` or `zb`), and how often weights are gathered (`layer` or `step`). Start with Z, the number of
-# microbatches of one sequence: how many sequences does each pipeline get?
+# layouts above, `data=2,fsdp=8` and `stage=2,fsdp=8`, are too slow. Find a layout whose lower bound is at
+# most 2.45 s, and that needs at most 40 GiB on each GPU. You can choose the mesh (16 devices), the schedule
+# (`gpipe`, `1f1b` or `zb`), and how often weights are gathered (`layer` or `step`). Start with Z, the number
+# of microbatches of one sequence: how many sequences does each pipeline get?
 
 # %% tags=["hide-input"]
 TOO_SLOW = {
