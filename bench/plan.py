@@ -1,4 +1,4 @@
-"""Compare the step times that `plan/time/simulated.py` predicts with simulations of the compiled programs.
+"""Compare the simulated times that `plan/time/simulated.py` predicts with simulations of the compiled programs.
 
 `python -m bench.plan` compiles steps with random presets, meshes and settings for four kinds of TPU, simulates each
 program, and prints both times. With a preset and `--first 10`, it compiles the ten fastest layouts of a search. It
@@ -80,26 +80,26 @@ def measure(what: str, one: planner.Plan) -> dict | None:
         say(f"{what} on {one.topology}: {error}")
         return None
     found = replayed.simulate(one.cfg, one.topology, mesh, step.step.as_text())
-    return {"what": what, "topology": str(one.topology), "expected_s": one.step_s, "replayed_s": found.seconds,
-            "roofline_s": one.lower_bound_s, "peak_bytes": step.peak_bytes, "planned_peak_bytes": one.peak_bytes,
-            "expected": one.simulated, "replayed": found.causes}  # fmt: skip
+    return {"what": what, "topology": str(one.topology), "predicted_s": one.simulated_s,
+            "simulated_s": found.seconds, "lower_bound_s": one.lower_bound_s, "peak_bytes": step.peak_bytes,
+            "planned_peak_bytes": one.peak_bytes, "predicted": one.simulated, "simulated": found.causes}  # fmt: skip
 
 
 def summary(rows: list[dict]) -> dict:
     """Return the relative differences between predicted and simulated seconds, and how well their rankings agree."""
     from scipy.stats import kendalltau
 
-    off = sorted(abs(row["expected_s"] / row["replayed_s"] - 1) for row in rows)
-    pairs = [[row[name] for row in rows] for name in ("expected_s", "replayed_s")]
+    off = sorted(abs(row["predicted_s"] / row["simulated_s"] - 1) for row in rows)
+    pairs = [[row[name] for row in rows] for name in ("predicted_s", "simulated_s")]
     return {"steps": len(rows), "worst": off[-1], "median": off[len(off) // 2],
             "within_10_percent": sum(x <= 0.1 for x in off), "kendall_tau": float(kendalltau(*pairs)[0]),
-            "first_over_best": rows[0]["replayed_s"] / min(pairs[1])}  # fmt: skip
+            "first_over_best": rows[0]["simulated_s"] / min(pairs[1])}  # fmt: skip
 
 
 def line(row: dict) -> str:
     apart = lambda a, b: f"{row[a] / row[b] - 1:+.0%}"
-    return (f"{row['topology']:9} {row['what']:62} {row['expected_s']:8.3f} {row['replayed_s']:8.3f} "
-            f"{apart('expected_s', 'replayed_s'):>5} {row['peak_bytes'] / 2**30:6.1f} "
+    return (f"{row['topology']:9} {row['what']:62} {row['predicted_s']:9.3f} {row['simulated_s']:9.3f} "
+            f"{apart('predicted_s', 'simulated_s'):>5} {row['peak_bytes'] / 2**30:6.1f} "
             f"{apart('planned_peak_bytes', 'peak_bytes'):>5}")  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--first needs a TPU slice; pass one, like --topology v4:4x4x2")
     plans = search_plans(cfg, args.topology, args.first) if args.first else random_plans(args.seed)
     if not args.json:
-        print(f"{'':9} {'':62} expected replayed         GiB  planned", flush=True)
+        print(f"{'':9} {'':62} predicted simulated         GiB  planned", flush=True)
     rows = []
     for number, (what, one) in enumerate(plans):
         if number == (args.first or args.drawn):

@@ -158,7 +158,7 @@ the settings and the source of each step. We measured none of them.
 
 ## Errors
 
-*Planned* is the line `real step` of `python -m plan`, with the `--trainer` of the source on GPUs. It shows how well the
+*Planned* is the line `step` of `python -m plan`, with the `--trainer` of the source on GPUs. It shows how well the
 planner's formulas describe the steps, but it is not a test, because the constants were fitted to these steps. *Left
 out* is the test: the constants were fitted again without all steps of the source, so the planner knows nothing of this
 trainer. Expect these errors for a trainer of your own. The form of the formulas and the first values of the constants
@@ -362,11 +362,11 @@ class Arguments:
 
 
 def to_json(row: Row) -> dict:
-    times = ("measured_s", "simulated_s", "expected_s", "low_s", "high_s")
+    times = ("measured_s", "simulated_s", "step_s", "low_s", "high_s")
     if not row.one:
         return row.values | dict.fromkeys(times) | {"reason": row.reason}
     one = row.estimate
-    found = (row.measured_s, row.one.step_s, one.seconds, one.low, one.high)
+    found = (row.measured_s, row.one.simulated_s, one.seconds, one.low, one.high)
     return row.values | dict(zip(times, found, strict=True))
 
 

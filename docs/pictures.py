@@ -225,7 +225,7 @@ def published_svg_mark(chip: str, x: float, y: float, title: str) -> str:
 
 
 def planned_and_published() -> str:
-    """Draw expected against published seconds as SVG, with the name and the error of each run as its tooltip."""
+    """Draw planned against published steps as SVG, with the name and the error of each run as its tooltip."""
     from bench import published, speeds  # imported here, so that drawing the other figures stays fast
 
     rows = published.plan_rows("dense, one slice")
@@ -242,7 +242,7 @@ def planned_and_published() -> str:
                  f'<line x1="{left}" x2="{left + side}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" {thin}/>',
                  text(x(tick), top + side + 16, tick), text(left - 6, y(tick) + 4, tick, "end")]  # fmt: skip
     for row in rows:
-        times = f"expected {row.estimate.seconds:.1f} s, published {row.measured_s:.1f} s, {row.ratio - 1:+.1%}"
+        times = f"planned {row.estimate.seconds:.1f} s, published {row.measured_s:.1f} s, {row.ratio - 1:+.1%}"
         mark = published_svg_mark(row.one.topology.chip.key, x(row.measured_s), y(row.estimate.seconds),
                                   f"{row.name} on {row.topology}: {times}")  # fmt: skip
         body.append(mark)
@@ -251,12 +251,12 @@ def planned_and_published() -> str:
                  text(left + 26, top + 20 + 18 * n, f"TPU {chip}", "start")]  # fmt: skip
     body += [
         text(left + side / 2, top + side + 34, "published, seconds per step"),
-        text(0, 0, "expected, seconds per step", more=f'transform="translate(12 {top + side / 2}) rotate(-90)"'),
+        text(0, 0, "planned, seconds per step", more=f'transform="translate(12 {top + side / 2}) rotate(-90)"'),
     ]
     number, mean, _, worst, _ = published.errors(published.trials(rows))
     _, unseen, *_ = published.errors(speeds.leave_out(rows))
     alt = (
-        f"Expected against published seconds per step of {number} runs. Most dots are close to the diagonal. The mean "
+        f"Planned against published seconds per step of {number} runs. Most dots are close to the diagonal. The mean "
         f"error is {mean:.1%}, the largest {worst:.1%}"
     )
     caption = (f"<strong>{number} published steps: mean error {mean:.1%}, largest {worst:.1%}.</strong> Each dot is a "

@@ -1,4 +1,4 @@
-"""Claims about expected seconds beside played ones: what is drawn, how far apart they are, and the output."""
+"""Claims about predicted seconds beside simulated ones: what is drawn, how far apart they are, and the output."""
 
 import itertools
 import json
@@ -10,8 +10,8 @@ from config import preset
 from plan import planner
 
 
-def row(expected_s, replayed_s, **more):
-    return {"what": "a mesh", "topology": "v4:2x2x4", "expected_s": expected_s, "replayed_s": replayed_s,
+def row(predicted_s, simulated_s, **more):
+    return {"what": "a mesh", "topology": "v4:2x2x4", "predicted_s": predicted_s, "simulated_s": simulated_s,
             "peak_bytes": 2**31, "planned_peak_bytes": 3 * 2**30} | more  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_the_command_prints_a_row_each_and_what_follows(monkeypatch, capsys):
     monkeypatch.setattr(planner, "search", lambda *args: ([one, one, one], [], {}))
     assert bench_plan.main("tiny --topology v4:2x2x1 --first 2 --json".split()) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line.get("replayed_s") for line in lines] == [1.5, 1.0, None] and lines[-1]["first_over_best"] == 1.5
+    assert [line.get("simulated_s") for line in lines] == [1.5, 1.0, None] and lines[-1]["first_over_best"] == 1.5
 
 
 def test_a_search_of_no_slice_is_refused(capsys):

@@ -132,7 +132,7 @@ def test_a_row_that_cannot_be_planned_has_the_reason():
     row = published.plan_row(published.read_rows()[0] | {"topology": "abacus:8"})
     assert row.one is None and row.reason == "topology 'abacus:8': unknown chip 'abacus'"
     assert published.unplanned_line(row).endswith("`fsdp=64`, 156 TFLOP/s: topology 'abacus:8': unknown chip 'abacus'")
-    assert published.to_json(row)["expected_s"] is None and published.trials([row]) == []
+    assert published.to_json(row)["step_s"] is None and published.trials([row]) == []
 
 
 def test_the_page_states_the_batch_of_each_step():
