@@ -138,7 +138,7 @@ def test_the_browser_reads_config_json_and_explains(tmp_path):
         assert not different(json.loads(json.dumps(one.to_json())), there), name
         text = "\n".join(there["lines"])
         assert f"{found.kind} with {found.parameters:,} parameters, from config.json" in text
-        assert f"real step  {one.estimate}" in text and "at 2.10 per chip hour" in text
+        assert f"step       {one.estimate}; MFU" in text and "at 2.10 per chip hour" in text
         if "explain" in question:
             assert text.endswith("\n".join(explain.lines(explain.explain(one), one)))
     assert planned >= 12
