@@ -87,9 +87,9 @@ def heading(plan: Plan) -> list[str]:
         notes += hiding.notes(plan.topology.chip) + tiers.notes(plan, plan.step_s)
         lines += [f"note       {line}" for line in notes]
     if copied := offload.step_bytes(plan):
-        chip = plan.topology.chip
+        chip, chips = plan.topology.chip, plan.topology.chips // plan.topology.hosts
         lines.append(f"offload    {amount(copied, 'bytes')} per device and step go to the host and back, each at "
-                     f"{offload.bytes_per_s(chip) / 1e9:g} GB/s; a host of {chip.per_host} chips stores "
+                     f"{offload.bytes_per_s(chip) / 1e9:g} GB/s; a host of {chips} chips stores "
                      f"{amount(offload.host_bytes(plan), 'bytes')}")  # fmt: skip
     if every := parse_outer(cfg.optim.outer).every:
         lines.append(f"local      each of {cfg.mesh.data} replicas takes {every} steps alone, then an outer step; the "

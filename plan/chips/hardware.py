@@ -152,15 +152,16 @@ class Topology:
         sizes = cls(chip, shape, math.prod(shape), 0).cloud.shape
         bound, also = (chip.side, f" and at most {chip.side}") if dims == 2 else (chip.most, "")
         fits = tuple(min(size + size % 2, bound) for size in sizes[:2]) + sizes[2:]
-        if fits != sizes:
+        # v5e and v6e also have hosts of 1 and 8 chips, each a separate slice: ct5lp-hightpu-1t, ct6e-standard-8t, ..
+        # https://cloud.google.com/tpu/docs/v5e and v6e, "VM types"
+        one_host = chip.most == 256 and sizes in ((1, 1), (2, 4))
+        if fits != sizes and not one_host:
             near = cls(chip, fits, 0, 0).cloud
             raise refuse(f"a host has 2x2 chips, so two sizes must be even{also}; use {near}")
         chips = math.prod(shape)
         if chips > chip.most:
             raise refuse(f"{chips:,} chips exceed the largest slice of {chip.name}, which has {chip.most:,}")
-        # v5e and v6e also have hosts of 8 chips, each a separate slice: ct5lp-hightpu-8t, ct6e-standard-8t.
-        # https://cloud.google.com/tpu/docs/v5e and v6e, "VM types"
-        return cls(chip, shape, chips, hosts=1 if sizes == (2, 4) and chip.most == 256 else chips // chip.per_host)
+        return cls(chip, shape, chips, hosts=1 if one_host else chips // chip.per_host)
 
     @classmethod
     def _parse_several(cls, number: str, rest: str, refuse) -> "Topology":
@@ -406,7 +407,7 @@ def _link_of_groups(lines_bytes: bytes, shape: tuple[int, ...], topology: Topolo
 def check(mesh: MeshConfig, topology: Topology) -> list[str]:
     """List the reasons why this mesh communicates slower than it could on these links, one line each."""
     chip, found = topology.chip, []
-    if chip.torus_dims and not any(topology.wraps):
+    if chip.torus_dims and not any(topology.wraps) and topology.one_slice.chips > 1:
         closed = "all sizes are multiples of 4" if chip.torus_dims == 3 else f"a size is {chip.side}"
         found.append(f"{topology} has no wraparound links (only if {closed}), so an axis sends in one direction only")
     # As libtpu 0.0.42 compiles it (tests/plan/test_tpu.py). On tpu7x, and on one host, it stays a reduce-scatter.

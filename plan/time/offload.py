@@ -32,8 +32,7 @@ def step_bytes(step: Step) -> float:
 
 def host_bytes(step: Step) -> float:
     """Return the bytes that a host stores at most, for all of its devices."""
-    chip = step.topology.chip
-    return step_bytes(step) * chip.per_host * chip.devices_per_chip
+    return step_bytes(step) * (step.topology.devices // step.topology.hosts)
 
 
 def exposed_seconds(step: Step, compute_s: float) -> float:

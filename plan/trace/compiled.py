@@ -164,7 +164,8 @@ def topology_devices(topology: Topology) -> list:
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
     cloud = topology.one_slice.cloud
-    more = {"chips_per_host_bounds": (2, 4, 1)} if cloud.shape == (2, 4) else {}  # a host of 8 chips
+    one_host = cloud.shape in ((1, 1), (2, 4))  # a host of 1 or 8 chips
+    more = {"chips_per_host_bounds": (*cloud.shape, 1)} if one_host else {}
     if topology.chip.key == "v4":  # the two cores of a chip work as one device, the default of other generations
         more = dict(chip_config_name="megacore", chips_per_host_bounds=(2, 2, 1))
     if topology.slices > 1:

@@ -54,6 +54,8 @@ def read(topology):
     ("v4:1x2x2", 4, 1, (False, False, False)),
     ("v5p:16x16x24", 6144, 1536, (True, True, True)),  # https://cloud.google.com/tpu/docs/v5p: the largest
     ("tpu7x:4x4x8", 128, 32, (True, True, True)),
+    ("v5e:1x1", 1, 1, (False, False)),  # ct5lp-hightpu-1t and ct6e-standard-1t: a host with one chip
+    ("v6e:1x1", 1, 1, (False, False)),
     ("v5e:2x4", 8, 1, (False, False)),  # ct5lp-hightpu-8t and ct6e-standard-8t: one host for all 8
     ("v6e:4x2", 8, 1, (False, False)),
     ("v3:2x4", 8, 2, (False, False)),  # v3 has no hosts of eight chips
@@ -114,6 +116,8 @@ def test_the_order_of_sizes_does_not_change_a_slice(ours, clouds):
     ("v5e:4x4x1", r"TPU v5e takes 2 sizes, like v5e:4x4"),
     ("v4:4x4x-2", r"takes 3 sizes"),
     ("v4:3x4x5", r"two sizes must be even; use v4:4x4x5"),
+    ("v3:1x1", r"two sizes must be even and at most 32; use v3:2x2"),
+    ("v5e:1x2", r"two sizes must be even and at most 16; use v5e:2x2"),
     ("v6e:32x15", r"two sizes must be even and at most 16; use v6e:16x16"),
     ("v4:16x16x20", r"5,120 chips exceed the largest slice of TPU v4, which has 4,096"),
     ("v5p:16x20x28", r"8,960 chips exceed the largest slice of TPU v5p, which has 6,144"),
@@ -185,6 +189,12 @@ def test_devices_are_not_chips():
     assert 0.95 < 2 * chip.memory_bytes / (192 * 2**30) < 1
 
 
+def test_a_single_chip_has_no_note_about_links():
+    """Catches advice about wraparound links of a chip that has no neighbor."""
+    assert hardware.check(MeshConfig(), Topology.parse("v5e:1x1")) == []
+    assert "no wraparound links" in hardware.check(MeshConfig(fsdp=4), Topology.parse("v5e:2x2"))[0]
+
+
 def test_notes_explain_what_the_numbers_assume():
     """Catches GPU memory that a JAX program cannot use, and a data sheet presented as a measurement."""
     memory, nvlink = hardware.chip_notes(Topology.parse("h200:8"))
@@ -234,6 +244,7 @@ def test_mesh_axes_use_the_links_that_jax_gives_them(topology, mesh, expected):
 @pytest.mark.parametrize("topology, mesh", [(t, m) for t, m, _ in LAYOUTS] + [
     ("v5p:4x4x8", "data=2,stage=4,fsdp=8,tensor=2"), ("v6e:4x8", "fsdp=16,tensor=2"), ("v4:2x4x4", "fsdp=8,tensor=4"),
     ("v6e:2x4", "fsdp=4,tensor=2"), ("v5e:4x2", "fsdp=8"), ("v5p:8x4x4", "fsdp=32,tensor=4"),
+    ("v5e:1x1", "data=1"), ("v6e:1x1", "data=1"),
     ("tpu7x:2x2x1", "fsdp=4,tensor=2"), ("tpu7x:2x2x4", "fsdp=8,stage=2,tensor=2"),
     ("tpu7x:4x4x2", "fsdp=8,tensor=8"), ("tpu7x:4x4x4", "stage=2,fsdp=64"),
     ("v4:2x2x1", "fsdp=2,tensor=2"), ("v4:8x8x16", "data=2,fsdp=32,stage=4,tensor=4"),

@@ -1,5 +1,7 @@
 """Activations that `work.remat` lists: their bytes on the device and on its host, and the time to copy them."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -10,6 +12,7 @@ from config import preset, replace
 from config.fields import ACTIVATIONS
 from plan import planner
 from plan.answer import show
+from plan.chips import hardware
 from plan.count import costs, memory
 from plan.time import measured, offload
 from tests import helpers
@@ -80,6 +83,7 @@ def test_the_time_of_copies_by_hand():
     sent = 32 * 2 * 4096 * 4096 * 2  # layers * activations * positions * width * bytes
     assert offload.step_bytes(one) == sent
     assert offload.host_bytes(one) == 4 * sent  # of the 4 chips of a host
+    assert offload.host_bytes(dataclasses.replace(one, topology=hardware.Topology.parse("v5e:1x1"))) == sent
     one_way, compute = sent / 1.5e10, 8 * sent / 1.5e10
     assert offload.exposed_seconds(one, compute) == 0
     assert offload.exposed_seconds(one, 0.0) == pytest.approx(2 * one_way)
