@@ -50,6 +50,7 @@ class Chip:
     devices_per_chip: int = 1
     inside_bytes_per_s: float | None = None  # between two devices of one chip
     domain: int = 0  # number of GPUs connected by NVLink: a node, or a rack; 0: no NVLink
+    in_use: int = 0  # of a domain's GPUs in most runs, which keep the others as spares; 0: all
     per_host: int = 4  # chips per host
 
     @property
@@ -92,7 +93,7 @@ CHIPS = {chip.key: chip for chip in (
     Chip("b200", "NVIDIA B200", "NVIDIA B200", 2250e12, round(GPU_SHARE * 183_359 * MiB), 8e12, 0, 900e9, 50e9,
          domain=8, per_host=8),
     Chip("gb200", "NVIDIA GB200 NVL72", "NVIDIA GB200", 2500e12, round(GPU_SHARE * 189_471 * MiB), 8e12, 0, 900e9, 50e9,
-         domain=72, per_host=4),
+         domain=72, in_use=64, per_host=4),
     Chip("cpu", "this machine", "cpu", None, None, None, 0, None, None),
 )}  # fmt: skip
 PEAK_FLOPS_PER_S = {chip.device_kind: chip.peak_flops_per_s for chip in CHIPS.values() if chip.peak_flops_per_s}
@@ -143,12 +144,15 @@ class Topology:
             example = {0: "8", 2: "4x4", 3: "4x4x4"}[dims]
             raise refuse(f"{chip.name} takes {dims or 'one'} size{'s' if dims else ''}, like {key}:{example}")
         if not dims:
-            (n,), node = shape, chip.domain
-            if node and n > node and n % node:
-                less, more = (f"{key}:{n - n % node + add}" for add in (0, node))
-                raise refuse(f"{chip.name}s come in nodes of {node}, and {n} is not a multiple of {node}; use {less} "
-                             f"or {more}")  # fmt: skip
-            return cls(chip, shape, n, hosts=-(-n // chip.per_host) if node else 1)
+            (n,), nodes = shape, [size for size in (chip.domain, chip.in_use) if size]
+            if nodes and n > chip.domain:
+                whole, of = [size for size in nodes if n % size == 0], " or ".join(map(str, nodes))
+                if not whole:
+                    less, more = max(n - n % size for size in nodes), min(n + -n % size for size in nodes)
+                    raise refuse(f"{chip.name}s come in nodes of {of}, and {n} is not a multiple of {of}; use "
+                                 f"{key}:{less} or {key}:{more}")  # fmt: skip
+                chip = replace(chip, domain=whole[0])
+            return cls(chip, shape, n, hosts=-(-n // chip.per_host) if nodes else 1)
         sizes = cls(chip, shape, math.prod(shape), 0).cloud.shape
         bound, also = (chip.side, f" and at most {chip.side}") if dims == 2 else (chip.most, "")
         fits = tuple(min(size + size % 2, bound) for size in sizes[:2]) + sizes[2:]
@@ -169,17 +173,16 @@ class Topology:
         key = rest.partition(":")[0]
         if not rest or not re.fullmatch(r"[1-9]\d{0,4}", number):
             raise refuse("N*SLICE is N slices of TPUs, and N*GPU is N nodes of GPUs; write 4*v5p:4x4x8 or 16*h100")
-        if key not in CHIPS:
-            return cls.parse(rest)  # raises
-        chip, n = CHIPS[key], int(number)
-        if chip.domain:
-            if rest not in (key, f"{key}:{chip.domain}"):
+        chip, n = CHIPS.get(key), int(number)
+        if chip and chip.domain:
+            nodes = {f"{key}:{size}": size for size in (chip.domain, chip.in_use)} | {key: chip.domain}
+            if rest not in nodes:
                 raise refuse(f"a node of {chip.name} has {chip.domain} GPUs; use {n}*{key}, which is "
                              f"{key}:{n * chip.domain}")  # fmt: skip
-            return cls.parse(f"{key}:{n * chip.domain}")
+            return replace(cls.parse(f"{key}:{n * nodes[rest]}"), chip=replace(chip, domain=nodes[rest]))
         one = cls.parse(rest)
-        if n > 1 and not chip.dcn_bytes_per_s:
-            raise refuse(f"the speed of the network between slices is unknown for {chip.name}; use {one}")
+        if n > 1 and not one.chip.dcn_bytes_per_s:
+            raise refuse(f"the speed of the network between slices is unknown for {one.chip.name}; use {one}")
         return replace(one, chips=n * one.chips, hosts=n * one.hosts, slices=n)
 
     def __str__(self) -> str:
@@ -254,9 +257,8 @@ class NamedMesh:
         pairs = [part.strip().partition("=")[::2] for part in text.split(",")]
         for name, size in pairs:
             if not name.isidentifier() or not re.fullmatch(r"[1-9]\d{0,6}", size):
-                raise UserError(
-                    f"mesh {text!r}: {name}={size} should be AXIS=SIZE, with a size of at least 1: data=4,model=8"
-                )
+                raise UserError(f"mesh {text!r}: {name}={size} should be AXIS=SIZE, with a size of at least 1: "
+                                "data=4,model=8")  # fmt: skip
             if [one for one, _ in pairs].count(name) > 1:
                 raise UserError(f"mesh {text!r}: axis {name!r} is given twice")
         return cls(tuple((name, int(size)) for name, size in pairs))
@@ -510,10 +512,8 @@ def _shared_link(axis: str, lines: np.ndarray, topology: Topology) -> Link:
     where = link.note.removeprefix(f"{axis}={n // here} maps to ").rpartition(", ")[0]
     which = "both devices" if here > 1 else "one device"
     note = f"{axis}={n} maps to {which} of each chip of {where}, {_speed(gather * link.bytes_per_s)}"
-    return replace(
-        link, bytes_per_s=gather * link.bytes_per_s, note=note, all_to_all_bytes_per_s=across,
-        neighbour_bytes_per_s=step * link.neighbour_bytes_per_s,
-    )  # fmt: skip
+    return replace(link, bytes_per_s=gather * link.bytes_per_s, note=note, all_to_all_bytes_per_s=across,
+                   neighbour_bytes_per_s=step * link.neighbour_bytes_per_s)  # fmt: skip
 
 
 def _part(size: int, _wraps: bool, count: int, stride: int) -> str:
@@ -595,6 +595,5 @@ def collective_seconds(kind: str, size: float, n: int, link: Link) -> float:
 
 
 def latency_seconds(kind: str, link: Link) -> float:
-    """Return the latency of a collective, in addition to its transfer time. An all-reduce is a reduce-scatter, then
-    an all-gather."""
+    """Return the latency of a collective, in addition to its transfer time. An all-reduce is two collectives."""
     return (2 if kind == "all-reduce" else 1) * link.latency_s

@@ -67,6 +67,8 @@ def read(topology):
     ("h200:24", 24, 3, (False,)),
     ("b200:16", 16, 2, (False,)),
     ("gb200:72", 72, 18, (False,)),  # a rack's trays have 4 GPUs each
+    ("gb200:64", 64, 16, (False,)),
+    ("gb200:256", 256, 64, (False,)),  # 64 in each of 4 racks, as in NVIDIA's published runs
     ("4*v5p:4x4x8", 512, 128, (True, True, True)),
     ("2*v6e:8x16", 256, 64, (False, True)),
     ("3*tpu7x:2x2x1", 12, 3, (False, False, False)),
@@ -81,7 +83,8 @@ def test_a_topology_is_read(text, chips, hosts, wraps):
 
 
 @pytest.mark.parametrize("nodes, gpus", [
-    ("16*h100", "h100:128"), ("2*h100:8", "h100:16"), ("8*gb200-nvl72", "gb200:576"), ("gb200-nvl72:72", "gb200:72"),
+    ("16*h100", "h100:128"), ("4*gb200:64", "gb200:256"), ("2*h100:8", "h100:16"),
+    ("8*gb200-nvl72", "gb200:576"), ("gb200-nvl72:72", "gb200:72"),
 ])  # fmt: skip
 def test_nodes_of_gpus_are_their_gpus(nodes, gpus):
     """Catches 16 nodes that count as 16 GPUs, and nodes that are treated like slices."""
@@ -125,7 +128,9 @@ def test_the_order_of_sizes_does_not_change_a_slice(ours, clouds):
     ("v5p:8x8x16_twisted", r"twisted tori are not supported; use v5p:8x8x16, "),
     ("ironwood:2x2x1", r"unknown chip 'ironwood'; Ironwood is tpu7x; write"),
     ("tpu7x:4x4", r"TPU7x takes 3 sizes, like tpu7x:4x4x4"),
-    ("gb200:100", r"nodes of 72, and 100 is not a multiple of 72; use gb200:72 or gb200:144"),
+    ("gb200:100", r"come in nodes of 72 or 64, and 100 is not a multiple of 72 or 64; use gb200:72 or gb200:128"),
+    ("gb200:200", r"200 is not a multiple of 72 or 64; use gb200:192 or gb200:216"),
+    ("4*gb200:32", r"a node of NVIDIA GB200 NVL72 has 72 GPUs; use 4\*gb200, which is gb200:288"),
     ("h100:12", r"NVIDIA H100s come in nodes of 8, and 12 is not a multiple of 8; use h100:8 or h100:16"),
     ("h100:4x4", r"NVIDIA H100 takes one size, like h100:8"),
     ("cpu:", r"this machine takes one size, like cpu:8"),
@@ -321,19 +326,6 @@ def test_gpus_in_several_nodes_use_their_network_cards():
     wide = links("tensor=16", "h100:16")["tensor"]
     assert (wide.bytes_per_s, wide.neighbour_bytes_per_s) == (400e9, 50e9)  # BOOK/gpus: 8 cards of 50e9
     assert links("fsdp=2,tensor=4", "h200:8")["fsdp"].bytes_per_s == 450e9
-
-
-def test_a_rack_is_one_node():
-    """Catches GB200 in nodes of 8: NVLink connects 72. BOOK/gpus: 900e9 per GPU, 3600e9 out of the rack."""
-    inside = links("fsdp=9,tensor=8", "gb200:72")
-    assert [link.bytes_per_s for link in inside.values()] == [900e9, 900e9]
-    assert [link.bytes_per_s for link in links("fsdp=9,tensor=8", "b200:72").values()] == [50e9, 900e9]
-    wide = links("fsdp=144", "gb200:144")["fsdp"]
-    assert (wide.bytes_per_s, 72 * CHIPS["gb200"].dcn_bytes_per_s) == (900e9, 3600e9)
-    note = hardware.check(MeshConfig(data=2, tensor=72), Topology.parse("gb200:144"))
-    assert note == []
-    (note,) = hardware.check(MeshConfig(fsdp=9, tensor=16), Topology.parse("gb200:144"))
-    assert note == "tensor=16 spans nodes of 72: 400 GB/s, not 900 GB/s"
 
 
 def test_two_devices_of_a_chip_share_its_links():

@@ -6,15 +6,20 @@ import math
 import pytest
 from rich.console import Console
 
-from config import preset
+from config import MeshConfig, preset
 from plan import planner
 from plan.answer import show
-from plan.chips.hardware import CHIPS, NCCL_BEGIN_S, NETWORK_STEP_S, NVLINK_STEP_S
+from plan.chips import hardware
+from plan.chips.hardware import CHIPS, NCCL_BEGIN_S, NETWORK_STEP_S, NVLINK_STEP_S, Topology
 from plan.time import tiers
 
 approx = pytest.approx
 SMALL = {"data.batch_size": 128, "data.seq_len": 128, "work.remat": "full", "work.gather": "layer"}
 H100 = CHIPS["h100"]
+
+
+def links(mesh, topology):
+    return hardware.layout(MeshConfig.parse(mesh), Topology.parse(topology))
 
 
 def plan(mesh, topology, name="dense_124m", **settings):
@@ -112,3 +117,28 @@ def test_a_plan_says_when_latency_decides():
     assert said in tiers.latency_line(many, many.step_s)
     for one in (plan("fsdp=8", "1*h100", "llama3_8b", **{"data.batch_size": 8}), plan("fsdp=8", "cpu:8")):
         assert tiers.latency_line(one, one.step_s) == ""
+
+
+def test_a_rack_is_one_node():
+    """Catches GB200 in nodes of 8: NVLink connects 72. BOOK/gpus: 900e9 per GPU, 3600e9 out of the rack."""
+    inside = links("fsdp=9,tensor=8", "gb200:72")
+    assert [link.bytes_per_s for link in inside.values()] == [900e9, 900e9]
+    assert [link.bytes_per_s for link in links("fsdp=9,tensor=8", "b200:72").values()] == [50e9, 900e9]
+    wide = links("fsdp=144", "gb200:144")["fsdp"]
+    assert (wide.bytes_per_s, 72 * CHIPS["gb200"].dcn_bytes_per_s) == (900e9, 3600e9)
+    note = hardware.check(MeshConfig(data=2, tensor=72), Topology.parse("gb200:144"))
+    assert note == []
+    (note,) = hardware.check(MeshConfig(fsdp=9, tensor=16), Topology.parse("gb200:144"))
+    assert note == "tensor=16 spans nodes of 72: 400 GB/s, not 900 GB/s"
+
+
+def test_a_rack_may_be_used_in_part():
+    """Catches 64 GPUs in each rack that are planned as 72 in the first racks and the rest in the last."""
+    for text in ("gb200:256", "4*gb200:64", "9*gb200:64"):
+        assert Topology.parse(text).chip.domain == 64
+    for text in ("gb200:64", "gb200:144", "gb200:576", "8*gb200"):  # 576 is a multiple of both
+        assert Topology.parse(text).chip.domain == 72
+    found = links("fsdp=4,tensor=64", "gb200:256")
+    assert [link.bytes_per_s for link in found.values()] == [50e9, 900e9]
+    wide = links("fsdp=256", "gb200:256")["fsdp"]
+    assert (wide.nodes, wide.note) == (4, "fsdp=256 spans 4 nodes with 64 in each: InfiniBand, 900 GB/s")
