@@ -29,16 +29,7 @@ from progress import print_to_stderr
 from train import checkpoint
 from utils import UserError, log, suggest
 from weights import card
-from weights.families import (
-    FAMILIES,
-    PASSED_THROUGH,
-    Piece,
-    declare,
-    family_of,
-    from_hf_layout,
-    pieces,
-    to_hf_layout,
-)
+from weights.families import FAMILIES, PASSED_THROUGH, Piece, declare, family_of, from_hf_layout, pieces, to_hf_layout
 from weights.folders import FILES, NUMPY, Folder, Tensor, Tensors, fresh_folder, write_tensors
 from weights.hf_config import config_from_hf, config_to_hf
 
@@ -151,10 +142,8 @@ def how_to_convert(name: str | Path) -> str:
     """Explain how to use a model of Hugging Face, if `name` is no folder but looks like ORG/NAME; otherwise ""."""
     if os.path.exists(name) or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
         return ""
-    return (
-        f"; if {name} is a model of Hugging Face, download its folder yourself, because nothing here downloads "
-        "weights, then run python -m weights from-hf FOLDER --out runs/NAME"
-    )
+    return (f"; if {name} is a model of Hugging Face, download its folder yourself, because nothing here downloads "
+            "weights, then run python -m weights from-hf FOLDER --out runs/NAME")  # fmt: skip
 
 
 # Reading a run --------------------------------------------------------------------------------------------------------
@@ -345,9 +334,8 @@ def to_hf(
     try:
         config_to_hf(c, kind=kind)  # fail before reading a checkpoint
     except UserError as error:
-        raise UserError(
-            f"{error}; train with other settings, or export weights in this project's format: python -m weights slim"
-        ) from None
+        raise UserError(f"{error}; train with other settings, or export weights in this project's format: python -m "
+                        "weights slim") from None  # fmt: skip
     declared = sharding.flatten_named(declare(c))
     weights, at_step = open_run(run, declared, step)
     hf = config_to_hf(c, str(weights["embedding_VD"].dtype), kind) | about.get("hf", {})

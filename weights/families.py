@@ -416,9 +416,8 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
             continue
         if len(known) < len(names):
             lacking = ", ".join(name for name in names if name not in declared)
-            raise UserError(
-                f"row {r.hf_name!r} of the {kind!r} mapping has {lacking}, but our model has no such parameter"
-            )
+            raise UserError(f"row {r.hf_name!r} of the {kind!r} mapping has {lacking}, but our model has no such "
+                            "parameter")  # fmt: skip
         experts = range(c.n_experts) if "{expert}" in r.hf_name else [None]
         _check_letters(r, {name: declared[name].dims[numbers.ndim + (experts != [None]) :] for name in names}, kind)
         for index in np.ndindex(numbers.shape):
@@ -439,9 +438,8 @@ def _check_letters(r: Row, dims: dict[str, str], kind: str) -> None:
     for name, own in dims.items():
         places = [letter for letter in letters if letter in own]
         if sorted(places) != sorted(own) or len(factors) != len(own) or set(letters) - set("".join(dims.values())):
-            raise UserError(
-                f"the {kind!r} mapping has layout {r.layout!r} for {r.hf_name!r}, but {name} has dims {own!r}"
-            )
+            raise UserError(f"the {kind!r} mapping has layout {r.layout!r} for {r.hf_name!r}, but {name} has dims "
+                            f"{own!r}")  # fmt: skip
 
 
 def _check_complete(tensors: list[Piece], declared: dict[str, sharding.Declaration], kind: str) -> None:
@@ -455,9 +453,8 @@ def _check_complete(tensors: list[Piece], declared: dict[str, sharding.Declarati
             raise UserError(f"the {kind!r} mapping has {times} rows for {name}; it should have exactly one")
     for name, n in Counter(piece.hf_name for piece in tensors).items():
         if n > 1:
-            raise UserError(
-                f"the {kind!r} mapping gives {n} tensors the name {name!r}; add {{layer}} or {{expert}} to the name"
-            )
+            raise UserError(f"the {kind!r} mapping gives {n} tensors the name {name!r}; add {{layer}} or {{expert}} to "
+                            "the name")  # fmt: skip
 
 
 def _sizes(parts: Iterable[Part], declared: dict[str, sharding.Declaration]) -> dict[str, int]:

@@ -205,9 +205,8 @@ class Tensors:
                 raise UserError(f"{self.folder} {why} {', '.join(names[:3])}{more}")
         for name, want in shapes.items():
             if self.arrays[name].shape != want:
-                raise UserError(
-                    f"{self.folder}: {name} has shape {self.arrays[name].shape}, but config.json needs {want}"
-                )
+                raise UserError(f"{self.folder}: {name} has shape {self.arrays[name].shape}, but config.json needs "
+                                f"{want}")  # fmt: skip
 
 
 def check_weight_map(file_of, name: str) -> dict[str, str]:

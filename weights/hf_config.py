@@ -81,9 +81,8 @@ def field_values(family: Family, hf: dict) -> dict[str, Any]:
             try:
                 value = s.absent(hf) if callable(s.absent) else s.absent
             except (KeyError, ZeroDivisionError) as error:
-                raise UserError(
-                    f"config.json has no {s.hf_name}, and no settings that determine it ({error})"
-                ) from None
+                raise UserError(f"config.json has no {s.hf_name}, and no settings that determine it "
+                                f"({error})") from None  # fmt: skip
         if s.field in source | family.fixed_fields and values[s.field] != value:
             other = f"{source.get(s.field, s.hf_name)}={values[s.field]!r}"
             raise UserError(f"config.json: {s.hf_name}={value!r} is not supported together with {other}")

@@ -55,10 +55,8 @@ def load_init_params(cfg: Config, mesh):
 
     source, declarations = cfg.run.init_from, declare_stored(cfg)
     step = convert.resolve_step(source, report=log)
-    params, which = (
-        convert.load_params(source, declarations, mesh, step),
-        "converted" if step is None else f"step {step}",
-    )
+    params = convert.load_params(source, declarations, mesh, step)
+    which = "converted" if step is None else f"step {step}"
     log(f"parameters and model settings are from {source} ({which})")
     if other := differing_settings(cfg.model, convert.read_config(source)):
         log(f"           except {other}")

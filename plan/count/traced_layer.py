@@ -393,11 +393,8 @@ def from_trace(c: ModelAtWork, kind: str, cached: bool = False) -> list[LayerRow
     for row in forward:
         same = lambda x, row=row: place(x) == place(row) and (x.kind, operands(x)) == (row.kind, operands(row))
         gradient = lambda x, row=row: place(x) == place(row) and is_gradient(x, row)
-        found.append(
-            symbolic_row(
-                row, pop_executions(again, same) / row.count, pop_executions(back, gradient, 2 * row.count) / row.count
-            )
-        )
+        repeated, twice = pop_executions(again, same), pop_executions(back, gradient, 2 * row.count)
+        found.append(symbolic_row(row, repeated / row.count, twice / row.count))
     if again or back:
         raise ValueError(f"these backward operations match no operation of the layer's forward pass: {again + back}")
     return read_once(found)
