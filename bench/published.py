@@ -25,10 +25,12 @@ from plan import planner
 from plan.chips import hardware
 from plan.time import measured
 from utils import UserError, exit_status
+from weights.published import WindowedConfig
 
 ROWS, PAGE = Path(__file__).parent / "published.csv", Path(__file__).parents[1] / "docs" / "published.md"
 KINDS = ("dense, one slice", "several slices", "context", "MoE", "GPUs", "GPUs without FlashAttention")
 SIZES = {"vocab": "vocab_size", **{name: name for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head")}}
+WINDOWS = {"gpt-oss": (128, 1 / 2), "gemma3": (1024, 5 / 6)}  # the two numbers of `WindowedConfig`, by name
 # FLOPs as the source counts them: per token and weight of a layer, and of attention per query-key pair and head width.
 # maxtext counts all pairs, causal half of them, and megatron counts the recomputed forward pass too (arXiv:2104.04473)
 COUNTED = {"maxtext": (6, 12), "causal": (6, 6), "megatron": (8, 16)}
@@ -76,7 +78,10 @@ def config(row: dict[str, str]) -> Config:
     model |= {name[6:]: value for name, value in settings.items() if name.startswith("model.")}
     others = {name: value for name, value in settings.items() if not name.startswith("model.")}
     data = {"data.seq_len": int(row["seq_len"]), "data.batch_size": int(row["batch"])}
-    return replace(preset("llama3_8b"), model=ModelConfig(**model), mesh=row["mesh"], **(data | others))
+    start = preset("llama3_8b")
+    for window, windowed in (two for name, two in WINDOWS.items() if row["name"].startswith(name)):
+        start = WindowedConfig(**vars(start), window=window, windowed=windowed)
+    return replace(start, model=ModelConfig(**model), mesh=row["mesh"], **(data | others))
 
 
 def seconds(row: dict[str, str], devices: int) -> float:
@@ -196,8 +201,7 @@ the slowest mesh takes.
 multiply the parts. A constant begins with a value and a spread (`PRIORS` in `plan/time/measured.py`), and each measured
 step of the chip, or of the trainer on this chip, narrows the spread. The spreads that are left give the interval of a
 plan. ± is one standard deviation. A plan without `--trainer` uses *any trainer*: the mean of the trainers, without
-{unusual}, with the spread that the constants begin with. Long sequences with sliding windows are
-planned above, but nothing is fitted to them, because the planner computes attention over all positions.
+{unusual}, with the spread that the constants begin with.
 
 {constants}
 
@@ -230,7 +234,7 @@ overlapped weight all-gathers for which they hold up the matmuls. Chips without 
 - **`gptj-6b` on v3.** The source says "~5000 tokens/second", and no other step of a v3 is known.
 - **nanotron's logs** of 2024 have a microbatch of 32 sequences that takes four times as long as 8 sequences.
 - **`gpt-oss-120b` on tpu7x** stores the experts' outputs in the host's memory too, which no list of `work.remat` can
-  express.
+  express. It is planned below, but nothing is fitted to it.
 
 What is not here:
 

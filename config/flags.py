@@ -40,12 +40,12 @@ def command_line(
     """
     start, name, flags = starting_point(argv, default, start)
     before, derived = change(start, flags), derived_flags(start.model, flags)
+    settings = lambda one: {f.name: getattr(one, f.name) for f in dataclasses.fields(Config)}
     arguments = tyro.cli(
-        arguments, prog=f"{prog} [PRESET | --config FILE]",
-        description=f"{description.strip()}\n\nDefaults come from {name}.",
-        default=arguments(**vars(before)), args=flags + derived, use_underscores=True,
+        arguments, prog=f"{prog} [PRESET | --config FILE]", args=flags + derived, use_underscores=True,
+        description=f"{description.strip()}\n\nDefaults come from {name}.", default=arguments(**settings(before)),
     )  # fmt: skip
-    cfg = Config(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Config)})
+    cfg = dataclasses.replace(before, **settings(arguments))
     changed = (name for name, *_ in differences(cfg.to_dict(), before.to_dict()))
     given = (name for name in changed if not any(flag.startswith(f"--{name}=") for flag in derived))
     refuse_unused(cfg, given, mesh_known(arguments))

@@ -488,7 +488,7 @@ def replace(cfg: Config, **dotted: Any) -> Config:
         elif name == "mesh" and isinstance(value, str):
             value = dataclasses.asdict(MeshConfig.parse(value))
         here[last] = value
-    return _build(Config, values, "")
+    return dataclasses.replace(cfg, **vars(_build(Config, values, "")))
 
 
 def derived_settings(before: ModelConfig, given: dict[str, int]) -> dict[str, int]:

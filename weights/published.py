@@ -103,7 +103,7 @@ PARTS = (
     Part("num_nextn_predict_layers", "module for multi-token prediction, with copies of both vocabulary tables",
          lambda hf: hf.get("num_nextn_predict_layers"), token_prediction_modules),
     Part("sliding_window use_sliding_window max_window_layers layer_types sliding_window_pattern rope_local_base_freq",
-         "sliding windows of {sliding_window} positions: the plan computes attention over the whole sequence",
+         "sliding windows of {sliding_window} positions: the plan counts attention and the KV cache inside the windows",
          has_window),
     Part("topk_method", "expert groups: a token uses experts of {topk_group} of {n_group} groups; the plan counts "
          "bytes as if it used all", lambda hf: (hf.get("n_group") or 1) > 1),
@@ -116,10 +116,30 @@ PARTS = (
 )  # fmt: skip
 
 
+def windowed_share(hf: dict, layers: int) -> float:
+    """Return the fraction of the layers that have a sliding window, as transformers chooses them."""
+    if kinds := [*(hf.get("layer_types") or ())]:
+        return kinds.count("sliding_attention") / len(kinds)
+    every = hf.get("sliding_window_pattern", {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}.get(hf["model_type"], 0))
+    full = hf.get("max_window_layers", 28) if hf["model_type"].startswith("qwen") else layers // every if every else 0
+    return 1 - min(full, layers) / layers
+
+
 POSITIONS = 4096  # of a sequence in a plan, if the model was not made for shorter ones
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowedConfig(Config):
+    """Settings of a model with sliding windows. Only the planner counts the windows, so they are not a setting."""
+
+    window: int = 1  # positions that a query attends to
+    windowed: float = 0.0  # fraction of the layers with this window; the others attend to the whole sequence
+
+    def to_dict(self) -> dict:
+        return {name: value for name, value in super().to_dict().items() if not name.startswith("window")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +186,13 @@ def read(path: str) -> Published:
     if "config" in hf:
         raise UserError(f"{file} has the settings of a run; pass it with --config {file}")
     try:
-        kind, model, left_out = describe(hf)
+        kind, model, left_out, windows = describe(hf)
+        start = WindowedConfig(window=windows[0], windowed=windows[1]) if windows else Config()
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.resolve().parent.name).strip(".-") or kind
         positions = hf.get("max_position_embeddings") or POSITIONS
         settings = {"model": model, "run.name": name, "data.seq_len": min(positions, POSITIONS),
                     "data.input_len": architecture(model).input_len}  # fmt: skip
-        cfg = replace(Config(), **settings)
+        cfg = replace(start, **settings)
     except UserError as error:
         raise UserError(str(error).replace("config.json", str(file), 1)) from None
     except TypeError as error:
@@ -180,8 +201,9 @@ def read(path: str) -> Published:
     return Published(str(file), kind, cfg, left_out, counted)
 
 
-def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int]]:
-    """Return the model_type and our settings for a config.json, and {part that the plan leaves out: parameters}.
+def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int], tuple[int, float] | None]:
+    """Return for a config.json model_type, our settings, {part that the plan leaves out: parameters} and, if there are
+    sliding windows, the two numbers of `WindowedConfig`.
 
     Raises: UserError if model_type is unknown, or if a setting that the plan needs is missing or invalid.
     """
@@ -211,4 +233,5 @@ def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int]]:
             notes[f"{name}={value!r}: the plan has {want!r}"] = 0
     if unknown := [name for name in hf if name not in family.known | explained]:
         notes[f"settings that the planner doesn't know: {', '.join(unknown)}"] = 0
-    return kind, c, left_out | notes
+    windows = (hf["sliding_window"], windowed_share(hf, c.n_layers)) if has_window(hf) else None
+    return kind, c, left_out | notes, windows

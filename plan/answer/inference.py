@@ -123,7 +123,13 @@ class Pass:
     @property
     def slots(self) -> int:
         """Number of positions per sequence in a device's shard of the cache."""
-        return -(-self.request.slots // self.n[CONTEXT])
+        return math.ceil(cached_positions(self.cfg, self.request) / self.n[CONTEXT])
+
+
+def cached_positions(cfg: Config, request: Request) -> float:
+    """Return the positions of a sequence in the cache. With sliding windows, it is the mean over the layers."""
+    windowed = getattr(cfg, "windowed", 0)  # see `weights.published.WindowedConfig`
+    return request.slots - (windowed * max(request.slots - cfg.window, 0) if windowed else 0)
 
 
 def weights(cfg: Config) -> list[Weights]:
@@ -344,6 +350,11 @@ class Plan:
         c = self.cfg.model
         return c.n_layers * cache_entries(c) * WIDTHS[self.request.cache_dtype]
 
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of cache of one sequence in all layers."""
+        return round(self.token_bytes * cached_positions(self.cfg, self.request))
+
     def cache_bytes(self, batch: int) -> int:
         """Return the bytes of a device's cache. Every stage caches the dense_prefix layers, see `generate`."""
         c, at = self.cfg.model, Pass(self.cfg, self.request, -(-batch // self.unit), 1)
@@ -389,7 +400,7 @@ class Plan:
         now = WIDTHS[request.weights_dtype]
         ways = [f"--weights_dtype {dtype}" for dtype, each in WIDTHS.items() if each < now and fits(dtype)]
         total = sum(w.d.size * width(w, request.weights_dtype) for w in weights(self.cfg))
-        total += self.unit * self.token_bytes * request.slots
+        total += self.unit * self.sequence_bytes
         devices = max(math.ceil(total / room), self.cfg.mesh.devices + 1)
         ways.append(f"a mesh that shards everything over at least {1 << (devices - 1).bit_length()} devices")
         return (
@@ -489,7 +500,7 @@ class Plan:
                                "seconds": self.row_seconds(row) if self.speed_known else None}  # fmt: skip
         return {
             "mesh": str(self.cfg.mesh), "topology": self.topology and str(self.topology), **asdict(request),
-            "cache_token_bytes": self.token_bytes, "cache_sequence_bytes": self.token_bytes * request.slots,
+            "cache_token_bytes": self.token_bytes, "cache_sequence_bytes": self.sequence_bytes,
             "weights_bytes": self.weights_bytes(), "limit_bytes": self.limit_bytes, "most": self.largest_batch,
             "flops_bound": self.bounds, "batches": [self.batch_summary(batch) for batch in batches],
             "decode": [of_part(row) for row in self.rows(batches[-1], "decode")],

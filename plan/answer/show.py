@@ -321,7 +321,7 @@ def inference_lines(plan: inference.Plan) -> list[str]:
     request, most = plan.request, plan.largest_batch
     found = [f"request    prompts of {request.prompt:,} tokens, answers of {request.answer:,}; weights in "
              f"{request.weights_dtype}, cache in {request.cache_dtype}",
-             f"cache      {plan.token_bytes:,} bytes per token, {amount(plan.token_bytes * request.slots, 'bytes')} "
+             f"cache      {plan.token_bytes:,} bytes per token, {amount(plan.sequence_bytes, 'bytes')} "
              f"per sequence; {amount(plan.cache_bytes(plan.unit), 'bytes')} of it on each device"]  # fmt: skip
     if most is not None:
         found.append(f"fit        {most:,} sequences, plus {amount(plan.weights_bytes(), 'bytes')} of weights on "

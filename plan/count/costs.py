@@ -60,8 +60,15 @@ def model_flops_per_token(cfg: Config) -> int:
     width = c.d_head + c.d_rope + c.d_value if c.attention == "mla" else 2 * c.d_head
     of_inputs = "encoder.", "decoder.layers.cross.w_key", "decoder.layers.cross.w_value"
     inputs = sum(d.size for name, d in declared(cfg.model).items() if name.startswith(of_inputs))
-    pairs = 2 * c.encoder_layers * S * S + c.n_layers * (T * (T + 1) + 2 * S * T)
+    pairs = 2 * c.encoder_layers * S * S + c.n_layers * (int(T * (T + 1) * share_in_windows(cfg)) + 2 * S * T)
     return (6 * (inputs * S + (active - lookup - inputs) * T) + 3 * c.n_heads * width * pairs) // (S + T)
+
+
+def share_in_windows(cfg: Config) -> float:
+    """Return which fraction of the causal query-key pairs are inside sliding windows: the mean over the layers."""
+    T, windowed = cfg.data.seq_len, getattr(cfg, "windowed", 0)  # see `weights.published.WindowedConfig`
+    W = min(cfg.window, T) if windowed else T
+    return 1 - windowed * (1 - W * (2 * T - W + 1) / (T * (T + 1)))
 
 
 # What a device does ---------------------------------------------------------------------------------------------------
@@ -222,10 +229,8 @@ def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Collective:
         of = "feed-forward"
     elif part == "activations" and not arrives and row.branch in ("attention", "cross_attention"):
         of = "attention's sums"
-    return Collective(
-        row.kind, row.axes, row.payload.at(sizes), row.count.at(sizes), part, of=of, again=bool(row.recomputed),
-        back=row.backward, branch=row.branch, arrives=arrives,
-    )  # fmt: skip
+    return Collective(row.kind, row.axes, row.payload.at(sizes), row.count.at(sizes), part, back=row.backward, of=of,
+                      again=bool(row.recomputed), branch=row.branch, arrives=arrives)  # fmt: skip
 
 
 @functools.cache
@@ -342,10 +347,11 @@ class Work:
 
 def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Work]:
     """List every matmul of one device in a step."""
-    c, z = cfg.at_work, Sizes.from_config(cfg, platform)
+    c, z, share = cfg.at_work, Sizes.from_config(cfg, platform), share_in_windows(cfg)
     once, run = Passes(*(sched.microbatches,) * 4), passes(cfg, sched)
 
-    def count(row: Matmul, many: int, run: Passes) -> Work:
+    def count(row: Matmul, many: float, run: Passes) -> Work:
+        many *= share if row.kernel == "attention" else 1
         ahead = run.forward + run.again * row.again
         both = zip((row.flops, row.hbm_bytes), row.back or (None, None), strict=True)
         back = lambda x, given: x * (run.inputs + run.weights) if given is None else given * run.inputs
