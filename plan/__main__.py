@@ -8,6 +8,7 @@ import sys
 import textwrap
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 from config import AUTO, HUB_NAMES, PRESETS, Affects, Config, Count, affecting, flags, preset
 from config.fields import DTypeOrAuto
@@ -41,6 +42,8 @@ class Arguments(flags.Arguments):
     topology: str = ""
     compile: bool = False  # compile the step, for the topology's TPUs or for simulated CPU devices, and compare
     hlo: str = ""  # --compile: write the text of the compiled step to this file, for python -m plan.replay
+    # fp8: the matmuls of layers with weights at twice the speed, on chips that have it; training itself has no FP8
+    precision: Literal["bf16", "fp8"] = "bf16"
     # plan every mesh of this many devices, and rank those that fit; not needed if --topology has several devices and
     # no mesh is given
     search: int = 0
@@ -189,6 +192,7 @@ def check(cfg: Config, args: Arguments, topology: hardware.Topology | None) -> N
           for name in OF_CHIP),
         *((getattr(args, name) and (args.max_batch or args.parameters),
            f"--{name} has no effect with --max_batch or --parameters; drop one of the two") for name in OF_CHIP),
+        (args.precision == "fp8" and not known, "--precision fp8 needs a chip: pass a --topology of TPUs or GPUs"),
         (args.constants and args.measured,
          "--constants and --measured both fit the plan to measured steps; pass one of them"),
         (args.price and not (args.tokens or args.token_ms),
@@ -222,7 +226,7 @@ INFERENCE_FLAGS = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", 
 def check_effect(argv: list[str], answers: bool) -> None:
     """Raises: UserError for a training flag with --inference, or an inference flag without it."""
     given = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")]
-    training = {"max_batch", "parameters", "why", "compile", "explain", "tokens", "batch_tokens", *OF_CHIP,
+    training = {"max_batch", "parameters", "why", "compile", "explain", "tokens", "batch_tokens", "precision", *OF_CHIP,
                 *affecting(Affects.TRAINING, Affects.ORDER)}  # fmt: skip
     for name in given:
         if answers and (name in training or name.startswith("work.")):
@@ -295,9 +299,17 @@ def with_knowledge(cfg: Config, args: Arguments, topology: hardware.Topology | N
     return constants.read(args.constants, topology) if args.constants else topology
 
 
+def read_topology(text: str, args: Arguments) -> hardware.Topology:
+    topology = hardware.Topology.parse(text)
+    if args.precision == "fp8" and not topology.chip.fp8:
+        having = ", ".join(key for key, chip in hardware.CHIPS.items() if chip.fp8)
+        raise UserError(f"--precision fp8: {topology.chip.name} has no FP8 matmuls; drop it, or use one of {having}")
+    return replace(topology, fp8=args.precision == "fp8")
+
+
 def compare_topologies(cfg: Config, args: Arguments, console) -> tuple[dict, int]:
     """Search several topologies. Returns the Pareto front for JSON and the exit status."""
-    topologies = [hardware.Topology.parse(text) for text in args.topology.split(",")]
+    topologies = [read_topology(text, args) for text in args.topology.split(",")]
     modes = "compile", "search", "max_batch", "parameters", "why", "explain", "constants", "hlo", "measured", "verify"
     modes += ("inference",) * (not args.token_ms)
     if given := [name for name in modes if getattr(args, name)]:
@@ -393,7 +405,7 @@ def run(cfg: Config, args: Arguments) -> tuple[dict, int]:
     console = show.make_console(args.json == "-")
     if "," in args.topology:
         return compare_topologies(cfg, args, console)
-    topology = hardware.Topology.parse(args.topology) if args.topology else None
+    topology = read_topology(args.topology, args) if args.topology else None
     check(cfg, args, topology)
     topology = with_knowledge(cfg, args, topology)
     if args.parameters:

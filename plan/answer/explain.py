@@ -13,7 +13,7 @@ from config import AUTO, AXES, replace
 from plan.answer import auto, planning
 from plan.answer.planning import MIN_SAVING
 from plan.chips.units import amount
-from plan.time import measured, offload, tiers
+from plan.time import measured, offload, roofline, tiers
 from plan.time.plan import Plan
 from plan.time.terms import MATMULS
 from utils import UserError
@@ -68,7 +68,7 @@ def step_seconds(plan: Plan) -> float:
 
 def losses(plan: Plan) -> dict[str, float]:
     """Return the seconds that a step loses to each cause. Together with the FLOPs at the peak, they are the step."""
-    peak = plan.topology.chip.peak_flops_per_s
+    peak = roofline.mean_peak(plan)
     by_cause = causes(plan)
     matmuls = by_cause.pop(MATMULS)
     repeated = matmuls * (1 - plan.model_flops / plan.hardware_flops)
@@ -86,7 +86,7 @@ def sentence(plan: Plan, cause: str) -> str:
     return SENTENCES[cause].format(
         ratio=plan.hardware_flops / plan.model_flops, remat=plan.cfg.work.remat, schedule=plan.sched.name,
         microbatches=plan.sched.microbatches,
-        reached=plan.hardware_flops / plan.topology.chip.peak_flops_per_s / causes(plan)[MATMULS],
+        reached=plan.hardware_flops / roofline.mean_peak(plan) / causes(plan)[MATMULS],
     )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def chapter(cause: str) -> str:
 
 def lines(found: list[Loss], plan: Plan) -> list[str]:
     """Return the lines that `--explain` prints."""
-    ideal = plan.model_flops / plan.topology.chip.peak_flops_per_s
+    ideal = plan.model_flops / roofline.mean_peak(plan)
     text = [f"explain    the model's FLOPs at the chips' peak take {amount(ideal, 's')} of "
             f"{amount(step_seconds(plan), 's')}; the largest losses are:"]  # fmt: skip
     for number, loss in enumerate(found, 1):

@@ -52,6 +52,7 @@ class Chip:
     domain: int = 0  # number of GPUs connected by NVLink: a node, or a rack; 0: no NVLink
     in_use: int = 0  # of a domain's GPUs in most runs, which keep the others as spares; 0: all
     per_host: int = 4  # chips per host
+    fp8: bool = False  # has FP8 matmuls, which are twice as fast
 
     @property
     def side(self) -> int:
@@ -60,7 +61,7 @@ class Chip:
 
 
 # FLOP/s: https://cloud.google.com/tpu/docs/v4 and v5e, v5p, v6e, tpu7x; NVIDIA's data sheets of A100, H100, H200 SXM,
-# HGX B200 and GB200 NVL72, not sparse.
+# HGX B200 and GB200 NVL72, not sparse; all that list FP8 have twice the FLOP/s there (H100 1,979e12, TPU7x 4,614e12).
 # Memory: the limit that libtpu 0.0.42 reports when a program does not fit; GPUs: what `nvidia-smi` prints, in MiB,
 # times GPU_SHARE (A100, H100: https://github.com/modal-labs/modal-client/pull/2797, which is the data sheets' 80 GB;
 # B200: https://github.com/NVIDIA/TensorRT-LLM/issues/10278).
@@ -83,17 +84,17 @@ CHIPS = {chip.key: chip for chip in (
     Chip("v6e", "TPU v6e", "TPU v6 lite", 918e12, round(31.25 * GiB), 1.6e12, 2, 9e10, 12.5e9, most=256),
     # Ironwood: a device has half of a chip's 2,307 TFLOP/s, 7.38 TB/s and 100 Gbit/s.
     Chip("tpu7x", "TPU7x", "TPU7x", 1153.5e12, round(94.75 * GiB), 3.69e12, 3, 9e10, 6.25e9, most=9216,
-         devices_per_chip=2, inside_bytes_per_s=6e11),
+         devices_per_chip=2, inside_bytes_per_s=6e11, fp8=True),
     Chip("a100", "NVIDIA A100", "NVIDIA A100-SXM4-80GB", 312e12, round(GPU_SHARE * 81_920 * MiB), 2.039e12, 0, 300e9,
          25e9, domain=8, per_host=8),
     Chip("h100", "NVIDIA H100", "NVIDIA H100 80GB HBM3", 989e12, round(GPU_SHARE * 81_559 * MiB), 3.35e12, 0, 450e9,
-         50e9, domain=8, per_host=8),
+         50e9, domain=8, per_host=8, fp8=True),
     Chip("h200", "NVIDIA H200", "NVIDIA H200", 989e12, round(GPU_SHARE * 143_771 * MiB), 4.8e12, 0, 450e9, 50e9,
-         domain=8, per_host=8),
+         domain=8, per_host=8, fp8=True),
     Chip("b200", "NVIDIA B200", "NVIDIA B200", 2250e12, round(GPU_SHARE * 183_359 * MiB), 8e12, 0, 900e9, 50e9,
-         domain=8, per_host=8),
+         domain=8, per_host=8, fp8=True),
     Chip("gb200", "NVIDIA GB200 NVL72", "NVIDIA GB200", 2500e12, round(GPU_SHARE * 189_471 * MiB), 8e12, 0, 900e9, 50e9,
-         domain=72, in_use=64, per_host=4),
+         domain=72, in_use=64, per_host=4, fp8=True),
     Chip("cpu", "this machine", "cpu", None, None, None, 0, None, None),
 )}  # fmt: skip
 PEAK_FLOPS_PER_S = {chip.device_kind: chip.peak_flops_per_s for chip in CHIPS.values() if chip.peak_flops_per_s}
@@ -114,13 +115,13 @@ class Topology:
     constants: Constants | None = None  # of a recorded run on this chip, which lengthen those in `measured.py`
     trainer: str = ""  # whose constants to use on GPUs; empty: any trainer
     speeds: object = None  # a `measured.Speeds` to use in place of the fitted ones
+    fp8: bool = False  # the matmuls of layers with weights are in FP8
 
     @classmethod
     def parse(cls, text: str) -> "Topology":
         """Parse `v4:2x4x4`, `v5e:4x4`, `4*v5p:4x4x8` (4 slices), `h100:16` or `16*h100` (16 nodes), or `cpu:8`.
 
-        The sizes of a slice may be in any order, see `cloud`.
-        Raises: UserError that suggests a valid topology.
+        The sizes of a slice may be in any order, see `cloud`. Raises: UserError that suggests a valid topology.
         """
         refuse = lambda why: UserError(f"topology {text!r}: {why}")
         number, times, rest = text.strip().lower().replace("gb200-nvl72", "gb200").rpartition("*")

@@ -343,6 +343,7 @@ class Work:
     flops: float
     hbm_bytes: float
     kernel: str = ""  # as in `Matmul`
+    name: str = ""  # as in `Matmul`
 
 
 def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Work]:
@@ -355,7 +356,7 @@ def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[
         ahead = run.forward + run.again * row.again
         both = zip((row.flops, row.hbm_bytes), row.back or (None, None), strict=True)
         back = lambda x, given: x * (run.inputs + run.weights) if given is None else given * run.inputs
-        return Work(row.part, *(many * (ahead * x + back(x, given)) for x, given in both), row.kernel)
+        return Work(row.part, *(many * (ahead * x + back(x, given)) for x, given in both), row.kernel, row.name)
 
     rows = [(row, many, run) for many, found in layers(c, z) for row in found]
     rows += [(row, 1, once) for row in logits_rows(c, z)]

@@ -161,6 +161,8 @@ def unlike(step: Step, found: Speeds) -> str:
         return ""
     if not found.steps:
         return f"no step on {step.topology.chip.key} was measured"
+    if step.topology.fp8:
+        return "no step in FP8 was measured, and MFU refers to the peak in BF16"
     if c.n_experts and not seen["d_expert"]:
         return f"no MoE step was measured there ({describe(found)})"
     if c.n_experts and c.d_expert < seen["d_expert"]:

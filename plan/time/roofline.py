@@ -1,7 +1,21 @@
 """The roofline of a step: a lower bound of its seconds, by cause."""
 
+from plan.count.costs import Work
 from plan.count.step import Step
 from plan.time import offload
+
+IN_BF16 = "router", "attend", "position_bias"  # matmuls of layers that FP8 trainers leave in BF16; also the logits
+
+
+def peak(step: Step, work: Work) -> float:
+    """Return the FLOP/s of the chip for a matmul. With FP8, they double for the layers' matmuls with weights."""
+    in_fp8 = step.topology.fp8 and work.part != "logits" and work.name not in IN_BF16
+    return step.topology.chip.peak_flops_per_s * (2 if in_fp8 else 1)
+
+
+def mean_peak(step: Step) -> float:
+    """Return the FLOP/s of the chip over all matmuls of a step."""
+    return step.hardware_flops / sum(one.flops / peak(step, one) for one in step.work)
 
 
 def seconds(step: Step, flops: float | None = None, exchanges=None, alone=False) -> dict[str, float] | None:
@@ -17,7 +31,7 @@ def seconds(step: Step, flops: float | None = None, exchanges=None, alone=False)
     chip = step.topology and step.topology.chip
     if not chip or not chip.peak_flops_per_s:
         return None
-    compute = sum(max(x.flops / chip.peak_flops_per_s, x.hbm_bytes / chip.hbm_bytes_per_s) for x in step.work)
+    compute = sum(max(x.flops / peak(step, x), x.hbm_bytes / chip.hbm_bytes_per_s) for x in step.work)
     if flops is not None:
         compute += (flops - step.hardware_flops) / chip.peak_flops_per_s
     found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: a stage's seconds inside pipeline slots

@@ -20,7 +20,7 @@ from plan.count import costs
 from plan.count.costs import Sizes
 from plan.count.networks import Collective
 from plan.count.step import Step
-from plan.time import offload
+from plan.time import offload, roofline
 from sharding import SLICED, TENSOR
 
 # Fitted to the seconds by cause of simulated steps (`python -m bench.plan --json` has both): MOVED, STREAM, SAVED and
@@ -77,7 +77,7 @@ def matmul_seconds(step: Step, chip: hardware.Chip) -> float:
     """Return the time, in seconds, of all matmuls and kernels."""
     total = 0.0
     for row in step.work:
-        computing, moving = row.flops / chip.peak_flops_per_s, row.hbm_bytes / chip.hbm_bytes_per_s
+        computing, moving = row.flops / roofline.peak(step, row), row.hbm_bytes / chip.hbm_bytes_per_s
         total += max(computing, moving) if row.part == "experts" else matmul_slowdown(chip) * computing + MOVED * moving
     return total
 
@@ -101,7 +101,7 @@ def other_bytes(step: Step, chip: hardware.Chip) -> float:
 
 def ring_seconds(step: Step, speed: float, chip: hardware.Chip) -> float:
     """Return the exposed seconds of rings over TENSOR: each send overlaps with the matmul on another chunk."""
-    return exposed_ring_seconds(step, speed, chip.peak_flops_per_s / matmul_slowdown(chip))
+    return exposed_ring_seconds(step, speed, roofline.mean_peak(step) / matmul_slowdown(chip))
 
 
 def exposed_ring_seconds(step: Step, speed: float, peak: float) -> float:

@@ -57,7 +57,7 @@ def term_of(work) -> str:
 
 def gpu_costs(step: Step, spreads_logits: bool) -> list[Cost]:
     chip, mesh, z = step.topology.chip, step.cfg.mesh, Sizes.from_config(step.cfg, step.platform)
-    found = [Cost(term_of(one), MATMULS, one.flops / chip.peak_flops_per_s) for one in step.work]
+    found = [Cost(term_of(one), MATMULS, one.flops / roofline.peak(step, one)) for one in step.work]
     if not spreads_logits:
         logits_s = sum(one.flops for one in step.work if one.part == "logits") / chip.peak_flops_per_s
         found.append(Cost(MATMULS, MATMULS, (mesh.stage - 1) * logits_s))
@@ -104,7 +104,7 @@ def tpu_costs(step: Step, parts: dict[str, float]) -> list[Cost]:
 
 def matmul_seconds(work, step: Step, chip: hardware.Chip) -> float:
     """Return the simulated seconds of a matmul. A head narrower than the matrix units leaves some of them idle."""
-    computing, moving = work.flops / chip.peak_flops_per_s, work.hbm_bytes / chip.hbm_bytes_per_s
+    computing, moving = work.flops / roofline.peak(step, work), work.hbm_bytes / chip.hbm_bytes_per_s
     if work.part == "experts":
         return max(computing, moving)
     slower = simulation.matmul_slowdown(chip)
