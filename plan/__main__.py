@@ -130,20 +130,8 @@ def by_preset(argv: list[str]) -> list[str]:
 parse_preset = lambda argv: parse(by_preset(argv)) if argv and not flags.model_file(by_preset(argv)) else None
 EARLY = parse_early(parse_preset) if __name__ == "__main__" else None
 
-from plan import planner
-from plan.answer import (
-    budget,
-    explain,
-    front,
-    inference,
-    own_steps,
-    parameter_list,
-    planning,
-    serving,
-    show,
-    verify,
-    why,
-)
+from plan import planner, verify
+from plan.answer import budget, explain, front, inference, own_steps, parameter_list, planning, serving, show, why
 from plan.chips import constants, hardware
 from plan.count.costs import parameters
 from plan.count.step import is_tpu
@@ -371,11 +359,8 @@ def about_run(plan: planner.Plan, args: Arguments, console) -> dict:
     the last two for JSON."""
     cost = budget.budget(plan, args.asked)
     lost = explain.explain(plan) if args.explain else None
-    lines = [
-        *show.answer(plan),
-        *(budget.lines(cost, plan) if cost else []),
-        *(explain.lines(lost, plan) if lost else []),
-    ]
+    lines = show.answer(plan) + (budget.lines(cost, plan) if cost else [])
+    lines += explain.lines(lost, plan) if lost else []
     for line in lines:
         console.print(line, soft_wrap=True)
     return ({"budget": asdict(cost)} if cost else {}) | ({"losses": [asdict(loss) for loss in lost]} if lost else {})

@@ -26,7 +26,7 @@ ROOMS = {
     "utils": (207, ""),
     "progress": (75, "utils"),
     "devices": (175, "utils"),
-    "config": (1480, "utils devices"),
+    "config": (1495, "utils devices"),
     "launch": (2100, ""),
     "compile": (1215, "utils devices"),
     "sharding": (455, "utils config compile"),
@@ -55,10 +55,10 @@ ROOMS = {
     "plan.count": (1460, "utils config sharding kernels overlap model encoder_decoder architectures parameters "
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
-    "plan.time": (860, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
-    "plan.answer": (2275, "utils config compile sharding architectures parameters pipeline local_steps generate "
+    "plan.time": (905, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
+    "plan.answer": (2410, "utils config compile sharding architectures parameters pipeline local_steps generate "
                           "plan.chips plan.trace plan.count plan.time"),
-    "plan": (1255, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
+    "plan": (1370, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
                    "plan.simulate plan.time plan.answer"),
     "startup": (255, "utils devices config compile sharding pipeline optimizer dataset data.reading data plan.chips "
                       "plan.answer plan train.hosts train generate weights"),
@@ -78,9 +78,9 @@ FILES = {
     "plan.trace": "compiled rows program user_file",
     "plan.count": "weights traced_layer networks costs memory step",
     "plan.simulate": "moved live simulator replayed",
-    "plan.time": "offload roofline expected terms measured fit tiers plan",
+    "plan.time": "offload roofline simulated terms measured fit tiers plan",
     "plan.answer": "auto planning own_steps inference show why budget explain front serving parameter_list",
-    "plan": "planner traced replay profile __main__",
+    "plan": "planner traced replay profile verify __main__",
     "train.hosts": "pace board agreement watchdog processes",
     "train": "storage steps checkpoint guard tracking report directory interruptions progress selfcheck recorder",
     "weights": "folders families hf_config published card convert init_from __main__",

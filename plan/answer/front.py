@@ -15,6 +15,7 @@ from plan.answer.budget import parse_price
 from plan.answer.show import make_table, schedule_label
 from plan.chips.hardware import Topology
 from plan.chips.units import amount
+from plan.time.measured import interval
 from plan.time.plan import Plan
 from utils import UserError
 
@@ -119,7 +120,8 @@ def lines(found: list[Answer]) -> list[str]:
             text += [f"{one.topology}: {one.refusal}"]
             continue
         plan, estimate, cost = one.first.plan, one.first.plan.estimate, one.cost
-        parts = [f"step {amount(estimate.seconds, 's')}{between(estimate.low, estimate.high, '.3g')}"]
+        known = f" ({interval(estimate.low, estimate.high)})" if estimate.low else ""
+        parts = [f"step {amount(estimate.seconds, 's')}{known}"]
         if cost:
             parts.append(cost.time)
         if cost and cost.dollars:

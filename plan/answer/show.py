@@ -134,9 +134,10 @@ def tables(plan: Plan, found: dict | None, better: tuple[dict, Plan] | None, why
 
 
 TIMES = """\
-The lower bound is a roofline: matmuls at the peak FLOP/s, links at their full speed. The simulated time predicts, with
-formulas, what a simulation of the compiled program gives; on GPUs there is none. The step is the best estimate: it
-multiplies the costs of the simulated step (on GPUs, of the lower bound) by constants fitted to measured steps."""
+The lower bound is a roofline: matmuls at the peak FLOP/s, links at their full speed, and on GPUs no overlap, so there
+it may exceed the step. The simulated time predicts, with formulas, what a simulation of the compiled program gives; on
+GPUs there is none. The step is the best estimate: it multiplies the costs of the simulated step (on GPUs, of the lower
+bound) by constants fitted to measured steps."""
 
 
 def time_table(plan: Plan, why: bool):

@@ -72,10 +72,15 @@ class Estimate:
     source: str = ""  # what the constants come from, or why there is no interval
 
     def __str__(self) -> str:
-        step = amount(self.seconds, "s")
         if self.low is None:
-            return f"{step}, {self.source}"
-        return f"{step}, {amount(self.low, 's')} to {amount(self.high, 's')} in 4 of 5 cases ({self.source})"
+            return f"{amount(self.seconds, 's')}, {self.source}"
+        return f"{amount(self.seconds, 's')}, {interval(self.low, self.high)} in 4 of 5 cases ({self.source})"
+
+
+def interval(low: float, high: float) -> str:
+    """Format an interval of seconds, both in the unit of its upper end."""
+    unit = amount(high, "s").split()[1]
+    return f"{low if unit == 's' else 1e3 * low:,.3f} to {amount(high, 's')}"
 
 
 def estimate(step: Step, simulated: dict[str, float] | None) -> Estimate | None:

@@ -8,6 +8,7 @@ of the simulated step (`simulated.py`), which already leaves out what the compil
 import math
 from dataclasses import dataclass
 
+from config.fields import parse_outer
 from plan.chips import hardware
 from plan.count.costs import Sizes
 from plan.count.step import Step
@@ -98,7 +99,8 @@ def tpu_costs(step: Step, parts: dict[str, float]) -> list[Cost]:
         elif name not in (MATMULS, OTHERS, "bubble"):
             found.append(Cost("slices" if name == between else "exposed", name, seconds))
     if step.topology.slices > 1:
-        found.append(Cost("stragglers", between, math.log2(step.topology.slices) * parts[MATMULS]))
+        waits = 1 / max(parse_outer(step.cfg.optim.outer).every, 1)  # with local steps, slices wait only in outer steps
+        found.append(Cost("stragglers", between, waits * math.log2(step.topology.slices) * parts[MATMULS]))
     return found
 
 

@@ -130,7 +130,7 @@ def test_a_name_on_the_hub_is_that_of_a_preset(capsys):
 def test_verifying_ranks_by_the_compiled_schedule(capsys, monkeypatch):
     """Catches a layout that does not fit when it is compiled at the top, and a command for another layout than the
     first."""
-    from plan.answer import verify
+    from plan import verify
 
     times = iter((None, 0.4, 0.3))
 

@@ -162,7 +162,7 @@ def test_what_a_plan_cannot_use_is_refused_in_one_line(capsys, words, why):
 def test_a_plan_prints_its_interval(capsys):
     """Catches a time without an interval in the first lines of a plan."""
     one = llama("v4:4x4x4")
-    between = f"{one.estimate.low:.3f} s to {one.estimate.high:.3f} s in 4 of 5 cases (by 7 measured steps of v4)"
+    between = f"{one.estimate.low:.3f} to {one.estimate.high:.3f} s in 4 of 5 cases (by 7 measured steps of v4)"
     assert show.answer(one) == [f"step       {one.step_s:.3f} s, {between}; MFU {one.mfu(one.step_s):.1%}",
                                 f"memory     {one.peak_bytes / 2**30:.3f} GiB of 30.750 GiB: fits"]  # fmt: skip
 
