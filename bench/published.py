@@ -201,7 +201,7 @@ the slowest mesh takes.
 multiply the parts. A constant begins with a value and a spread (`PRIORS` in `plan/time/measured.py`), and each measured
 step of the chip, or of the trainer on this chip, narrows the spread. The spreads that are left give the interval of a
 plan. ± is one standard deviation. A plan without `--trainer` uses *any trainer*: the mean of the trainers, without
-{unusual}, with the spread that the constants begin with.
+{unusual}, with the spread that the constants begin with, and 10% in common.
 
 {constants}
 
