@@ -27,6 +27,7 @@ import pytest
 from compile import ordered
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+assert jax.device_count() == 8  # starts JAX: otherwise a command that the first test calls might choose another number
 
 # Use the same examples in every run, so that results are reproducible. No deadline, because the first example compiles.
 hypothesis.settings.register_profile("house", derandomize=True, deadline=None)
