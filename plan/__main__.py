@@ -15,16 +15,16 @@ from config.fields import DTypeOrAuto
 from devices import use_devices
 from utils import UserError, check_picture, exit_status, parse_early
 
-HELP = """e.g. python -m plan moe1b --topology v4:4x4x2       # which mesh of these chips is the fastest that fits?
+HELP = """e.g. python -m plan llama3_8b --topology v4:4x4x4   # which mesh of these chips is the fastest that fits?
      python -m plan llama3_70b --topology v5p:8x8x8,64*h100 --tokens 15T --price v5p=4.2,h100=2.5   # and what it costs
-     python -m plan Qwen3-8B/config.json --topology v5p:4x4x4     # the same for a model of Hugging Face
-     python -m plan moe1b --topology v4:4x4x2 --search 32 --verify 5       # compile the first 5 meshes, and compare
-     python -m plan moe1b --topology v4:4x4x2 --mesh fsdp=32               # plan one mesh
-     python -m plan moe1b --topology v4:4x4x2 --mesh fsdp=32 --compile     # compare with the compiler; needs no TPU
-     python -m plan moe1b --topology v4:4x4x2 --mesh fsdp=32 --why         # compare with the traced step, by line
-     python -m plan moe1b --topology v4:4x4x2 --mesh fsdp=32 --max_batch   # the largest batch, found by compiling
-     python -m plan laptop --mesh fsdp=4 --parameters       # every parameter, its shape and its shard on a device
-     python -m plan laptop --mesh fsdp=4 --compile          # without a topology: simulated CPU devices
+     python -m plan Qwen3-8B/config.json --topology v5p:4x4x4   # the same for a model of Hugging Face
+     python -m plan moe1b --topology v4:4x4x2 --search 32 --verify 5   # compile the first 5 meshes, and compare
+     python -m plan moe1b --topology v4:4x4x2              # plan one mesh, that of the preset or of --mesh
+     python -m plan moe1b --topology v4:4x4x2 --compile    # compare with the TPU compiler; needs no TPU
+     python -m plan moe1b --topology v4:4x4x2 --why        # compare with the traced step, line by line
+     python -m plan moe1b --topology v4:4x4x2 --max_batch  # the largest batch that fits, found by compiling
+     python -m plan laptop --mesh fsdp=4 --parameters      # every parameter, its shape and its shard on a device
+     python -m plan laptop --mesh fsdp=4 --compile         # without a topology: simulated CPU devices
      python -m plan llama3_8b --inference --topology v5e:2x4 --mesh tensor=8 --prompt 2048 --answer 256
      python -m plan llama3_70b --inference --topology v5e:8x8 --search 64 --token_ms 60
 
@@ -47,9 +47,8 @@ class Arguments(flags.Arguments):
     # plan every mesh of this many devices, and rank those that fit; not needed if --topology has several devices and
     # no mesh is given
     search: int = 0
-    verify: Count = (
-        0  # of a search on a TPU: compile this many layouts, the first ones, and rank them by simulated time
-    )
+    # with a search on TPUs: compile its first N layouts, a minute or more each, and rank them by the simulated seconds
+    verify: Count = 0
     max_batch: bool = False  # find the largest batch that fits, by compiling
     parameters: bool = False  # list every parameter: shape, dtype, the mesh axes that shard it, and its local shard
     why: bool = False  # explain the plan: compare the FLOPs and bytes of each line of the model with the traced step
@@ -171,6 +170,7 @@ def check(cfg: Config, args: Arguments, topology: hardware.Topology | None) -> N
                         f"{' or '.join(ways or ['a positive number of devices'])}")  # fmt: skip
     if args.plot:
         check_picture(args.plot)
+    budget.parse_tokens(args.tokens)
     folder, known = Path(args.hlo).resolve().parent, chip and chip.peak_flops_per_s
     of_price = "--token_ms; add --token_ms 20" if args.inference else "--tokens or several topologies; add --tokens 15T"
     refusals = [
@@ -316,6 +316,9 @@ def compare_topologies(cfg: Config, args: Arguments, console) -> tuple[dict, int
     best = front.pareto([layout for answer in answers for layout in answer.layouts])
     for line in front.lines(answers):
         console.print(line, soft_wrap=True)
+    show.print_memory_note([x.first.plan for x in answers if x.first and x.topology.chip.domain], console)
+    if args.tokens and not args.goodput:
+        console.print("note       days and dollars are those of a run that never stops; --goodput counts failures")
     if best:
         front.print_front(best, console)
         draw(args, front.plot_front, best, [answer.first for answer in answers if answer.first])

@@ -83,8 +83,11 @@ def parse_tokens(text: str) -> float:
     """Parse a number of tokens: `15e12`, `15T`, `300B` or `1.5M`; "" is 0. Raises: UserError."""
     units = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
     unit = units.get(text[-1:].lower(), 1)
-    value = text[:-1] if unit > 1 else text
-    return unit * number(value, "--tokens", "tokens to train on, such as 15e12 or 15T") if text else 0.0
+    means = "tokens to train on, such as 15e12 or 15T"
+    try:
+        return unit * number(text[:-1] if unit > 1 else text, "--tokens", means) if text else 0.0
+    except UserError:
+        raise UserError(f"--tokens: {text!r} should be a number above 0: {means}") from None
 
 
 def number(text: str, flag: str, what: str) -> float:

@@ -96,7 +96,7 @@ def answer(cfg: Config, topology: Topology, asked: budget.Asked, limit_bytes: in
     if fit:
         return Answer(topology, [layout(one, asked.price) for one in fit], budget.budget(fit[0], asked))
     common = max(refused, key=refused.get) if refused else ""
-    reason = f"you need about {planning.devices_needed(large):,} of this kind" if large else f"not possible: {common}"
+    reason = f"you need about {planning.devices_needed(large):,} of these chips" if large else f"impossible: {common}"
     return Answer(topology, [], refusal=f"nothing fits; {reason}")
 
 
@@ -126,18 +126,13 @@ def lines(found: list[Answer]) -> list[str]:
             parts.append(cost.time)
         if cost and cost.dollars:
             low, high = (x and x / 1e6 for x in cost.dollars_interval)
-            parts.append(f"${cost.dollars / 1e6:,.3g}M{between(low, high, ',.3g')}")
+            parts.append(f"${cost.dollars / 1e6:,.2f}M" + (f" ({low:,.2f} to {high:,.2f})" if low else ""))
         elif one.first.dollars:
             parts.append(f"${one.first.dollars:,.4f} per million tokens")
         parts.append(f"{amount(plan.peak_bytes, 'bytes')} of {amount(plan.limit_bytes, 'bytes')}")
         text += [f"{one.topology}: mesh {plan.cfg.mesh} {schedule_label(plan)}".rstrip(), f"  {'; '.join(parts)}",
                  f"  how sure: {estimate.source}"]  # fmt: skip
     return [*text, "In parentheses: the interval that holds 4 of 5 such steps."]
-
-
-def between(low: float | None, high: float | None, form: str) -> str:
-    """Return an interval in parentheses; empty if there is none."""
-    return f" ({low:{form}} to {high:{form}})" if low else ""
 
 
 def print_front(front: list[Layout], console, most: int = 10) -> None:

@@ -8,7 +8,7 @@ from plan.chips.hardware import Topology
 from plan.time import fit, measured, terms
 from utils import UserError
 
-FORM = "'mesh=fsdp=8 batch=64 step=3.41', with seq_len=4096 or settings such as work.remat=full; ; between two steps"
+FORM = "'mesh=fsdp=8 batch=64 step=3.41' (also seq_len=4096 or work.remat=full; a semicolon separates steps)"
 SHORT = {"mesh": "mesh", "batch": "data.batch_size", "seq_len": "data.seq_len"}
 
 
@@ -21,7 +21,7 @@ def read(text: str, cfg: Config) -> list[tuple[Config, float]]:
     for one in text.split(";"):
         pairs = dict(word.partition("=")[::2] for word in one.split())
         try:
-            step_s = float(pairs.pop("step", ""))
+            step_s = float(pairs.pop("step", "").removesuffix("s"))
         except ValueError:
             step_s = 0.0
         if not 0 < step_s < float("inf"):

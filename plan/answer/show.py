@@ -1,7 +1,6 @@
 """Print a plan as tables, and draw it as a figure."""
 
 import math
-import sys
 
 import utils
 from compile import ledger
@@ -50,10 +49,12 @@ def make_table(title: str, *columns: str, words: int = 1, **more):
 
 
 def make_console(quiet: bool):
-    """Return the console of a command. Its lines have 200 columns, unless a terminal has its own width."""
+    """Return the console of a command. It cuts nothing: on a narrow terminal, the lines of wide tables wrap."""
     from rich.console import Console
 
-    return Console(quiet=quiet, highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = Console(quiet=quiet, highlight=False)
+    console.width = max(console.width, 200)
+    return console
 
 
 def link_lines(mesh, topology: hardware.Topology | None) -> list[str]:
@@ -232,7 +233,7 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
     fastest = min(fit, key=planning.time_of, default=None)
     shown = f", {most} of them" if len(fit) > most else ""
     columns = "mesh", "schedule", "memory", "bytes sent", "bubble", "step", "", "MFU"
-    table = make_table(f"{len(fit)} layouts fit{shown}, the fastest first", *columns, words=2, no_wrap=True)
+    table = make_table(f"{len(fit)} layouts fit{shown}", *columns, words=2, no_wrap=True)
     for one in fit[:most]:
         mfu = f"{one.mfu(one.step_s):.1%}" if one.step_s else "-"
         table.add_row(str(one.cfg.mesh), schedule_label(one), amount(one.peak_bytes, "bytes"),
@@ -240,12 +241,18 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
                       "=" * one.as_fast_as(fastest), mfu)  # fmt: skip
     console.print(table if fit else "no layout fits")
     if fit and fastest.step_s:
-        console.print(f"= may be as fast as the fastest, within the errors of measured steps. Layouts that are at most "
-                      f"{planning.MIN_SAVING:.0%} slower than the fastest come first, those that need the least memory "
-                      "before the others.", soft_wrap=True)  # fmt: skip
+        many = sum(one.as_fast_as(fastest) for one in fit)
+        console.print(f"= {many} layouts may be as fast as the fastest, within the errors of measured steps. Those "
+                      f"that are at most {planning.MIN_SAVING:.0%} slower come first, sorted by memory (in tenths of a "
+                      "device's), number of axes and time."
+                      + " --verify 5 compiles the first 5, and compares them." * bool(fastest.simulated),
+                      soft_wrap=True)  # fmt: skip
     if large and not fit:
-        needed = planning.devices_needed(large)
-        console.print(f"devices    you need at least about {needed:,} of this kind, or a smaller batch or model")
+        state = sum(large[0].memory_bytes[part] for part in ("parameters", "optimizer", "gradients"))
+        smaller = "a smaller model" if state > large[0].limit_bytes else "a smaller batch or model"
+        console.print(
+            f"devices    you need at least about {planning.devices_needed(large):,} of these chips, or {smaller}"
+        )
     if fit and fit[0].cfg.optim.outer:
         console.print("note       with local steps, data is the number of replicas, which changes the loss")
     smallest = (large[0].cfg.mesh, large[0].peak_bytes, large[0].limit_bytes) if large else ()
@@ -272,7 +279,7 @@ def print_rejected(too_large: int, smallest: tuple, refused: dict[str, int], con
         console.print(f"{too_large} layouts are too large; the smallest of them, {mesh}, needs "
                       f"{amount(need, 'bytes')} of {amount(limit, 'bytes')}")  # fmt: skip
     for reason, many in sorted(refused.items(), key=lambda item: -item[1])[:5]:
-        console.print(f"{many} layouts are not possible: {reason}")
+        console.print(f"{many} layout{'s are' if many > 1 else ' is'} not possible: {reason}")
 
 
 # Inference ------------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_one_command_tells_days_and_dollars_of_each_topology(capsys):
         dollars = days * 24 * 64 * {"v4:4x4x4": 3, "h100:64": 2.5}[one["topology"]]
         assert cost["dollars"] == pytest.approx(dollars, rel=1e-3)
         low, high = (cost["days"] * estimate[end] / one["seconds"] for end in ("low", "high"))
-        assert f"{cost['days']:,.1f} days ({low:,.1f} to {high:,.1f}); ${cost['dollars'] / 1e6:,.3g}M (" in text
+        assert f"{cost['days']:,.1f} days ({low:,.1f} to {high:,.1f}); ${cost['dollars'] / 1e6:,.2f}M (" in text
 
 
 def test_a_topology_on_which_nothing_fits_names_the_number_of_chips(capsys):
@@ -72,9 +72,10 @@ def test_a_topology_on_which_nothing_fits_names_the_number_of_chips(capsys):
     assert "mesh fsdp=64 has 64 devices" in capsys.readouterr().err
     words = [*BIG, "v5p:2x2x1,h100:2", "--tokens", "1T", "--work.remat", "full", "--work.gather", "layer"]
     assert main(words) == 0
-    v5p, *_, h100, last = capsys.readouterr().out.split("Pareto")[0].splitlines()
+    v5p, *_, h100, last, note = capsys.readouterr().out.split("Pareto")[0].splitlines()
     assert v5p.startswith("v5p:2x2x1: mesh ") and last.startswith("In parentheses")
-    assert h100.startswith("h100:2: nothing fits; you need about ") and h100.endswith("of this kind")
+    assert h100.startswith("h100:2: nothing fits; you need about ") and h100.endswith("of these chips")
+    assert note == "note       days and dollars are those of a run that never stops; --goodput counts failures"
 
 
 @pytest.mark.parametrize("call, message", [

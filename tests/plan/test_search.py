@@ -31,6 +31,14 @@ def test_a_search_ends_with_the_commands_for_its_first_layout(capsys, tmp_path):
         assert found[name] == first[name]
 
 
+def test_a_narrow_terminal_cuts_nothing(capsys, monkeypatch):
+    """Catches columns that are cut to dots, and a mark of width 0."""
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["laptop", "--topology", "v4:2x2x2", "--data.batch_size", "32"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out and "│ = │" in out and re.search(r"\n= \d+ layouts may be as fast as the fastest", out)
+
+
 def test_a_search_without_a_layout_that_fits_has_no_table(capsys):
     """Catches an empty table, and a number of devices that does not follow from what is missing."""
     assert (
@@ -38,6 +46,6 @@ def test_a_search_without_a_layout_that_fits_has_no_table(capsys):
     )
     out = capsys.readouterr().out
     assert "no layout fits\n" in out and "┃" not in out and "main.py" not in out
-    least = re.search(r"devices +you need at least about (\d+) of this kind", out)[1]
+    least = re.search(r"devices +you need at least about (\d+) of these chips", out)[1]
     need, limit = map(float, re.search(r"needs ([\d.]+) GiB of ([\d.]+) GiB", out).groups())
     assert int(least) == math.ceil(2 * need / limit) > 2

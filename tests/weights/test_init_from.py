@@ -100,12 +100,13 @@ def test_a_model_with_parts_that_the_trainer_lacks_is_not_trained_without_them(n
     assert f"plan it with python -m plan {folder}, or" in said
 
 
-@pytest.mark.parametrize("word, instead", [
-    ("meta-llama/Llama-3.1-70B", "the preset llama3_70b"), ("mistralai/Mixtral-8x7B-v0.1", "the preset mixtral_8x7b"),
-    ("deepseek-ai/DeepSeek-V3", "the preset deepseek_v3"), ("~/Falcon/config.json", "a preset"),
+@pytest.mark.parametrize("command, word, instead", [
+    (main.main, "meta-llama/Llama-3.1-70B", "the preset llama3_70b"),
+    (main.main, "deepseek-ai/DeepSeek-V3", "the preset deepseek_v3"),
+    (plan_command.main, "mistralai/Mixtral-8x7B-Instruct", "the preset mixtral_8x7b"),
+    (plan_command.main, "~/Falcon/config.json", "a preset"),
 ])  # fmt: skip
-@pytest.mark.parametrize("command", [main.main, plan_command.main])
-def test_a_name_at_hugging_face_is_not_downloaded(word, instead, command, capsys):
+def test_a_name_at_hugging_face_is_not_downloaded(command, word, instead, capsys):
     """Catches an error that does not say that nothing is downloaded, or what to pass instead."""
     assert command([word]) == 2
     assert f"{word}: no such file or folder, and nothing is downloaded; pass {instead}, or" in capsys.readouterr().err
