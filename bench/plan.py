@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from bench.step import say
 from config import Config, preset
 from config.flags import command_line
-from plan import planner
+from plan import planner, verify
 from plan.chips import hardware
 from plan.count.step import is_tpu
-from plan.simulate import replayed
-from plan.trace import compiled
 from utils import UserError, exit_status
 
 TOPOLOGIES = ("v4:2x2x4", "v4:4x4x2", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")
@@ -72,16 +70,13 @@ def search_plans(cfg: Config, topology: str, most: int):
 
 
 def measure(what: str, one: planner.Plan) -> dict | None:
-    """Compile a planned step, and simulate it (`replayed.py`). Return None if it does not fit in memory."""
-    mesh = compiled.topology_mesh(one.cfg.mesh, str(one.topology))
-    try:
-        step = compiled.compile_step(one.cfg, mesh)
-    except compiled.OutOfMemory as error:
-        say(f"{what} on {one.topology}: {error}")
+    """Compile a planned step, and simulate it. Return None if it does not fit in memory."""
+    found = verify.verify(one)
+    if found.seconds is None:
+        say(f"{what} on {one.topology}: {found.refusal}")
         return None
-    found = replayed.simulate(one.cfg, one.topology, mesh, step.step.as_text())
     return {"what": what, "topology": str(one.topology), "predicted_s": one.simulated_s,
-            "simulated_s": found.seconds, "lower_bound_s": one.lower_bound_s, "peak_bytes": step.peak_bytes,
+            "simulated_s": found.seconds, "lower_bound_s": one.lower_bound_s, "peak_bytes": found.peak_bytes,
             "planned_peak_bytes": one.peak_bytes, "predicted": one.simulated, "simulated": found.causes}  # fmt: skip
 
 

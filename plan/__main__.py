@@ -59,12 +59,11 @@ class Arguments(flags.Arguments):
     # --tokens: fraction of the time in which the run makes progress, such as 0.95, or what it follows from:
     # mtbf=50000,disk=1,restart=600 (hours between failures of one chip, GB/s of one host's disk, seconds)
     goodput: str = ""
-    constants: str = ""  # a file that python -m plan.profile --calibrate wrote: use its constants for the real step
-    # steps that you measured on this topology, to fit the real step to, with settings that differ from those of the
-    # plan: 'mesh=fsdp=8 batch=64 step=3.41'; separate several with ;
+    constants: str = ""  # a file that python -m plan.profile --calibrate wrote: use its constants for the step
+    # steps that you measured here, to fit the step to, with what differs from the plan:
+    # 'mesh=fsdp=8 batch=64 step=3.41'; separate several with ;
     measured: str = ""
-    # GPUs: the trainer whose measured steps the real step comes from, such as megatron, llm-foundry or torchtitan;
-    # empty: any trainer
+    # GPUs: the trainer whose measured steps are used, such as megatron, llm-foundry or torchtitan; empty: any trainer
     trainer: str = ""
     memory: float = 0.0  # memory of a device in GiB; 0: the memory of its chip
     json: str = ""  # write the numbers to this file as JSON; -: print only the JSON

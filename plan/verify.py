@@ -20,6 +20,7 @@ class Verified:
     plan: Plan
     seconds: float | None = None  # of the simulated compiled step; None: it does not fit
     peak_bytes: int | None = None
+    causes: dict[str, float] | None = None  # of the seconds
     refusal: str = ""  # why it does not fit
 
     def to_json(self) -> dict:
@@ -35,7 +36,7 @@ def verify(plan: Plan) -> Verified:
     except compiled.OutOfMemory as error:
         return Verified(plan, refusal=str(error))
     found = replayed.simulate(plan.cfg, plan.topology, mesh, step.step.as_text())
-    return Verified(plan, found.seconds, step.peak_bytes)
+    return Verified(plan, found.seconds, step.peak_bytes, found.causes)
 
 
 def verify_all(plans: list[Plan], track) -> list[Verified]:

@@ -56,7 +56,7 @@ ROOMS = {
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
     "plan.time": (905, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
-    "plan.answer": (2411, "utils config compile sharding architectures parameters pipeline local_steps generate "
+    "plan.answer": (2410, "utils config compile sharding architectures parameters pipeline local_steps generate "
                           "plan.chips plan.trace plan.count plan.time"),
     "plan": (1370, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
                    "plan.simulate plan.time plan.answer"),

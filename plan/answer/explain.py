@@ -1,6 +1,6 @@
 """Explain a plan: the largest losses of a step, which change would recover each, and what the change costs.
 
-The step is the real step of `measured.py`. At the chips' peak it would take the time of the model's FLOPs alone. All
+The step is the estimate of `measured.py`. At the chips' peak it would take the time of the model's FLOPs alone. All
 other time is lost to a cause. For each cause, `explain` plans single changes: another value of one execution setting,
 one factor of two moved from a mesh axis to another, or twice the batch. It suggests the change that makes a step faster
 and reduces this cause the most.
@@ -13,7 +13,7 @@ from config import AUTO, AXES, replace
 from plan.answer import auto, planning
 from plan.answer.planning import MIN_SAVING
 from plan.chips.units import amount
-from plan.time import measured, offload, roofline, tiers
+from plan.time import offload, roofline, tiers
 from plan.time.plan import Plan
 from plan.time.terms import MATMULS
 from utils import UserError
@@ -57,19 +57,14 @@ class Loss:
     change: Change | None
 
 
-def causes(plan: Plan) -> dict[str, float]:
-    """Return the seconds of a step by cause."""
-    return measured.causes(plan, plan.simulated)
-
-
 def step_seconds(plan: Plan) -> float:
-    return sum(causes(plan).values())
+    return sum(plan.causes.values())
 
 
 def losses(plan: Plan) -> dict[str, float]:
     """Return the seconds that a step loses to each cause. Together with the FLOPs at the peak, they are the step."""
     peak = roofline.mean_peak(plan)
-    by_cause = causes(plan)
+    by_cause = dict(plan.causes)
     matmuls = by_cause.pop(MATMULS)
     repeated = matmuls * (1 - plan.model_flops / plan.hardware_flops)
     found = {RECOMPUTED: repeated, NARROW: matmuls - plan.model_flops / peak - repeated}
@@ -86,7 +81,7 @@ def sentence(plan: Plan, cause: str) -> str:
     return SENTENCES[cause].format(
         ratio=plan.hardware_flops / plan.model_flops, remat=plan.cfg.work.remat, schedule=plan.sched.name,
         microbatches=plan.sched.microbatches,
-        reached=plan.hardware_flops / roofline.mean_peak(plan) / causes(plan)[MATMULS],
+        reached=plan.hardware_flops / roofline.mean_peak(plan) / plan.causes[MATMULS],
     )  # fmt: skip
 
 

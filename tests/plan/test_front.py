@@ -137,7 +137,7 @@ def test_verifying_ranks_by_the_compiled_schedule(capsys, monkeypatch):
 
     def verified(plan):
         seconds = next(times)
-        return verify.Verified(plan, seconds, seconds and 2**30, "" if seconds else "out of memory")
+        return verify.Verified(plan, seconds, seconds and 2**30, refusal="" if seconds else "out of memory")
 
     monkeypatch.setattr(verify, "verify", verified)
     assert main(["laptop", *FLAGS, "--topology", "v4:2x2x1", "--verify", "3", "--json", "-"]) == 0
