@@ -314,9 +314,9 @@ def test_a_launcher_that_is_killed_while_hosts_get_ready_starts_nothing(fleet, n
         f"case $BASH_EXECUTION_STRING in *start) touch {asked}; while [ -e {held} ]; do sleep 0.1; done ;; esac\n"
     )
     words = [f"{fleet.checkout}/launcher.sh", "--hosts", f"{fleet.folder}/hosts.txt", "--", "bash", "-c", COUNT]
-    heed = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests that run under nohup would ignore
-    with subprocess.Popen(words, env=fleet.environment | {"TMPDIR": str(fleet.folder)}, stdout=subprocess.DEVNULL,
-                          stderr=subprocess.PIPE, text=True, preexec_fn=heed) as launcher:  # fmt: skip
+    heed = ["env", "--default-signal=HUP"]  # a test that runs under nohup would start a launcher that ignores it
+    with subprocess.Popen(heed + words, env=fleet.environment | {"TMPDIR": str(fleet.folder)},
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:  # fmt: skip
         wait_until(asked.exists)
         state = lambda host: fleet.run("launcher.sh", "status", input=f"{host.name}\n").stdout
         ready = [host for host in fleet.hosts if host is not fleet.hosts[1]]
