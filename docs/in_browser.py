@@ -1,7 +1,7 @@
 """The planner's page runs the planner itself, in Pyodide: CPython, compiled for browsers.
 
 This file collects what the page needs: Pyodide's four files, from npm, and one archive with the planner's modules, the
-stand-ins of `docs/in_page` for JAX and NumPy, and the traced layers of every kind of model that can be planned.
+stand-in of `docs/in_page` for NumPy, and the traced layers of every kind of model that can be planned.
 """
 
 import base64

@@ -5,9 +5,9 @@ one question: `chips/` what devices can do, `trace/` what a program contains, `c
 long a compiled program takes, `time/` how long a step takes, and `answer/` what follows from that. A package imports
 only from those before it.
 
-`verify.py` compiles the first layouts of a search. Three more commands are here. `traced.py` plans any JAX program,
-with any mesh axes. `replay.py` simulates any TPU program's text, and `profile.py` compares the profile that a run
-recorded with its plan.
+`verify.py` compiles the first layouts of a search, and `without_jax.py` lets the command answer without the second
+that importing JAX takes. Three more commands are here. `traced.py` plans any JAX program, with any mesh axes.
+`replay.py` simulates any TPU program's text, and `profile.py` compares the profile that a run recorded with its plan.
 
 From outside: `planner.plan`, and what each package lists.
 """

@@ -13,6 +13,7 @@ from typing import Literal
 from config import AUTO, HUB_NAMES, PRESETS, Affects, Config, Count, affecting, flags, preset
 from config.fields import DTypeOrAuto
 from devices import use_devices
+from plan import without_jax
 from utils import UserError, check_picture, exit_status, parse_early
 
 HELP = """e.g. python -m plan llama3_8b --topology v4:4x4x4   # which mesh of these chips is the fastest that fits?
@@ -114,7 +115,8 @@ def parse(argv: list[str], start: Config | None = None) -> tuple[Config, Argumen
 
 def model_types() -> list[str]:
     """List the model types that the planner reads, in lines of text."""
-    from weights import published  # imports JAX, which takes seconds
+    without_jax.begin()  # otherwise the next line would import JAX
+    from weights import published
 
     kinds = ", ".join(sorted(published.PLANNED | published.families.FAMILIES))
     return textwrap.wrap(kinds, 116, initial_indent="  ", subsequent_indent="  ")
@@ -127,6 +129,9 @@ def by_preset(argv: list[str]) -> list[str]:
 
 parse_preset = lambda argv: parse(by_preset(argv)) if argv and not flags.model_file(by_preset(argv)) else None
 EARLY = parse_early(parse_preset) if __name__ == "__main__" else None
+with_jax = {"--compile", "--max_batch", "--max-batch", "--verify", "--why"} & {x.partition("=")[0] for x in sys.argv}
+if __name__ == "__main__" and not with_jax:  # these trace or compile a step
+    without_jax.begin()
 
 from plan import planner, verify
 from plan.answer import budget, explain, front, inference, own_steps, parameter_list, planning, serving, show, why
@@ -460,4 +465,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    sys.exit(main())
+    sys.exit(without_jax.retry(main))

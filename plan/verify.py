@@ -41,8 +41,8 @@ def verify(plan: Plan) -> Verified:
 
 def verify_all(plans: list[Plan], track) -> list[Verified]:
     """Verify each plan. Returns those that fit, the shortest simulated step first, then the others."""
-    found = [verify(plan) for plan in track(plans, "compiling, about a minute each")]
-    return sorted(found, key=lambda one: (one.seconds is None, one.seconds or 0))
+    every = map(verify, track(plans, "compiling, about a minute each"))
+    return sorted(every, key=lambda one: (one.seconds is None, one.seconds or 0))
 
 
 def print_table(found: list[Verified], console) -> None:

@@ -58,7 +58,7 @@ ROOMS = {
     "plan.time": (905, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
     "plan.answer": (2410, "utils config compile sharding architectures parameters pipeline local_steps generate "
                           "plan.chips plan.trace plan.count plan.time"),
-    "plan": (1370, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
+    "plan": (1537, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
                    "plan.simulate plan.time plan.answer"),
     "startup": (255, "utils devices config compile sharding pipeline optimizer dataset data.reading data plan.chips "
                       "plan.answer plan train.hosts train generate weights"),
@@ -80,7 +80,7 @@ FILES = {
     "plan.simulate": "moved live simulator replayed",
     "plan.time": "offload roofline simulated terms measured fit tiers plan",
     "plan.answer": "auto planning own_steps inference show why budget explain front serving parameter_list",
-    "plan": "planner traced replay profile verify __main__",
+    "plan": "without_jax planner traced replay profile verify __main__",
     "train.hosts": "pace board agreement watchdog processes",
     "train": "storage steps checkpoint guard tracking report directory interruptions progress selfcheck recorder",
     "weights": "folders families hf_config published card convert init_from __main__",

@@ -4,10 +4,11 @@ import dataclasses
 import json
 from pathlib import Path
 
-import stand_ins
+from plan import without_jax
 
 HERE = Path(__file__).parent
-stand_ins.install(str(HERE / "mesh_utils.py"), (HERE / "jax_version").read_text())
+MISSING = without_jax.PACKAGES | {"resource", "tyro", "yaml"}
+without_jax.install(MISSING, str(HERE / "mesh_utils.py"), (HERE / "jax_version").read_text())
 
 import utils
 
@@ -23,7 +24,8 @@ from plan.count import traced_layer
 from utils import UserError
 from weights import published
 
-stand_ins.ready()
+without_jax.ready(lambda name: UserError(f"this page has no JAX, which the planner needs for {name}; use "
+                                         "`python -m plan` on a computer"))  # fmt: skip
 
 
 def from_trace(*_):
