@@ -23,12 +23,14 @@ from bench.speeds import Trial
 from config import Config, ModelConfig, preset, replace
 from plan import planner
 from plan.chips import hardware
+from plan.chips.units import amount
 from plan.time import measured
 from utils import UserError, exit_status
 from weights.published import WindowedConfig
 
 ROWS, PAGE = Path(__file__).parent / "published.csv", Path(__file__).parents[1] / "docs" / "published.md"
-KINDS = ("dense, one slice", "several slices", "context", "MoE", "GPUs", "GPUs without FlashAttention")
+KINDS = ("dense, one slice", "several slices", "context", "MoE", "GPUs", "GPUs without FlashAttention",
+         "GPUs, this trainer")  # fmt: skip
 SIZES = {"vocab": "vocab_size", **{name: name for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head")}}
 WINDOWS = {"gpt-oss": (128, 1 / 2), "gemma3": (1024, 5 / 6)}  # the two numbers of `WindowedConfig`, by name
 # FLOPs as the source counts them: per token and weight of a layer, and of attention per query-key pair and head width.
@@ -51,6 +53,11 @@ class Row:
     @property
     def estimate(self) -> measured.Estimate:
         return self.one.estimate
+
+    @property
+    def link(self) -> str:
+        """The row's name, with a link to its source; the source of our own steps is a file of this project."""
+        return f"[`{self.name}`]({self.source})" if ":" in self.source else f"`{self.name}`"
 
     @property
     def ratio(self) -> float:
@@ -123,7 +130,7 @@ def plan_rows(*kinds: str) -> tuple[Row, ...]:
 
 def trials(rows: Iterable[Row]) -> list[Trial]:
     """Return the rows that were planned, by the constants that the planner uses for them."""
-    return [speeds.trial(row, measured.speeds_of(row.one)) for row in rows if row.one]
+    return [speeds.trial(row, measured.speeds_of(row.one.topology)) for row in rows if row.one]
 
 
 def errors(found: Iterable[Trial]) -> tuple[int, float, float, float, float]:
@@ -157,9 +164,10 @@ def regrets(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[int, float, floa
 
 HEAD = """# Planned and published steps
 
-How far can you trust the planner's seconds? This page plans {rows} training steps that others measured and published,
-and compares the two. `python -m bench.published` writes it from `bench/published.csv`, which has the sizes, the mesh,
-the settings and the source of each step. We measured none of them.
+How far can you trust the planner's seconds? This page plans {rows} training steps that were measured, and compares the
+two. `python -m bench.published` writes it from `bench/published.csv`, which has the sizes, the mesh, the settings and
+the source of each step. Others measured and published all of them but {ours}: we measured the steps of *this trainer*
+[on one H200](gpus.md#measured-on-one-h200), with small models. We have measured nothing on a TPU.
 
 ## Errors
 
@@ -200,8 +208,9 @@ the slowest mesh takes.
 `plan/time/terms.py` computes how long each part of a step takes at the speeds of the data sheet, and these constants
 multiply the parts. A constant begins with a value and a spread (`PRIORS` in `plan/time/measured.py`), and each measured
 step of the chip, or of the trainer on this chip, narrows the spread. The spreads that are left give the interval of a
-plan. ± is one standard deviation. A plan without `--trainer` uses *any trainer*: the mean of the trainers, without
-{unusual}, with the spread that the constants begin with, and 10% in common.
+plan. ± is one standard deviation. `this` is the trainer of this project. A plan without `--trainer` uses *any trainer*:
+the mean of the trainers, without {unusual},
+with the spread that the constants begin with, and 10% in common.
 
 {constants}
 
@@ -299,10 +308,12 @@ def constants_tables() -> str:
 
 def table_line(one: Trial, left: Trial) -> str:
     row, found = one.row, one.row.estimate
-    between = f"{found.low:.1f} to {found.high:.1f} s" if found.low else "none"
-    name = f"[`{row.name}`]({row.source}) on `{row.topology}`"
+    between = measured.interval(found.low, found.high) if found.low and found.high < 1 else (
+        f"{found.low:.1f} to {found.high:.1f} s" if found.low else "none")  # fmt: skip
+    name = f"{row.link} on `{row.topology}`"
     sizes = (f"{int(size):,}" for size in (row.batch, row.seq_len))
-    times = f"{row.measured_s:.2f} s", f"{found.seconds:.2f} s", percent(one.ratio - 1), percent(left.ratio - 1)
+    time = lambda s: f"{s:.2f} s" if s >= 1 else amount(s, "s")
+    times = time(row.measured_s), time(found.seconds), percent(one.ratio - 1), percent(left.ratio - 1)
     return f"| {' | '.join((name, f'`{row.mesh}`', *sizes, *times, between, row.lacks))} |"
 
 
@@ -319,7 +330,7 @@ def score_seconds(row: Row, score_bytes: int = 45, bytes_per_s: float = 2.039e12
 
 
 def unplanned_line(row: Row) -> str:
-    name = f"[`{row.name}`]({row.source}) on `{row.topology}`"
+    name = f"{row.link} on `{row.topology}`"
     return f"- {name}, `{row.mesh}`, {row.value} {row.unit}: {row.reason}"
 
 
@@ -332,8 +343,8 @@ def page(rows: tuple[Row, ...]) -> str:
     zero = next(row for row in rows if row.mesh == "fsdp=1536")
     zero_gb = 2 * zero.one.params_total / 1e9  # of weights, in bfloat16
     head = HEAD.format(
-        rows=len(rows), constants=constants_tables(), similar=measured.SIMILAR.upper(),
-        unusual=" and ".join((", ".join(speeds.UNUSUAL[:-1]), speeds.UNUSUAL[-1])),
+        rows=len(rows), ours=len(kinds[KINDS[-1]]), constants=constants_tables(), similar=measured.SIMILAR.upper(),
+        unusual=" and ".join((", ".join(speeds.UNUSUAL[:-1]), f"`{speeds.UNUSUAL[-1]}`")),
         kinds="\n".join(kind_line(kind, kinds[kind], [out[id(one.row)] for one in kinds[kind]]) for kind in KINDS),
         sources="\n".join(source_lines(rows, left)),
         regrets="\n".join(f"| {name} | {chips} | {n} | {slowest:.0%} | {choice:.0%} |"

@@ -11,6 +11,7 @@ Without an accelerator, `--device cpu` tests the report itself on small shapes.
 """
 
 import contextlib
+import csv
 import datetime
 import importlib.metadata
 import json
@@ -54,11 +55,13 @@ class Arguments:
     minutes: Minutes = 8.0  # begin nothing after this time
     out: str = "report.json"  # file to write
     device: Literal["accelerator", "cpu"] = "accelerator"  # cpu: small shapes, to test the report
+    rows: str = ""  # measure nothing, and print the training steps of this report as rows of bench/published.csv
 
 
 HELP = """e.g. python -m bench.report
      python -m bench.report --parts matmul attention --minutes 2
      python -m bench.report --device cpu      # without an accelerator: test the report
+     python -m bench.report --rows report.json >> bench/published.csv
 
 Measure what an accelerator reaches, and compare each number with the planner's."""
 
@@ -262,6 +265,42 @@ def table(found: dict) -> str:
     return "\n".join(lines)
 
 
+def published_rows(path: str) -> list[dict]:
+    """Return the training steps of a report as rows of `published.csv`.
+
+    Raises: UserError if it is no report, or one of an unknown chip or of other settings than this version has.
+    """
+    from bench import published
+    from plan.chips.hardware import CHIPS
+
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        chip = next((chip for chip in CHIPS.values() if chip.device_kind == report["device"]), None)
+        steps = {name: row for name, ones in report["parts"].items() for row in ones if "config" in row}
+    except OSError as error:
+        raise UserError(f"--rows {path}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"--rows {path}: it is not a file of python -m bench.report") from error
+    if not chip:
+        raise UserError(f"--rows {path}: the planner does not know {report['device']!r}; known: {', '.join(CHIPS)}")
+    found, kind = [], "GPUs, this trainer" if chip.domain else "dense, one slice"
+    for name, row in steps.items():
+        cfg = Config.from_dict(row["config"])
+        values = {"name": name, "kind": "MoE" if cfg.model.n_experts and not chip.domain else kind,
+                  "topology": f"{chip.key}:{'x'.join('1' * max(chip.torus_dims, 1))}",
+                  **{column: getattr(cfg.model, ours) for column, ours in published.SIZES.items()},
+                  "d_ff": cfg.model.d_expert if cfg.model.n_experts else cfg.model.d_ff,
+                  "n_experts": cfg.model.n_experts, "top_k": cfg.model.top_k if cfg.model.n_experts else 0,
+                  "mesh": "fsdp=1", "batch": cfg.data.batch_size, "seq_len": cfg.data.seq_len, "settings": "",
+                  "value": f"{row['seconds']:.4g}", "unit": "s", "flops": "", "source": path, "lacks": ""}  # fmt: skip
+        usual = published.config({column: str(value) for column, value in values.items()}).to_dict()
+        given = cfg.to_dict()
+        values["settings"] = " ".join(f"{part}.{key}={value}" for part in ("model", "work")
+                                      for key, value in given[part].items() if value != usual[part][key])  # fmt: skip
+        found.append({column: values[column] for column in published.read_rows()[0]})
+    return found
+
+
 @exit_status
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
@@ -270,6 +309,10 @@ def main(argv: list[str] | None = None) -> int:
             print(json.dumps(row), flush=True)
         return 0
     args = parse(argv)
+    if args.rows:
+        rows = published_rows(args.rows)
+        csv.DictWriter(sys.stdout, rows[0] if rows else (), lineterminator="\n").writerows(rows)
+        return 0
     found = measure(args)
     print(table(found))
     return int(any("error" in row for rows in found["parts"].values() for row in rows))

@@ -24,11 +24,11 @@ TRAINERS = {
     "NVIDIA/dgxc": "megatron", "Megatron-Bridge": "megatron", "2407.21783": "llama3", "2412.19437": "deepseek",
     "torchtitan": "torchtitan", "llm-foundry": "llm-foundry", "nanotron": "nanotron", "Automodel": "automodel",
     "2104.04473": "megatron-2021", "2201.11990": "megatron-2021", "2205.05198": "megatron-2021",
-    "bigscience": "megatron-2021", "2204.06745": "megatron-2021",
+    "bigscience": "megatron-2021", "2204.06745": "megatron-2021", "bench/measured": "this",
 }  # fmt: skip
-# Not in the mean of all trainers: nanotron is four times as slow as the others, deepseek computes with FP8, and the
-# trainers of 2021 have no FlashAttention
-UNUSUAL = "nanotron", "deepseek", "megatron-2021"
+# Not in the mean of all trainers: nanotron is four times as slow as the others, deepseek computes with FP8, trainers of
+# 2021 have no FlashAttention, and only small models were measured with this project's
+UNUSUAL = "nanotron", "deepseek", "megatron-2021", "this"
 # The spread that all costs of an unknown trainer have in common: with it, about 4 of 5 steps of trainers that are left
 # out of the fit are in their interval
 OF_TRAINERS = 0.1
@@ -71,7 +71,7 @@ def speeds(rows: Iterable) -> list[Speeds]:
             groups[key_of(row)].append(row)
     found = []
     for (chip, trainer), ones in groups.items():
-        names = terms.terms_of(ones[0].one)
+        names = terms.terms_of(ones[0].one.topology)
         one = fit.fit(measured.prior(names, chip, trainer), samples(ones))
         about = seen(ones if trainer else [row for key, some in groups.items() if not key[1] for row in some])
         if trainer or names == TPU_TERMS:  # all TPUs run the same programs, so what was seen on one was seen
@@ -145,7 +145,7 @@ def name_of(address: str) -> str:
 
 def constants_without(rows: tuple, name: str, row) -> Speeds:
     """Return the constants for a row by all sources but one."""
-    known, names = _fitted_without(tuple(row for row in rows if row.one), name), terms.terms_of(row.one)
+    known, names = _fitted_without(tuple(row for row in rows if row.one), name), terms.terms_of(row.one.topology)
     chip = row.one.topology.chip.key
     fallback = known.get((measured.SIMILAR, "")) if names == GPU_TERMS else None
     return known.get((chip, "")) or fallback or measured.prior(names, chip)

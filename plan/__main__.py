@@ -60,7 +60,8 @@ class Arguments(flags.Arguments):
     # --tokens: fraction of the time in which the run makes progress, such as 0.95, or what it follows from:
     # mtbf=50000,disk=1,restart=600 (hours between failures of one chip, GB/s of one host's disk, seconds)
     goodput: str = ""
-    constants: str = ""  # a file that python -m plan.profile --calibrate wrote: use its constants for the step
+    # a file that python -m plan.profile --calibrate or python -m bench.report wrote: fit the step to it
+    constants: str = ""
     # steps that you measured here, to fit the step to, with what differs from the plan:
     # 'mesh=fsdp=8 batch=64 step=3.41'; separate several with ;
     measured: str = ""
@@ -288,7 +289,11 @@ def with_knowledge(cfg: Config, args: Arguments, topology: hardware.Topology | N
         measured.check_trainer(topology)
     if args.measured:
         return own_steps.learn(topology, args.measured, cfg)
-    return constants.read(args.constants, topology) if args.constants else topology
+    if not args.constants:
+        return topology
+    given = constants.load(args.constants)
+    learn = own_steps.learn_report if "parts" in given else constants.learn
+    return learn(topology, given, args.constants)
 
 
 def read_topology(text: str, args: Arguments) -> hardware.Topology:

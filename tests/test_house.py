@@ -55,10 +55,10 @@ ROOMS = {
     "plan.count": (1460, "utils config sharding kernels overlap model encoder_decoder architectures parameters "
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
-    "plan.time": (905, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
-    "plan.answer": (2410, "utils config compile sharding architectures parameters pipeline local_steps generate "
+    "plan.time": (906, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
+    "plan.answer": (2440, "utils config compile sharding architectures parameters pipeline local_steps generate "
                           "plan.chips plan.trace plan.count plan.time"),
-    "plan": (1537, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
+    "plan": (1540, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
                    "plan.simulate plan.time plan.answer"),
     "startup": (255, "utils devices config compile sharding pipeline optimizer dataset data.reading data plan.chips "
                       "plan.answer plan train.hosts train generate weights"),

@@ -1,10 +1,10 @@
-"""Fit the constants of a plan to steps that the user measured: `--measured`."""
+"""Fit the constants of a plan to what the user measured: `--measured`, and `--constants` with a report."""
 
 import dataclasses
 
 from config import Config, flags
 from plan.answer import planning
-from plan.chips.hardware import Topology
+from plan.chips.hardware import CHIPS, Topology
 from plan.time import fit, measured, terms
 from utils import UserError
 
@@ -39,8 +39,42 @@ def learn(topology: Topology, text: str, cfg: Config) -> Topology:
 
     Raises: UserError for a step that cannot be planned on this topology.
     """
-    steps = [(planning.plan(settings, topology), step_s) for settings, step_s in read(text, cfg)]
-    before = measured.speeds_of(steps[0][0])  # they depend on the topology alone
-    samples = [fit.Measured(terms.costs(plan, plan.simulated, before.trainer), plan.bubble, step_s)
-               for plan, step_s in steps]  # fmt: skip
+    before = measured.speeds_of(topology)
+    samples = [sample(settings, topology, step_s, before) for settings, step_s in read(text, cfg)]
     return dataclasses.replace(topology, speeds=dataclasses.replace(fit.fit(before, samples), own=len(samples)))
+
+
+def sample(cfg: Config, topology: Topology, step_s: float, before: measured.Speeds) -> fit.Measured:
+    plan = planning.plan(cfg, topology)
+    return fit.Measured(terms.costs(plan, plan.simulated, before.trainer), plan.bubble, step_s)
+
+
+def learn_report(topology: Topology, report: dict, path: str) -> Topology:
+    """Return the topology with constants that are fitted to a file of `python -m bench.report`: to its training steps,
+    which ran on one device, to its matmuls and to its attention. All rows of an operation together count as one step.
+
+    Raises: UserError if the report is of another chip, or of settings that this version does not have.
+    """
+    chip, refuse = topology.chip, lambda why: UserError(f"--constants {path}: {why}")
+    if report.get("device") != chip.device_kind:
+        of = next((one.key for one in CHIPS.values() if one.device_kind == report.get("device")), "such devices")
+        raise refuse(f"it was measured on {report.get('device')!r}, and {topology} has {chip.device_kind!r}; use a "
+                     f"--topology of {of}, or measure {chip.key} with python -m bench.report")  # fmt: skip
+    before, samples = measured.speeds_of(topology), []
+    one_device = Topology.parse(f"{chip.key}:{'x'.join('1' * max(chip.torus_dims, 1))}")
+    try:
+        rows = {part: [row for row in rows if row.get("plan_s")] for part, rows in report["parts"].items()}
+        steps = [row for ones in rows.values() for row in ones if "config" in row]
+        for row in steps:
+            samples.append(sample(Config.from_dict(row["config"]), one_device, row["seconds"], before))
+        for term, wanted in (("matmuls", ""), ("attention", "backward")):
+            ones = [row for row in rows.get(term.removesuffix("s"), ()) if wanted in row["name"]]
+            for row in ones:
+                cost = terms.Cost(term, terms.MATMULS, row["plan_s"])
+                samples.append(fit.Measured([cost], 0.0, row["seconds"], 1 / len(ones)))
+    except UserError as error:
+        raise refuse(str(error)) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise refuse("it is not a file of python -m bench.report; write one on such a device") from error
+    found = dataclasses.replace(fit.fit(before, samples), noise=before.noise, steps=before.steps + len(steps))
+    return dataclasses.replace(topology, speeds=dataclasses.replace(found, own=len(steps)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from utils import UserError, suggest
 
-HOW = "write it with python -m plan.profile RUN --calibrate FILE"
+HOW = "write it with python -m plan.profile RUN --calibrate FILE, or with python -m bench.report"
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,26 @@ def write(found: Constants, path: str) -> None:
     Path(path).write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
 
 
-def read(path: str, topology):
-    """Return the topology with the constants in a file. Raises: UserError if the file is not valid for its chip."""
-    refuse = lambda why: UserError(f"--constants {path}: {why}")
+def load(path: str) -> dict:
+    """Read a file of `--constants`. Raises: UserError if it has no JSON object."""
+    refuse = lambda why: UserError(f"--constants {path}: {why}; {HOW}")
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise refuse(f"{error.strerror}; {HOW}") from error
+        raise refuse(error.strerror) from error
     except ValueError as error:
-        raise refuse(f"not JSON ({error}); {HOW}") from error
+        raise refuse(f"not JSON ({error})") from error
+    if not isinstance(given, dict):
+        raise refuse("it names no chip")
+    return given
+
+
+def learn(topology, given: dict, path: str):
+    """Return the topology with the constants in a file. Raises: UserError if they are not valid for its chip."""
+    refuse = lambda why: UserError(f"--constants {path}: {why}")
     chip = topology.chip
     types = {f.name: f.type for f in fields(Constants)}
-    if not isinstance(given, dict) or "chip" not in given:
+    if "chip" not in given:
         raise refuse(f"it names no chip; {HOW}")
     if given["chip"] != chip.key:
         raise refuse(f"its constants are of {given['chip']}, and {topology} has {chip.key}; use a --topology of "

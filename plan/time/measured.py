@@ -87,7 +87,7 @@ def estimate(step: Step, simulated: dict[str, float] | None) -> Estimate | None:
     """Return the estimate of a step's seconds; None if the speed of its devices is unknown. simulated: see `terms`."""
     if not step.topology or not step.topology.chip.peak_flops_per_s:
         return None
-    found, kind, known = speeds_of(step), kind_of(step), step.topology.constants
+    found, kind, known = speeds_of(step.topology), kind_of(step), step.topology.constants
     if known:
         total = sum(causes(step, simulated).values()) / (1 - known.waits)
         return Estimate(total, kind, source=f"with constants from {known}; one run gives no interval")
@@ -141,22 +141,25 @@ def prior(names: tuple[str, ...], chip: str = "", trainer: str = "") -> Speeds:
     return Speeds(chip, trainer, factors, tuple(tuple(spreads[i] ** 2 * (i == j) for j in n) for i in n))
 
 
-def speeds_of(step: Step) -> Speeds:
+def speeds_of(topology: Topology) -> Speeds:
     """Return the constants of the chip and of `topology.trainer`."""
-    key, known = step.topology.chip.key, table()
-    if step.topology.speeds:
-        return step.topology.speeds
-    if found := known.get((key, step.topology.trainer)):
+    key, known = topology.chip.key, table()
+    if topology.speeds:
+        return topology.speeds
+    if found := known.get((key, topology.trainer)):
         return found
-    if step.platform == "gpu" and (found := known.get((SIMILAR, ""))):
+    names = terms.terms_of(topology)
+    if names == GPU_TERMS and (found := known.get((SIMILAR, ""))):
         return Speeds(key, "", found.factors, found.covariance)
-    return prior(terms.terms_of(step), key)
+    return prior(names, key)
 
 
 def describe(found: Speeds) -> str:
-    whose = f"{found.trainer or 'any trainer'} on {found.chip}" if found.terms == GPU_TERMS else found.chip
+    whose = f"of {found.trainer or 'any trainer'} on {found.chip}" if found.terms == GPU_TERMS else f"of {found.chip}"
     yours = f", {found.own} of them yours" if found.own else ""
-    return f"by {found.steps} measured step{'s' * (found.steps != 1)} of {whose}{yours}"
+    if found.own == found.steps > 0:
+        whose, yours = f"of yours on {found.chip}", ""
+    return f"by {found.steps} measured step{'s' * (found.steps != 1)} {whose}{yours}"
 
 
 def unlike(step: Step, found: Speeds) -> str:
@@ -218,7 +221,7 @@ def variance(shares: list[float], found: Speeds) -> float:
 
 def causes(step: Step, simulated: dict[str, float] | None) -> dict[str, float]:
     """Return the seconds of a step by cause: matmuls, other ops, communication by mesh axes, .., bubble."""
-    found, known, total = speeds_of(step), step.topology.constants, Counter()
+    found, known, total = speeds_of(step.topology), step.topology.constants, Counter()
     factors = found.by_term
     longer = {MATMULS: 1 + known.matmuls, OTHERS: 1 + known.others} if known else {}
     in_slots = 0.0

@@ -61,14 +61,14 @@ class Plan(Step):
     @functools.cached_property
     def by_term(self) -> Counter:
         """The estimated seconds of the step by term of `terms.py`."""
-        found = measured.speeds_of(self)
+        found = measured.speeds_of(self.topology)
         return measured.by_term(terms.costs(self, self.simulated, found.trainer), found, self.bubble)
 
     def as_fast_as(self, other: "Plan") -> bool:
         """Return whether the step may be as fast as that of another plan on the same devices; see `measured.py`."""
         if self.step_s is None:
             return self.wire_bytes == other.wire_bytes
-        return measured.as_fast(measured.speeds_of(self), self.by_term, other.by_term)
+        return measured.as_fast(measured.speeds_of(self.topology), self.by_term, other.by_term)
 
     @functools.cached_property
     def balance_pass(self) -> float | None:

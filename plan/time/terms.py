@@ -47,8 +47,8 @@ def costs(step: Step, simulated: dict[str, float] | None, trainer: str = "") -> 
     return tpu_costs(step, simulated) if simulated else gpu_costs(step, trainer in ("", "this"))
 
 
-def terms_of(step: Step) -> tuple[str, ...]:
-    return TPU_TERMS if step.platform == "tpu" else GPU_TERMS
+def terms_of(topology: hardware.Topology) -> tuple[str, ...]:
+    return TPU_TERMS if topology.chip.torus_dims else GPU_TERMS
 
 
 def term_of(work) -> str:

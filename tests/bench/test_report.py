@@ -1,5 +1,6 @@
 """Claims about `python -m bench.report`: it times what it says, keeps the other rows if one fails, and names nobody."""
 
+import csv
 import functools
 import json
 import math
@@ -14,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench import gpu, rates, report
+from bench import gpu, published, rates, report
 from compile import ledger
-from config import replace
+from config import Config, replace
+from plan import planner
 from plan.chips import hardware
 
 CPU = rates.Chip(True, jnp.float32, None, None)
@@ -209,6 +211,37 @@ def test_without_an_accelerator_it_says_so(stubbed, tmp_path, capsys):
     assert (status, out) == (2, "") and "missing/r.json" in err and started == ["device"] * 2
 
 
+def test_a_report_becomes_published_rows(capsys):
+    """Catches a row that plans another model than the report measured, and columns in another order."""
+    file = "bench/measured/h200_report.json"
+    report_rows = json.loads((gpu.ROOT / file).read_text())["parts"]
+    assert report.main(["--rows", str(gpu.ROOT / file)]) == 0
+    names = [*published.read_rows()[0]]
+    for line in csv.DictReader(capsys.readouterr().out.splitlines(), names):
+        assert line["source"].endswith(file)
+        assert line | {"source": file} in published.read_rows(), "docs/gpus.md says that these rows are there"
+        (of,) = report_rows[line["name"]]
+        wanted, found = of["config"], published.config(line).to_dict()
+        assert {part: found[part] for part in ("model", "mesh", "work")} == {
+            part: wanted[part] for part in ("model", "mesh", "work")}  # fmt: skip
+        assert float(line["value"]) == pytest.approx(of["seconds"], rel=1e-3)
+
+
+@pytest.mark.parametrize("text, why", [
+    (None, "No such file or directory"), ("{", "it is not a file of python -m bench.report"),
+    ('{"device": "NVIDIA X", "parts": {}}', "the planner does not know 'NVIDIA X'; known: v3, v4"),
+    ('{"device": "NVIDIA H200", "parts": {"dense_124m": [{"config": {"model": {"width": 3}}}]}}', "unknown setting"),
+])  # fmt: skip
+def test_no_rows_come_from_something_else(text, why, tmp_path, capsys):
+    """Catches a traceback for a file that is no report."""
+    file = tmp_path / "x.json"
+    if text:
+        file.write_text(text)
+    assert report.main(["--rows", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert why in error and error.count("\n") == 1
+
+
 def test_the_page_shows_the_numbers_of_the_h200():
     """Catches a number on the page that differs from the file, and a ratio that nobody computed."""
     measured = gpu.ROOT / "bench" / "measured"
@@ -222,9 +255,9 @@ def test_the_page_shows_the_numbers_of_the_h200():
     assert f"| {rows[name]['rate']:.0f} TFLOP/s | {cudnn['rate']:.0f} TFLOP/s (cuDNN, measured) |" in text
     for name in ("dense_124m", "moe"):
         row = rows[f"{name}, 16 x 1024 tokens"]
-        assert (
-            f"| {1e3 * row['seconds']:.1f} ms, MFU {row['mfu']:.1%} | {1e3 * row['plan_s']:.1f} ms (planned) |" in text
-        )
+        planned_ms = 1e3 * planner.plan(Config.from_dict(row["config"]), "h200:1").step_s
+        measured_ms = f"{1e3 * row['seconds']:.1f} ms, MFU {row['mfu']:.1%}"
+        assert f"| {measured_ms} | {planned_ms:.1f} ms (planned, for any trainer) |" in text
     kernels = rows["dense_124m, 16 x 1024 tokens"]["kernels"]
     ours = sum(kernels[name] for name in ("forward_program", "key_grads_program", "query_grads_program"))
     assert f"attention kernels take {1e3 * ours:.1f} of the 58.0 ms" in text

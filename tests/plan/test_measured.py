@@ -131,7 +131,7 @@ def test_a_step_of_your_own_calibrates_a_plan(capsys):
     ours = real("--measured", f"step={1.5 * base['seconds']}")
     assert ours["seconds"] == pytest.approx(1.5 * base["seconds"], rel=0.05)
     assert ours["low"] < ours["seconds"] < ours["high"]
-    assert ours["source"] == "by 1 measured step of any trainer on b200, 1 of them yours"
+    assert ours["source"] == "by 1 measured step of yours on b200"
     steps = f"batch=128 step={3 * base['seconds']}; mesh=fsdp=32,data=2 step={1.6 * base['seconds']}"
     twice = real("--measured", steps)
     assert twice["seconds"] == pytest.approx(1.5 * base["seconds"], rel=0.1) and twice["steps"] == 2
