@@ -30,7 +30,7 @@ def check(c: ModelConfig, mesh: MeshConfig, work: WorkConfig = ModelConfig.work)
         sharding.check_divides(declare(c), SimpleNamespace(shape=mesh.sizes))
     except sharding.DoesNotSplit as error:
         others = ", ".join(name for name in PRESETS if fits(name, mesh)) or "none"
-        raise UserError(f"{in_words(c, error)}; use {remedy(c, error)}, or a smaller {'*'.join(error.axes)}; "
+        raise UserError(f"{in_words(c, error)}; use a smaller {'*'.join(error.axes)}, or {remedy(c, error)}; "
                         f"presets that split over {mesh}: {others}") from None  # fmt: skip
 
     if work.context_attention == "all_to_all":

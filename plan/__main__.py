@@ -192,8 +192,8 @@ def check(cfg: Config, args: Arguments, topology: hardware.Topology | None) -> N
          f"--price has an effect only with {of_price} or drop --price"),
         (args.goodput and not args.tokens, GOODPUT_ALONE),
         (args.verify and not (args.searches and is_tpu(chip)),
-         f"--verify {args.verify} compiles the first layouts of a search for their TPU; pass a --topology of TPUs "
-         "without --mesh"),
+         f"--verify {args.verify} compiles the first layouts of a search for their TPU; " + (
+             f"add --search {n}" if is_tpu(chip) else "pass a --topology of TPUs")),
         *((getattr(args, name) and args.max_batch,
            f"--{name} has no effect with --max_batch; drop one of the two") for name in ("tokens", "explain")),
         (args.hlo and not args.compile,
@@ -346,20 +346,19 @@ def better_json(better) -> dict:
 def search_meshes(cfg: Config, args: Arguments, topology, console) -> tuple[dict, int]:
     """Rank all meshes by the time of a step. Returns the numbers for JSON, and 1 if none fits."""
     fit, large, refused = planner.search(cfg, topology, args.limit_bytes, bar(args))
+    verified, ranked, about = verify.verify_all(fit[: args.verify], bar(args)), fit, {}
+    fit = [one.plan for one in verified if one.seconds] + fit[args.verify :]
     better = planner.faster_layout((fit or large)[0]) if fit or large else None
-    about = {}
     if fit:
         console.print(f"mesh       {fit[0].cfg.mesh} {show.schedule_label(fit[0])}".rstrip() + f" on {topology}")
         about = about_run(fit[0], args, console)
-    show.search_table(fit, large, refused, better, console)
-    if fit and args.verify:
-        verified = verify.verify_all(fit[: args.verify], bar(args))
+    show.search_table(ranked, large, refused, better if ranked[:1] == fit[:1] else None, console)
+    if verified:
         verify.print_table(verified, console)
-        fit = [one.plan for one in verified if one.seconds] + fit[args.verify :]
         about["verified"] = [one.to_json() for one in verified]
     names = ("mesh", "step_s", "mfu", "bubble", "peak_bytes", "wire_bytes", "fits")
     if fit:
-        draw(args, show.plot_search, fit)
+        draw(args, show.plot_search, ranked)
     short = lambda one: {name: value for name, value in one.to_json().items() if name in names} | {
         "schedule": one.cfg.work.schedule, "microbatches": one.sched.microbatches}  # fmt: skip
     numbers = {"layouts": [short(one) for one in fit], "too_large": len(large), "refused": refused}

@@ -76,8 +76,11 @@ class Arguments:
 # The compiled program -------------------------------------------------------------------------------------------------
 
 
-def device_mesh(mesh: hardware.NamedMesh, topology: hardware.Topology | None) -> Mesh:
-    """Make the mesh from the devices of a TPU topology, which need not be attached, or from simulated CPU devices."""
+def device_mesh(mesh: hardware.NamedMesh, topology: hardware.Topology | None, types: dict[str, AxisType]) -> Mesh:
+    """Make the mesh from the devices of a TPU topology, which need not be attached, or from simulated CPU devices.
+
+    types  of the axes that are not Auto
+    """
     if topology and is_tpu(topology.chip):
         devices = compiled.topology_devices(topology)
     else:
@@ -85,7 +88,7 @@ def device_mesh(mesh: hardware.NamedMesh, topology: hardware.Topology | None) ->
         devices = jax.devices()[: mesh.devices]
     shape = tuple(mesh.sizes.values())
     arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(arranged, tuple(mesh.sizes), axis_types=(AxisType.Auto,) * len(shape))
+    return Mesh(arranged, tuple(mesh.sizes), axis_types=tuple(types.get(axis, AxisType.Auto) for axis in mesh.sizes))
 
 
 def compile_program(function, shapes: tuple, named: hardware.NamedMesh, topology: hardware.Topology | None) -> dict:
@@ -93,11 +96,14 @@ def compile_program(function, shapes: tuple, named: hardware.NamedMesh, topology
 
     Raises: UserError if the function cannot be compiled or counted.
     """
-    mesh = device_mesh(named, topology)
-    given = [getattr(getattr(x, "sharding", None), "spec", None) for x in jax.tree.leaves(shapes)]
+    leaves, tree = jax.tree.flatten(shapes)
+    shardings = [getattr(x, "sharding", None) for x in leaves]
+    theirs = [one.mesh for one in shardings if isinstance(one, NamedSharding)]  # `jax.make_mesh` makes Explicit axes
+    types = {axis: kind for one in theirs for axis, kind in zip(one.axis_names, one.axis_types, strict=True)}
+    mesh, given = device_mesh(named, topology, types), [getattr(one, "spec", None) for one in shardings]
     with user_errors("compilation failed"), jax.set_mesh(mesh):
-        specs = [own or spec for own, spec in zip(given, argument_specs(function, shapes), strict=True)]
-        leaves, tree = jax.tree.flatten(shapes)
+        bare = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+        specs = [own or spec for own, spec in zip(given, argument_specs(function, bare), strict=True)]
         placed = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
             for x, spec in zip(leaves, specs, strict=True)

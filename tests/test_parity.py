@@ -397,7 +397,7 @@ def test_replicas_are_compared_device_by_device():
 
 @pytest.mark.parametrize("words, message", [
     ("--mesh tensor=3 --model.vocab_size 279", "cannot split 4 query heads of prefix.attention.w_query_QHK over mesh "
-     "axes tensor = 3 devices (4 % 3 = 1); use --model.n_heads 3 or 6, or a smaller tensor; "
+     "axes tensor = 3 devices (4 % 3 = 1); use a smaller tensor, or --model.n_heads 3 or 6; "
      "presets that split over tensor=3: "),
     ("--mesh data=5", "cannot split data.batch_size=16 sequences over data*fsdp*expert = 5 batch shards "
      "(16 % 5 = 1); use data.batch_size=15 or 20"),

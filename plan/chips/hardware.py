@@ -132,10 +132,12 @@ class Topology:
             raise refuse("slice names count cores on v3, v4 and v5p; give the shape in chips: v3-8 is v3:2x2, v4-64 is "
                          "v4:2x4x4")  # fmt: skip
         if re.fullmatch(r"(v5e|v5litepod|v6e)-\d+", key):
-            raise refuse("slice names do not give the shape; write it in chips: v5litepod-64 is v5e:8x8, v6e-32 is "
-                         "v6e:4x8")  # fmt: skip
+            raise refuse("slice names give no shape; write it in chips: v5litepod-64 is v5e:8x8, v6e-32 is v6e:4x8")
         if key not in CHIPS:
             near = "Ironwood is tpu7x" if key in ("ironwood", "v7", "v7x", "tpu7") else suggest(key, CHIPS)
+            gpus = next((one for one in CHIPS.values() if one.domain and one.key in re.split("[x-]", key)), None)
+            if gpus and (n := re.sub(rf"{gpus.key}|[x-]", "", key)).isdecimal():
+                near = f"{n} GPUs are {gpus.key}:{n}, and {n} nodes of {gpus.domain} are {n}*{gpus.key}"
             raise refuse(f"unknown chip {key!r}; {near}; write v4:4x4x2, v5e:4x4, h100:16 or cpu:8")
         if rest.endswith("_twisted"):
             raise refuse(f"twisted tori are not supported; use {key}:{rest.removesuffix('_twisted')}, without a twist")
@@ -178,8 +180,7 @@ class Topology:
         if chip and chip.domain:
             nodes = {f"{key}:{size}": size for size in (chip.domain, chip.in_use)} | {key: chip.domain}
             if rest not in nodes:
-                raise refuse(f"a node of {chip.name} has {chip.domain} GPUs; use {n}*{key}, which is "
-                             f"{key}:{n * chip.domain}")  # fmt: skip
+                raise refuse(f"a node of {chip.name} has {chip.domain} GPUs; use {n}*{key} or {key}:{n * chip.domain}")
             return replace(cls.parse(f"{key}:{n * nodes[rest]}"), chip=replace(chip, domain=nodes[rest]))
         one = cls.parse(rest)
         if n > 1 and not one.chip.dcn_bytes_per_s:
@@ -194,8 +195,7 @@ class Topology:
         return replace(self, chips=self.chips // self.slices, hosts=self.hosts // self.slices, slices=1)
 
     @property
-    def devices(self) -> int:
-        """The number of JAX devices."""
+    def devices(self) -> int:  # of JAX
         return self.chips * self.chip.devices_per_chip
 
     @property

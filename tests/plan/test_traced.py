@@ -507,6 +507,19 @@ def test_jit_alone_is_refused_and_counted_when_compiled(tmp_path, capsys):
     assert found["sent"] == [{"axes": ["columns"], "kind": "all-reduce", "count": 1, "wire_bytes": 2 / 2 * 4 * 24 * 16}]
 
 
+def test_arguments_on_a_mesh_of_make_mesh_are_compiled(tmp_path, capsys):
+    """Catches a refusal of Explicit axes, which `jax.make_mesh` makes, and as which the arguments are typed."""
+    explicit = JIT.replace("jax.sharding.get_abstract_mesh()", "jax.make_mesh((4, 2), ('rows', 'columns'))")
+    explicit = explicit.replace('place(None, "columns")', 'place("rows")').replace('place("columns")', "place()")
+    explicit = explicit.replace("lambda x, w: x @ w", "jax.grad(lambda x, w: jnp.sum((x @ w) ** 2), 1)")
+    auto = explicit.replace("'columns')", "'columns'), axis_types=(jax.sharding.AxisType.Auto,) * 2")
+    (status, out, err), of_auto = (run(tmp_path, capsys, text, "--compile", "--json") for text in (explicit, auto))
+    assert (status, err) == (0, "") and of_auto == (status, out, err)
+    found, sent_bytes = json.loads(out), 2 * 3 / 4 * 4 * 16 * 16
+    assert found["flops"] == 2 * 2 * 24 / 4 * 16 * 16
+    assert found["sent"] == [{"axes": ["rows"], "kind": "all-reduce", "count": 1, "wire_bytes": sent_bytes}]
+
+
 def test_a_matmul_outside_shard_map_is_refused(tmp_path, capsys):
     """Catches a program of which only a part is counted."""
     outside = GOOD + "    inside = step\n    step = lambda x, w: inside(x, w) @ w\n"
