@@ -98,7 +98,8 @@ START = {"laptop": ("fsdp=4", ""), "dense_124m": ("fsdp=16", 512), "llama3_8b": 
          "deepseek_v3": ("fsdp=32,tensor=4", 64)}  # fmt: skip
 EXAMPLES = ("v4:4x4x4", "v5e:16x16", "v5p:8x8x8", "v6e:16x16", "tpu7x:4x4x4", "4*v5p:4x4x8", "16*h100", "h200:64",
             "4*gb200-nvl72")  # fmt: skip
-CONFIG = "paste a config.json ..."
+CONFIG = "a config.json ..."
+HUB = "https://huggingface.co"
 
 
 def start_of(which: str, chip) -> dict:
@@ -159,9 +160,12 @@ def planner_widget() -> str:
 {text("goodput", "goodput", "0.95, or mtbf=50000,disk=1")}
 <label class="check"><input type="checkbox" name="explain" value="1">explain the largest losses</label>
 </div>
-<fieldset class="own" hidden><legend>a model of Hugging Face</legend>
+<fieldset class="own" hidden data-hub="{HUB}"><legend>a model of Hugging Face</legend>
 <label>Paste its <code>config.json</code>:
 <textarea name="config" rows="6" spellcheck="false"></textarea></label>
+{text("or name the model", "hub", "ORG/NAME")}
+<button type="button" name="fetch">get its config.json from {HUB.removeprefix("https://")}</button>
+<p class="fetched" role="status">This button sends the page's only request to another host.</p>
 </fieldset>
 <fieldset><legend>mesh</legend>{text("", "mesh", "fsdp=16,tensor=2")}{sliders}</fieldset>
 <p><button type="button" name="search">search all meshes of this many devices</button></p>

@@ -386,7 +386,7 @@ def next_commands(argv: list[str], layout: dict) -> list[str]:
         else:
             groups[-1].append(word)
     own = {field.name for field in fields(Arguments)} - {field.name for field in fields(flags.Arguments)}
-    dropped = {"search", "plot", "json", "mesh", "work.schedule"}
+    dropped = {"search", "verify", "plot", "json", "mesh", "work.schedule"}
     chosen = ["--mesh", layout["mesh"]] + ["--work.schedule", layout["schedule"]] * ("stage=" in layout["mesh"])
 
     def command(without: set[str]) -> str:

@@ -176,6 +176,25 @@
     form.dataset.state = "ready";
   }
 
+  // The page's only request to another host
+  async function fetchConfig() {
+    const own = form.querySelector(".own"), said = form.querySelector(".fetched"), name = value("hub");
+    const say = (text) => { said.textContent = text; };
+    if (!/^[\w.-]+\/[\w.-]+$/.test(name)) return say(`"${name}" is not ORG/NAME, such as Qwen/Qwen3-8B.`);
+    say(`asking ${own.dataset.hub} for ${name} ..`);
+    try {
+      const response = await fetch(`${own.dataset.hub}/${name}/resolve/main/config.json`);
+      if ([401, 403].includes(response.status)) return say(`${name} does not exist, or you have to log in to read it. Then paste its config.json.`);
+      if (!response.ok) return say(`${name} has no config.json there (status ${response.status}).`);
+      field.config.value = await response.text();
+      say(`${name}: its config.json is above.`);
+      forget();
+      update();
+    } catch (error) {
+      say(`${own.dataset.hub} cannot be reached (${error.message}). Paste the config.json of ${name} instead.`);
+    }
+  }
+
   function compact(text) {
     try {
       return JSON.stringify(JSON.parse(text));
@@ -185,6 +204,7 @@
   }
 
   form.querySelector("[name=search]").addEventListener("click", search);
+  form.querySelector("[name=fetch]").addEventListener("click", fetchConfig);
   form.querySelector(".found").addEventListener("click", (event) => {
     if (!event.target.dataset.mesh) return;
     write({ mesh: event.target.dataset.mesh });

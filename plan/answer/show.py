@@ -242,9 +242,9 @@ def search_table(fit: list[Plan], large: list[Plan], refused: dict[str, int], be
     console.print(table if fit else "no layout fits")
     if fit and fastest.step_s:
         many = sum(one.as_fast_as(fastest) for one in fit)
-        console.print(f"= {many} layouts may be as fast as the fastest, within the errors of measured steps. Those "
-                      f"that are at most {planning.MIN_SAVING:.0%} slower come first, sorted by memory (in tenths of a "
-                      "device's), number of axes and time."
+        console.print(f"= {many} layout{'s' * (many > 1)} may be as fast as the fastest, within the errors of measured "
+                      f"steps. Those that are at most {planning.MIN_SAVING:.0%} slower come first, sorted by memory "
+                      "(in tenths of a device's), number of axes and time."
                       + " --verify 5 compiles the first 5, and compares them." * bool(fastest.simulated),
                       soft_wrap=True)  # fmt: skip
     if large and not fit:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from plan.__main__ import main
+from plan.__main__ import main, next_commands
 from plan.answer import front
 
 FLAGS = ("--data.batch_size", "32", "--data.seq_len", "128")
@@ -144,6 +144,8 @@ def test_verifying_ranks_by_the_compiled_schedule(capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert [one["simulated_s"] for one in found["verified"]] == [0.3, 0.4, None]
     assert [one["mesh"] for one in found["verified"][:2]] == [one["mesh"] for one in found["layouts"][:2]]
+    commands = next_commands(["laptop", *FLAGS, "--verify", "3"], found["layouts"][0])
+    assert not [line for line in commands if "--verify" in line], "the commands plan and train the layout found"
     for words in (["--mesh", "fsdp=4"], ["--topology", "h100:4"]):
         assert main(["laptop", *FLAGS, "--topology", "v4:2x2x1", "--verify", "3", *words]) == 2
         assert "--verify 3 compiles the first layouts of a search for their TPU" in capsys.readouterr().err

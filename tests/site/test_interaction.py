@@ -311,28 +311,73 @@ def test_the_planner_opened_as_a_file_says_how_to_read_the_guide():
                     "project, and open the address that it prints.")  # fmt: skip
 
 
+MIXTRAL = {"model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 1536, "num_hidden_layers": 12,
+           "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 50304, "num_local_experts": 8,
+           "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}  # fmt: skip
+FETCHED = """
+const asked = [], text = (selector) => document.querySelector(`#planner ${selector}`).innerText;
+globalThis.fetch = async (address) => {
+  asked.push(address);
+  if (answers.length) return new Response(...answers.shift());
+  throw new Error("no network");
+};
+const get = async (name) => {
+  set("hub", name);
+  await planned();
+  form.querySelector("[name=fetch]").click();
+  await new Promise((done) => setTimeout(done, 200));
+  await planned();
+  return text(".fetched");
+};
+set("preset", "config");
+await planned();
+const before = text(".fetched"), odd = await get("Mixtral 8x7B"), asked_for_odd = asked.length;
+const gated = await get("meta/secret"), missing = await get("meta/no");
+const found = await get("mistralai/Mixtral-8x7B-v0.1");
+const config = field.config.value, output = text("output"), offline = await get("a/b");
+return { before, odd, asked_for_odd, gated, missing, found, config, output, offline, asked };
+"""
+
+
+def test_the_page_fetches_a_config_json_on_a_click():
+    """Catches a request to the hub that nobody asked for, and an answer that is taken for a config.json."""
+    config = json.dumps(MIXTRAL)
+    answers = [["", {"status": 401}], ["", {"status": 404}], [config]]
+    script = f"{MOVE}const answers = {json.dumps(answers)};{FETCHED}"
+    [seen] = evaluate({"page": "planner_widget.html", "script": script})
+    assert seen["before"] == "This button sends the page's only request to another host."
+    assert seen["odd"] == '"Mixtral 8x7B" is not ORG/NAME, such as Qwen/Qwen3-8B.' and not seen["asked_for_odd"]
+    assert seen["gated"] == "meta/secret does not exist, or you have to log in to read it. Then paste its config.json."
+    assert seen["missing"] == "meta/no has no config.json there (status 404)."
+    assert seen["config"] == config and seen["found"].endswith("its config.json is above.")
+    assert "mixtral with " in seen["output"] and "from config.json" in seen["output"]
+    assert seen["offline"].startswith(
+        "https://huggingface.co cannot be reached (no network). Paste the config.json of a/b"
+    )
+    hub = "https://huggingface.co/{}/resolve/main/config.json"
+    names = ("meta/secret", "meta/no", "mistralai/Mixtral-8x7B-v0.1", "a/b")
+    assert seen["asked"] == [hub.format(name) for name in names]
+
+
 def test_a_link_restores_a_plan_of_a_pasted_config_json():
     """Catches a link that loses the model or a setting, and an error that is not the planner's line."""
-    config = {"model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 1536, "num_hidden_layers": 12,
-              "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 50304, "num_local_experts": 8,
-              "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}  # fmt: skip
     shown = """{ state: state(), text: form.querySelector("output").innerText }"""
     script = f"""
       set("preset", "config"); set("topology", "2*v5p:2x2x4"); set("mesh", "data=2,fsdp=8,tensor=2");
       set("batch_size", "64"); set("config", "{{"); await planned();
       const refused = form.querySelector("output").innerText;
-      set("config", {json.dumps(json.dumps(config))}); await planned();
+      set("config", {json.dumps(json.dumps(MIXTRAL))}); await planned();
       return {{ refused, address: location.search, ...{shown} }};"""
     [seen] = evaluate({"page": "planner_widget.html", "script": MOVE + STATE + script})
     assert "config.json: not JSON" in seen["refused"]
-    cfg = replace(Config(), model=published.describe(config)[1], mesh="data=2,fsdp=8,tensor=2",
+    cfg = replace(Config(), model=published.describe(MIXTRAL)[1], mesh="data=2,fsdp=8,tensor=2",
                   **{"data.batch_size": 64, "data.seq_len": 4096})  # fmt: skip
     one = planner.plan(cfg, "2*v5p:2x2x4")
     assert f"step       {one.estimate}; MFU" in seen["text"]
     assert f"mixtral with {costs.parameters(cfg.model)[0]:,} parameters, from config.json" in seen["text"]
     assert "python -m plan config.json --topology 2*v5p:2x2x4 --mesh data=2,fsdp=8,tensor=2" in seen["text"]
     [again] = evaluate({"page": "planner_widget.html" + seen["address"], "script": MOVE + STATE + f"return {shown};"})
-    assert json.loads(again["state"].pop("config")) == json.loads(seen["state"].pop("config")) == config
+    assert json.loads(again["state"].pop("config")) == json.loads(seen["state"].pop("config")) == MIXTRAL
     assert again == {"state": seen["state"], "text": seen["text"]}
 
 
