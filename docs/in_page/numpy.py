@@ -10,10 +10,20 @@ import functools
 import itertools
 import math
 import operator
+import random as machine_random
+import types
 
 int8 = int16 = int32 = int64 = uint32 = integer = int
-float16 = float32 = float64 = floating = float
+floating = float
 number = (int, float)
+
+
+def float64(x=0.0):
+    """A type, as the argument of `astype` and `zeros`, and the conversion of a number or an array."""
+    return asarray(x).astype(float) if isinstance(x, list | tuple | ndarray) else float(x)
+
+
+float16 = float32 = float64
 
 
 class ndarray:
@@ -29,6 +39,7 @@ class ndarray:
             self.data[i] for i in self.at]  # fmt: skip
 
     ndim = property(lambda self: len(self.shape))
+    dtype = property(lambda self: DType(next(iter(self.values), 0.0)))
     size = property(lambda self: len(self.at))
     flat = property(lambda self: self.reshape(-1))
     T = property(lambda self: self.transpose())
@@ -97,10 +108,12 @@ class ndarray:
         return ndarray(found, shape) if shape else found[0]
 
     sum = lambda self, axis=None, **more: self.reduce(sum, axis, **more)
-    max = lambda self, axis=None, **more: self.reduce(builtins.max, axis, **more)
+    mean = lambda self, axis=None: self.sum(axis) / (self.size if axis is None else self.shape[axis])
+    max = lambda self, axis=None, initial=None, **more: (
+        initial if not self.size and initial is not None else self.reduce(builtins.max, axis, **more))  # fmt: skip
     min = lambda self, axis=None, **more: self.reduce(builtins.min, axis, **more)
     any = lambda self, axis=None, **more: self.reduce(any, axis, **more)
-    all = lambda self, axis=None, **more: self.reduce(all, axis, **more)
+    all = lambda self, axis=None, **more: self.reduce(builtins.all, axis, **more)
 
     def along(self, function, axis: int):
         """Replace each line along an axis with function(line), which may have another length."""
@@ -170,8 +183,23 @@ class ndarray:
                                                                                strict=True)]  # fmt: skip
         return tuple(ndarray(one, (len(places),)) for one in index)
 
-    def __matmul__(self, vector):
-        return self.along(lambda line: [sum(map(operator.mul, line, vector))], -1).reshape(self.shape[:-1])
+    def __matmul__(self, other):
+        if _defers(other):
+            return NotImplemented
+        other = asarray(other)
+        if other.ndim == 2:
+            lines, columns = self.reshape(-1, self.shape[-1]), [column.values for column in other.T]
+            found = [sum(map(operator.mul, line.values, column)) for line in lines for column in columns]
+            return ndarray(found, (*self.shape[:-1], len(columns)))
+        return self.along(lambda line: [sum(map(operator.mul, line, other.values))], -1).reshape(self.shape[:-1])
+
+
+class DType:
+    """The type of an array's entries."""
+
+    def __init__(self, entry):
+        kinds = {"b": bool, "i": int, "f": float}
+        self.kind = next((kind for kind, one in kinds.items() if isinstance(entry, one)), "O")
 
 
 def _is_mask(one) -> bool:
@@ -189,8 +217,15 @@ def _positions(shape, strides) -> list[int]:
     return found
 
 
+def _defers(other) -> bool:
+    """Return whether an operation with an array is left to the other operand, as NumPy does for such a class."""
+    return getattr(other, "__array_ufunc__", "") is None
+
+
 def _elementwise(function):
     def apply(x, y):
+        if _defers(y):
+            return NotImplemented
         x, y = broadcast_arrays(x, y)
         found = list(map(function, x.values, y.values))
         return ndarray(found, x.shape) if x.shape else found[0]
@@ -239,13 +274,19 @@ ndindex = lambda shape: itertools.product(*map(range, shape))
 shape = lambda x: asarray(x).shape
 reshape = lambda x, shape: x.reshape(shape)
 transpose = lambda x, axes: x.transpose(axes)
-ravel = lambda x: x.reshape(-1)
+ravel = lambda x: asarray(x).reshape(-1)
 prod = lambda x, axis=None: asarray(x).reduce(math.prod, axis)
 ptp = lambda x, axis: x.reduce(lambda line: builtins.max(line) - builtins.min(line), axis)
 sort = lambda x, axis=-1: asarray(x).along(sorted, axis)
 cumsum = lambda x: asarray(x).cumsum()
 diff = lambda x, axis=-1: x.along(lambda line: map(operator.sub, line[1:], line), axis)
 sign = lambda x: ndarray([(one > 0) - (one < 0) for one in x.values], x.shape)
+matmul = lambda x, y: asarray(x) @ asarray(y)
+eye = lambda n, dtype=None: array([[float(i == j) for j in range(n)] for i in range(n)])
+ndim = lambda x: asarray(x).ndim
+all = lambda x: builtins.all(asarray(x).values)
+isfinite = lambda x: ndarray([math.isfinite(one) for one in asarray(x).values], asarray(x).shape)
+array_equal = lambda x, y: asarray(x).shape == asarray(y).shape and asarray(x).values == asarray(y).values
 minimum = _elementwise(builtins.min)
 maximum = _elementwise(builtins.max)
 
@@ -354,6 +395,23 @@ class add:
         places, shape = x.find(index)
         for i, one in zip(places, broadcast_to(values, shape).values, strict=True):
             x.data[x.at[i]] += one
+
+
+def split(x, parts: int, axis=0) -> list[ndarray]:
+    size = x.shape[axis] // parts
+    return [x[(*[slice(None)] * (axis % x.ndim), slice(i * size, (i + 1) * size))] for i in range(parts)]
+
+
+class random:
+    @staticmethod
+    def default_rng(seed):
+        """Return a generator of normally distributed numbers, which are not those of NumPy."""
+        generator = machine_random.Random(repr(seed))
+
+        def normal(size=()):
+            return ndarray([generator.gauss(0.0, 1.0) for _ in range(math.prod(_shape(size)))], _shape(size))
+
+        return types.SimpleNamespace(normal=normal)
 
 
 abs = builtins.abs

@@ -1,0 +1,1 @@
+"""JAX for the exercises of the site: programs on emulated devices, in plain Python. Open `arrays.py` first."""
