@@ -19,6 +19,7 @@ import tyro
 
 from chapters.__main__ import limit_s
 from docs import layer_timeline, mesh_explorer, notebooks, planner_widget, reference, schedule_explorer
+from docs.in_exercises import programs
 from docs.notebooks import ROOT
 from utils import UserError, exit_status
 
@@ -106,6 +107,8 @@ def chapter_page(path: Path) -> str:
         if cell.cell_type == "code" and "hide-input" in cell.metadata.get("tags", ()):
             cell.metadata.setdefault("mystnb", {})["code_prompt_show"] = f"Show {notebooks.folded_name(cell)}"
     notebook.cells.insert(1, new_markdown_cell(run_box(path.stem), id="run-box"))
+    if script := programs.script(path.stem):
+        notebook.cells.append(new_markdown_cell(script, id="exercises"))
     return nbformat.writes(notebook)
 
 
@@ -140,6 +143,7 @@ def forwards() -> dict[str, str]:
 def stage(numbers, say, longest_s: float) -> None:
     """Write everything that Sphinx reads, and remove old pages."""
     write_generated(notebooks.chapters(numbers), say, longest_s)
+    programs.write(MADE)
     wanted = pages()
     wanted |= {f"chapters/{path.stem}.ipynb": chapter_page(path) for path in notebooks.chapters(numbers)}
     for name, text in wanted.items():
