@@ -60,6 +60,8 @@ NOT_RUN = {
     "make test-tpu-all": "these are the tests",
     "make test-rotation": "these are the tests",
     "make test-rotation DAY=3": "these are the tests",
+    'make test-long ARGS="tests/compile/test_ordered.py -k unordered"': "these are tests",
+    'make test ARGS="tests/data/test_order.py tests/data/test_hosts.py tests/data/test_packing.py"': "these are tests",
     "make chapters": "these are tests too; `make test-site` runs them as notebooks",
     "make test-site": "these are tests too; `.ci/run` runs them",
     "make rehearse": "these are tests too; `.ci/run` runs them",

@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/ that need hosts: run as they stand there, on hosts of this machine."""
+"""The commands of docs/ that need hosts: run as they stand there, on hosts of this machine."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ from tests.launch import rehearsal
 from tests.launch.rehearsal import log, wait_until
 
 pytestmark = pytest.mark.launch
-PAGES = ("README.md", "docs/hosts.md")  # in this order: the second goes on from the tokens of the first
+PAGES = ("docs/hosts.md",)
 
 
 def wiped(text):

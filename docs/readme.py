@@ -1,0 +1,61 @@
+"""Write the table of chapters in README.md. `python -m docs.readme`."""
+
+import re
+import sys
+from pathlib import Path
+
+from docs.notebooks import ROOT, chapters
+from docs.reference import head
+from utils import UserError, exit_status
+
+PAGE = ROOT / "README.md"
+BUILDS = {  # what a reader writes or runs by hand in a chapter
+    "00": "the time of a training step from its FLOPs and bytes, for one chip and for 64",
+    "01": "a matmul in its four shardings, and a ring reduce-scatter",
+    "02": "sharded gradients without autodiff, and gradient accumulation with one sum",
+    "03": "FSDP by hand, then each stage from DDP to ZeRO 3",
+    "04": "a transformer block that shards heads, hidden units, positions and vocabulary",
+    "05": "1F1B with microbatches in one program, compared with GPipe and zero bubble",
+    "06": "ring attention with a causal mask, zig-zag order and packed documents",
+    "07": "an MoE layer that sends tokens with all-to-alls, and balances its experts",
+    "08": "one layer on three axes, and a test that names the axis with the bug",
+    "09": "a search for the fastest mesh in 40 lines of arithmetic, and the days and dollars of a run",
+    "10": "a decoder in 45 lines, and the test that finds a wrong one",
+    "11": "a loader that reads each token once, also after a restart on other hosts",
+    "12": "a training loop that you can kill, and a check for silent corruption",
+    "13": "four processes with one mesh, and the diagnosis of a host that fails",
+    "14": "prefill and decode with a sharded KV cache, and a batch size for serving",
+    "15": "the same layer three ways: by hand, with constraints, with explicit sharding",
+}
+
+
+def reading_minutes(path: Path) -> str:
+    """Return how long the chapter says that reading takes. Raises: UserError if it does not say so."""
+    first = " ".join(path.read_text(encoding="utf-8").split("# %%")[1].replace("\n# ", " ").split())
+    found = re.search(r"\*Reading takes\* (?:about )?(\d+ minutes|half an hour|an hour)(, with exercises)?", first)
+    if not found:
+        raise UserError(f"{path.name} does not say in its first cell how long reading takes; write, for example, "
+                        "`*Reading takes* 25 minutes.`")  # fmt: skip
+    minutes = {"half an hour": "30", "an hour": "60"}.get(found[1], found[1].removesuffix(" minutes"))
+    return minutes + (found[2] or "")
+
+
+def chapter_table() -> str:
+    rows = [f"| [{path.stem[:2]}](chapters/{path.name}) | {head(path)['title']} | {BUILDS[path.stem[:2]]} "
+            f"| {reading_minutes(path)} |" for path in chapters()]  # fmt: skip
+    return "\n".join(["| | chapter | what you build | minutes |", "|---|---|---|---|", *rows])
+
+
+def page(text: str) -> str:
+    """Return README with the parts that this file writes: from their mark, `<!-- NAME -->`, to the next empty line."""
+    return re.sub(r"(?s)(<!-- chapters -->\n).*?\n(?=\n)", lambda mark: f"{mark[1]}{chapter_table()}\n", text)
+
+
+@exit_status
+def main() -> None:
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print("wrote README.md")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
