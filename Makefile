@@ -83,7 +83,7 @@ help: ## list every command
 # python bench/deadlock.py #: reproduce a deadlock of simulated devices with JAX alone
 # python -m docs.eight_meshes #: train one model on eight meshes, and plot the figure in the README
 # python -m docs.settings #: write docs/settings.md from config/
-# python -m docs.readme #: write the table of chapters in README.md
+# python -m docs.readme #: write the table of chapters and the links in README.md
 # python -m chapters #: run the chapters of the guide, and print how long each takes
 # python -m docs.build #: build the guide's site from its chapters, and serve it; needs extra-site
 # python -m docs.layer_timeline #: simulate the schedules for the layer timeline page; needs extra-tpu

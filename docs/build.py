@@ -18,7 +18,7 @@ from typing import Annotated
 import tyro
 
 from chapters.__main__ import limit_s
-from docs import layer_timeline, mesh_explorer, notebooks, planner_widget, reference, schedule_explorer
+from docs import address, layer_timeline, mesh_explorer, notebooks, planner_widget, reference, schedule_explorer
 from docs.in_exercises import programs
 from docs.notebooks import ROOT
 from utils import UserError, exit_status
@@ -87,10 +87,8 @@ writes it too.
 
 
 def run_box(name: str) -> str:
-    address = notebooks.colab(name)
-    link = f'<a class="colab" href="{address}">Open in Colab</a> (the first cell installs the project). ' * bool(
-        address
-    )
+    colab = address.colab(name)
+    link = f'<a class="colab" href="{colab}">Open in Colab</a> (the first cell installs the project). ' * bool(colab)
     return RUN_BOX.format(name=name, colab=link)
 
 

@@ -17,7 +17,7 @@ from sphinx.util.docutils import SphinxDirective
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from docs import cards, layer_timeline, mesh_explorer, pictures, planner_widget, reference, schedule_explorer
+from docs import address, cards, layer_timeline, mesh_explorer, pictures, planner_widget, reference, schedule_explorer
 
 MAKERS = (reference, pictures, planner_widget, mesh_explorer, schedule_explorer, layer_timeline)
 
@@ -31,13 +31,8 @@ myst_dmath_double_inline = True
 nb_execution_mode = "off"  # docs/notebooks.py executes them
 nb_merge_streams = True
 nb_output_stderr = "warn"
-# The address of the published site, such as "https://example.org/guide/". If it is empty, the addresses of preview
-# pictures are relative, and some services then show a link without its picture.
-html_baseurl = ""
-# The address from which notebooks outside a checkout clone the project, such as "https://github.com/NAME/REPOSITORY".
-# If it is on GitHub, each chapter has a link that opens it in Colab, from the branch with the built site.
-repository = ""
-site_branch = "gh-pages"
+# If it is empty, preview pictures have relative addresses, and some services then show a link without its picture.
+html_baseurl = address.site()
 html_search_scorer = str(HERE / "_static/scorer.js")
 html_theme = "sphinx_book_theme"
 html_static_path = ["_static", "_build/made"]
@@ -136,11 +131,11 @@ def add_preview(app, page, template, context, doctree):
     card = f"_static/cards/{'api' if of_api else page}.png"
     cards.write(Path(app.outdir) / card, page, "API" if of_api else title)
     text = f"The public functions and classes of {title}, with their docstrings." if of_api else describe(doctree)
-    address = html_baseurl.rstrip("/") + "/" if html_baseurl else context["content_root"]
+    root = html_baseurl.rstrip("/") + "/" if html_baseurl else context["content_root"]
     tags = {"title": title, "description": text, "type": "article", "site_name": project,
-            "image": address + card, "image:width": cards.PIXELS[0], "image:height": cards.PIXELS[1],
+            "image": root + card, "image:width": cards.PIXELS[0], "image:height": cards.PIXELS[1],
             "image:alt": f"{title}, and eight devices that each hold a shard"}  # fmt: skip
-    tags |= {"url": f"{address}{page}.html"} if html_baseurl else {}
+    tags |= {"url": f"{root}{page}.html"} if html_baseurl else {}
     lines = [f'<meta property="og:{name}" content="{html.escape(str(value))}">' for name, value in tags.items()]
     lines += [f'<meta name="description" content="{html.escape(tags["description"])}">',
               '<meta name="twitter:card" content="summary_large_image">']  # fmt: skip

@@ -1,8 +1,6 @@
 """Turn chapters into notebooks, and execute them for the site. `python -m docs.notebooks`."""
 
-import ast
 import dataclasses
-import functools
 import hashlib
 import math
 import os
@@ -16,13 +14,14 @@ import tyro
 
 from chapters import folded
 from chapters.__main__ import select_chapters
+from docs import address
 from utils import UserError, exit_status
 
 HELP = """e.g. python -m docs.notebooks
      python -m docs.notebooks 04 05
 
 Write notebooks/NN_name.ipynb from chapters/NN_name.py, without outputs. The notebooks work in any folder of the
-checkout. Elsewhere they clone one, if `repository` in docs/conf.py is set."""
+checkout. Elsewhere they clone one, if docs/address.py has the address of the repository."""
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS, FOLDER = ROOT / "chapters", ROOT / "notebooks"
@@ -47,13 +46,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-repository = {repository!r}  # docs/conf.py sets it
+repository = {repository!r}  # docs/address.py sets it
 places = [Path.cwd(), *Path.cwd().parents]
 root = next((place for place in places if (place / "chapters" / "lesson.py").exists()), None)
 if root is None:
     assert repository, (
         "no checkout of Axis by Axis here: move this notebook into one, and use its .venv as kernel. To let notebooks "
-        "clone one by themselves, set `repository` in docs/conf.py, and write them again with `make notebooks`."
+        "clone one by themselves, set REPOSITORY in docs/address.py, and write them again with `make notebooks`."
     )
     root = Path("axis-by-axis").resolve()
     subprocess.run(["git", "clone", "--quiet", "--depth", "1", repository, str(root)], check=True)
@@ -66,25 +65,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 """
 
 
-@functools.cache
-def setting(name: str) -> str:
-    """Return a setting of docs/conf.py, without running that file, which needs Sphinx."""
-    tree = ast.parse((ROOT / "docs" / "conf.py").read_text(encoding="utf-8"))
-    return next(ast.literal_eval(node.value) for node in tree.body
-                if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name)  # fmt: skip
-
-
 def first_cell() -> str:
-    return FIND_PROJECT.format(repository=setting("repository"))
-
-
-def colab(name: str) -> str:
-    """Return the address at which Colab opens a chapter, or "": Colab reads notebooks from GitHub."""
-    if not setting("repository").startswith("https://github.com/"):
-        return ""
-    place = setting("repository").removeprefix("https://github.com/").removesuffix("/").removesuffix(".git")
-    branch = setting("site_branch")
-    return f"https://colab.research.google.com/github/{place}/blob/{branch}/notebooks/{name}.ipynb"
+    return FIND_PROJECT.format(repository=address.REPOSITORY)
 
 
 def chapters(numbers=()) -> list[Path]:

@@ -1,9 +1,10 @@
-"""Write the table of chapters in README.md. `python -m docs.readme`."""
+"""Write the table of chapters and the links to the site in README.md. `python -m docs.readme`."""
 
 import re
 import sys
 from pathlib import Path
 
+from docs import address
 from docs.notebooks import ROOT, chapters
 from docs.reference import head
 from utils import UserError, exit_status
@@ -40,15 +41,36 @@ def reading_minutes(path: Path) -> str:
     return minutes + (found[2] or "")
 
 
+def site_links() -> str:
+    """Return the line of README that leads to the site, or "" if the project is not published."""
+    site = address.site()
+    pages = {"the guide": "", "the planner": "planner_widget.html", "the mesh explorer": "mesh_explorer.html"}
+    links = [f"[{title}]({site}{page})" for title, page in pages.items()]
+    return f"In the browser, without an installation: {', '.join(links[:-1])} and {links[-1]}." if site else ""
+
+
+def chapter_links(chapter: str) -> str:
+    """Return the last cell of a row: the chapter on the site, in Colab, and as a notebook with its outputs."""
+    places = {"page": f"{address.site()}chapters/{chapter}.html", "Colab": address.colab(chapter),
+              "outputs": address.outputs(chapter)}  # fmt: skip
+    return ", ".join(f"[{name}]({place})" for name, place in places.items())
+
+
 def chapter_table() -> str:
+    published = bool(address.site())
     rows = [f"| [{path.stem[:2]}](chapters/{path.name}) | {head(path)['title']} | {BUILDS[path.stem[:2]]} "
-            f"| {reading_minutes(path)} |" for path in chapters()]  # fmt: skip
-    return "\n".join(["| | chapter | what you build | minutes |", "|---|---|---|---|", *rows])
+            f"| {reading_minutes(path)} |" + f" {chapter_links(path.stem)} |" * published
+            for path in chapters()]  # fmt: skip
+    first = "| | chapter | what you build | minutes |" + " open |" * published
+    return "\n".join([first, "|---|---|---|---|" + "---|" * published, *rows])
 
 
 def page(text: str) -> str:
     """Return README with the parts that this file writes: from their mark, `<!-- NAME -->`, to the next empty line."""
-    return re.sub(r"(?s)(<!-- chapters -->\n).*?\n(?=\n)", lambda mark: f"{mark[1]}{chapter_table()}\n", text)
+    for name, part in {"address": site_links(), "chapters": chapter_table()}.items():
+        lines = f"<!-- {name} -->\n" + f"{part}\n" * bool(part)
+        text = re.sub(rf"<!-- {name} -->\n(?:.+\n)*", lambda _, lines=lines: lines, text)
+    return text
 
 
 @exit_status

@@ -10,7 +10,7 @@ from urllib.parse import urldefrag
 import pytest
 
 from chapters import folded
-from docs import build, layer_timeline, notebooks
+from docs import address, build, layer_timeline, notebooks
 from docs.notebooks import ROOT
 from tests.site import browser
 from utils import UserError
@@ -241,10 +241,12 @@ def test_a_notebook_clones_the_project_elsewhere(tmp_path, monkeypatch):
     done = subprocess.run([sys.executable, str(cell)], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "axis-by-axis" / "chapters" / "lesson.py") in done.stdout
+    monkeypatch.setattr(address, "REPOSITORY", "")
     assert "colab" not in build.run_box("03_fsdp")
-    monkeypatch.setattr(notebooks, "setting", {"repository": "https://github.com/a/b", "site_branch": "pages"}.get)
-    address = "https://colab.research.google.com/github/a/b/blob/pages/notebooks/03_fsdp.ipynb"
-    assert f'href="{address}"' in build.run_box("03_fsdp")
+    monkeypatch.setattr(address, "REPOSITORY", "https://github.com/a/b")
+    assert 'href="https://colab.research.google.com/github/a/b/blob/gh-pages/notebooks/03_fsdp.ipynb"' in build.run_box(
+        "03_fsdp"
+    )
     assert "'https://github.com/a/b'" in notebooks.first_cell()
 
 

@@ -1,0 +1,42 @@
+"""Sphinx builds a page with a public address and without one, with the project's own settings."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from docs.notebooks import ROOT
+
+pytestmark = pytest.mark.site
+
+BUILD = """\
+import sys
+from docs import address
+address.REPOSITORY = sys.argv[1]
+from sphinx.cmd.build import main
+sys.exit(main(["-b", "html", "-q", "-c", "docs", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.parametrize(
+    "repository", ["", "https://github.com/Somebody/axis-by-axis"], ids=["not published", "published"]
+)
+def test_a_page_has_the_address_of_the_site(repository, tmp_path):
+    """Catches previews without a picture on the published site, and addresses of a site that does not exist."""
+    source, out = tmp_path / "source", tmp_path / "html"
+    source.mkdir()
+    (source / "index.md").write_text(
+        "# Axis by Axis\n\nEight devices train one model, and each of them holds a shard.\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, repository, source, out], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    page = (out / "index.html").read_text(encoding="utf-8")
+    [image] = re.findall('<meta property="og:image" content="([^"]*)">', page)
+    site = "https://somebody.github.io/axis-by-axis/" if repository else ""
+    assert image == f"{site or './'}_static/cards/index.png"
+    assert (out / "_static/cards/index.png").exists()
+    assert re.findall('<link rel="canonical" href="([^"]*)"', page) == ([f"{site}index.html"] if repository else [])
+    assert ("somebody.github.io" in page) == bool(repository)
