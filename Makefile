@@ -39,7 +39,7 @@ OWN_VENV = @if [ -L .venv ]; then \
 fi
 ARGS ?= # extra arguments for train, plan, chapters, site, the tests and lock
 
-.PHONY: help train plan chapters site read notebooks test test-more test-all test-tpu test-tpu-all test-rotation rehearse \
+.PHONY: help train plan chapters site pages read notebooks test test-more test-all test-tpu test-tpu-all test-rotation rehearse \
 	test-site lint format lock clean extra-browser extra-torch $(EXTRAS:%=extra-%)
 
 help: ## list every command
@@ -85,6 +85,7 @@ help: ## list every command
 # python -m docs.settings #: write docs/settings.md from config/
 # python -m docs.readme #: write the table of chapters and the links in README.md
 # python -m chapters #: run the chapters of the guide, and print how long each takes
+# python -m docs.pages #: build the site, and commit it to a local branch; needs extra-site
 # python -m docs.build #: build the guide's site from its chapters, and serve it; needs extra-site
 # python -m docs.layer_timeline #: simulate the schedules for the layer timeline page; needs extra-tpu
 # python -m docs.notebooks #: write the chapters as notebooks; needs extra-site
@@ -101,6 +102,9 @@ chapters: .venv/installed ## run the chapters of the guide, and print how long e
 
 site: .venv/installed .venv/extra-site ## build the guide into docs/_build/html; runs the chapters that have changed
 	.venv/bin/python -m docs.build $(ARGS)
+
+pages: .venv/installed .venv/extra-site ## build the guide, and commit it to the local branch gh-pages; pushes nothing
+	.venv/bin/python -m docs.pages $(ARGS)
 
 read: .venv/installed ## serve the guide on this machine, and print its address
 	.venv/bin/python -m docs.build --read $(ARGS)

@@ -181,6 +181,17 @@ def executed(path: Path, kept: Path, say=print, longest_s: float = math.inf):
     return found
 
 
+def with_outputs(path: Path, kept: Path):
+    """Return a reader's notebook with the outputs of the executed chapter. Raises: the errors of `executed`."""
+    notebook, done = read(path), executed(path, kept)
+    shown = [cell for cell in done.cells if HIDDEN not in cell.metadata.get("tags", ())]
+    for cell, ran in zip([cell for cell in notebook.cells if cell.source != first_cell()], shown, strict=True):
+        assert cell.cell_type == ran.cell_type, f"{path.stem}: the executed chapter has other cells"
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
+    return notebook
+
+
 def execute_one(path: Path, kept: Path, longest_s: float) -> list[str]:
     """Execute a chapter in a worker process, so that the CPU time counted is this chapter's; return log lines.
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from docs import notebooks
 from docs.notebooks import ROOT
 
 pytestmark = pytest.mark.site
@@ -40,3 +41,14 @@ def test_a_page_has_the_address_of_the_site(repository, tmp_path):
     assert (out / "_static/cards/index.png").exists()
     assert re.findall('<link rel="canonical" href="([^"]*)"', page) == ([f"{site}index.html"] if repository else [])
     assert ("somebody.github.io" in page) == bool(repository)
+
+
+def test_a_notebook_with_outputs_has_the_cells_of_a_readers_notebook(tmp_path):
+    """Catches outputs below other cells, and a published notebook that shows the tests of the answers."""
+    chapter = tmp_path / "03_short.py"
+    chapter.write_text("# %% [markdown]\n# # 03 · Short\n\n# %%\n1 + 1\n\n# %% tags=[\"remove-cell\"]\n"
+                       "hidden = 3\n\n# %%\nprint('seen')\ncheck_answer = lambda answer: 'Not yet.'\n")  # fmt: skip
+    found = notebooks.with_outputs(chapter, tmp_path / "kept")
+    assert [cell.source for cell in found.cells] == [cell.source for cell in notebooks.read(chapter).cells]
+    texts = [str(cell.outputs) for cell in found.cells if cell.cell_type == "code"]
+    assert texts[0] == "[]" and "'2'" in texts[1] and "seen" in texts[2] and len(texts) == 3
