@@ -1,4 +1,4 @@
-"""Write the table of chapters and the links to the site in README.md. `python -m docs.readme`."""
+"""Write the table of chapters and the public addresses in README.md and CITATION.cff. `python -m docs.readme`."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from docs.notebooks import ROOT, chapters
 from docs.reference import head
 from utils import UserError, exit_status
 
-PAGE = ROOT / "README.md"
+PAGE, CITATION = ROOT / "README.md", ROOT / "CITATION.cff"
 BUILDS = {  # what a reader writes or runs by hand in a chapter
     "00": "the time of a training step from its FLOPs and bytes, for one chip and for 64",
     "01": "a matmul in its four shardings, and a ring reduce-scatter",
@@ -73,10 +73,18 @@ def page(text: str) -> str:
     return text
 
 
+def citation(text: str) -> str:
+    """Return CITATION.cff with the addresses of the repository and of the site, if the project has them."""
+    addresses = {"repository-code": address.REPOSITORY, "url": address.site()}
+    kept = [line for line in text.splitlines() if line.split(":")[0] not in addresses]
+    return "\n".join(kept + [f"{key}: {value}" for key, value in addresses.items() if value]) + "\n"
+
+
 @exit_status
 def main() -> None:
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print("wrote README.md")
+    CITATION.write_text(citation(CITATION.read_text(encoding="utf-8")), encoding="utf-8")
+    print("wrote README.md and CITATION.cff")
 
 
 if __name__ == "__main__":

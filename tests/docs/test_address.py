@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 
 from docs import address, build, notebooks, readme
 from docs.notebooks import ROOT
@@ -65,6 +66,14 @@ def test_readme_links_to_the_site_only_if_published(repository):
     assert all((f"[page]({SITE}chapters/" in row) == bool(repository) for row in rows)
     assert (f"[the planner]({SITE}planner_widget.html)" in text) == bool(repository)
     assert ("somebody.github.io" in text) == bool(repository)
+
+
+def test_the_citation_has_the_addresses_only_if_published(repository):
+    """Catches a citation that leads nowhere."""
+    text = readme.citation(readme.CITATION.read_text(encoding="utf-8"))
+    assert readme.citation(text) == text
+    found = yaml.safe_load(text)
+    assert (found.get("repository-code"), found.get("url")) == ((repository, SITE) if repository else (None, None))
 
 
 def test_the_address_is_written_once():
