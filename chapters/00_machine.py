@@ -6,10 +6,11 @@
 # arranges many chips in a grid with named axes, so that a program can state which chip stores which part of
 # an array.
 #
-# With both, you can estimate the time of a training step on any number of chips before you rent them.
-# Counting FLOPs is not enough: below, it is wrong for one matmul, for a matmul on eight chips, and for a
-# whole training step, because chips wait for memory and for each other. This guide accompanies a small JAX
-# trainer: `model.py` is its model, and `plan/` predicts its memory and step time without devices.
+# With both, you can estimate the time of a training step on any number of chips before you rent them. A count
+# of FLOPs alone is not enough, because chips also wait for memory and for each other. Below, an estimate from
+# FLOPs is wrong for one matmul, for a matmul on eight chips, and for a whole training step. This guide
+# accompanies a small JAX trainer: `model.py` is its model, and `plan/` predicts its memory and step time
+# without devices.
 #
 # *Prerequisites:* matmuls, NumPy, one GPU. *Mesh:* several, of eight simulated devices (explained below).
 # *Runs in* 30 s on 2 cores. *Reading takes* 25 minutes, 80 with the exercises.
@@ -79,10 +80,10 @@ assert abs(whole / 8 - part) < 0.01 and abs(speedup - 2.28) < 0.01
 # ## How a chip is built
 #
 # An accelerator is built for matmuls. A *TPU v4* has eight matrix units (MXUs). Each is a grid of 128 x 128
-# multipliers that holds a block of weights. Rows of `x` move through the grid, so a value that was read once
-# is used 128 times. 8 x 128 x 128 multipliers, each with one multiplication and one addition per clock cycle
-# of 1.05 GHz, are 275 TFLOP/s. An *H100* has 132 smaller units (SMs), each with four Tensor Cores that
-# together do 4,096 FLOPs per cycle. At 1.83 GHz this is 989 TFLOP/s.
+# multipliers that holds a block of weights. Rows of `x` move through the grid, so each value of `x` that is
+# read once meets 128 weights. 8 x 128 x 128 multipliers, each with one multiplication and one addition per
+# clock cycle of 1.05 GHz, are 275 TFLOP/s. An *H100* has 132 smaller units (SMs), each with four Tensor Cores
+# that together do 4,096 FLOPs per cycle. At 1.83 GHz this is 989 TFLOP/s.
 
 
 # %% tags=["hide-input"]
@@ -149,9 +150,10 @@ for panel in panels.flat:
 # in *HBM*, the high-bandwidth memory next to the chip. *Bandwidth* is how many bytes per second can be
 # moved; all of ours are for one direction.
 #
-# *Links* connect chips. A TPU v4 has links to its neighbors only, two in each of three directions, and
-# these chips form a *slice*. Eight H100s in a *node* all reach each other through NVLink switches. Between
-# slices or nodes, chips send over a slower network (DCN, InfiniBand).
+# *Links* connect chips. A TPU v4 has links to its neighbors only, two in each of three directions, and these
+# chips form a *slice*. Eight H100s in a *node* all reach each other through NVLink switches. Between slices
+# or nodes, chips send over a slower network: InfiniBand for these GPUs, and the data-center network (*DCN*)
+# for TPUs.
 
 # %%
 v4, h100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
@@ -164,9 +166,9 @@ for chip in (v4, h100):
 
 # %% [markdown]
 # The last column tells you what a byte costs. (`plan/chips/hardware.py` cites the sources. TFLOP/s are for
-# *bfloat16*, which has 2 bytes per value.) While a TPU v4 reads one byte from memory, it could compute 229
-# FLOPs; while it receives one from a neighbor, 6,111; from another slice, 44,000. A program with fewer FLOPs
-# per byte makes the chip wait.
+# *bfloat16*, which has 2 bytes per value.) A TPU v4 could compute 229 FLOPs while it reads one byte from
+# memory, 6,111 while it receives one from a neighbor, and 44,000 while it receives one from another slice. A
+# program with fewer FLOPs per byte makes the chip wait.
 #
 # ## A matmul on eight devices, by hand
 #
@@ -177,7 +179,8 @@ for chip in (v4, h100):
 # A *mesh* is a grid of devices whose axes have names. A `PartitionSpec`, here `P`, lists for each dim of an
 # array the mesh axis that splits it into equal *shards*. A dim without an axis is not split. An array that no
 # axis splits is *replicated*: every device has a copy. A spec and a mesh together are a `NamedSharding`. The
-# flag makes JAX simulate eight devices on this machine's CPU.
+# flag in the next cell makes JAX simulate eight devices on this machine's CPU. (Chapter 01 explains
+# `AxisType.Auto`.)
 
 # %% tags=["by-hand"]
 import os
@@ -221,12 +224,12 @@ for name, (x_spec, w_spec, y_spec) in layouts.items():
 # first layout, every device does all of the work. In the next two, each does an eighth and sends nothing, but
 # stores all of `w` or all of `x`.
 #
-# In the last layout, D is split, the *contracting* dim, which the matmul sums over. (Its FLOPs are an eighth,
-# too, plus 49,152 additions of the all-reduce.) Device i has 320 of the 2,560 columns of `x` and the 320
-# matching rows of `w`. At the end, every device has the whole result.
+# The last layout splits D, the *contracting* dim: the matmul sums over it. Device i has 320 of the 2,560
+# columns of `x` and the 320 matching rows of `w`. It computes an eighth of the FLOPs, and then 49,152
+# additions for the all-reduce. At the end, every device has the whole result.
 #
-# > **Predict.** How many bytes does each device contribute to the all-reduce (its *payload*)? The result is
-# > 32 x 1,536 in float32, 4 bytes per value.
+# > **Predict.** The *payload* of an all-reduce is the array that each device adds to the sum. How many bytes
+# > does it have here? The result is 32 x 1,536 in float32, 4 bytes per value.
 
 # %% tags=["hide-input"]
 [(shape, kind)] = collectives["dim D of both"]
@@ -255,18 +258,18 @@ axes[2].set(xlim=(0, 1.01), ylim=(0, 1.01))
 axes[2].set_ylabel("B", rotation=0, labelpad=10)
 
 # %% [markdown]
-# Adding these arrays and giving every device the sum is the all-reduce. If every device sent its array to all
-# others, it would send 7 payloads. A ring needs less. It splits the array into eight chunks. In each step,
-# every device sends one chunk to its neighbor, and the neighbor adds its own values to this chunk. After 7
-# steps, each device has one chunk of the complete sum. In 7 more steps these chunks travel around the ring.
-# So each device sends 14 chunks, or 1.75 payloads.
-# **With n devices, an all-reduce sends `2 (n - 1)/n` payloads: never more than 2.**
+# Adding these arrays and giving every device the sum is the all-reduce. A ring splits the array into eight
+# chunks. In each step, every device sends one chunk to its neighbor, and the neighbor adds its own values to
+# this chunk. After 7 steps, each device has one chunk of the complete sum. In 7 more steps these chunks
+# travel around the ring. So each device sends 14 chunks, or 1.75 payloads. **With n devices, an all-reduce
+# sends `2 (n - 1)/n` payloads: never more than 2.**
 #
-# Does a larger batch hide this communication? In bfloat16, one of n devices computes `2 B D F / n` FLOPs and
-# sends `2 (n - 1)/n * 2 B F` bytes. That is `D / (2 (n - 1))` FLOPs per byte: B cancels. With
-# D = 8,192 on a ring of four TPU v4 it is 1,365. Each sends over two links, 90 GB/s, and could compute
-# 275e12 / 90e9 = 3,056 FLOPs in the time of a byte. So the all-reduce takes longer than the matmul, for every
-# batch size. Only a larger D or fewer devices change that.
+# Does a larger batch hide this communication? In bfloat16, each of n devices computes `2 B D F / n` FLOPs and
+# sends `2 (n - 1)/n * 2 B F` bytes. The ratio is `D / (2 (n - 1))` FLOPs per byte, because B cancels. With D
+# = 8,192 on four TPU v4, a device computes 1,365 FLOPs per byte. Two rings in opposite directions, each with
+# half of the array, use two links of every chip: 90 GB/s. In the time of one byte a chip could compute 275e12
+# / 90e9 = 3,056 FLOPs. So the all-reduce takes longer than the matmul, for every batch size. Only a larger D
+# or fewer devices change that.
 #
 # ## One device: two wrong estimates
 #
@@ -276,7 +279,7 @@ axes[2].set_ylabel("B", rotation=0, labelpad=10)
 # %%
 keys = jax.random.split(jax.random.key(0), 4)
 ws = [jax.random.normal(key, (F, D)) for key in keys]  # larger than caches
-# F comes first, as a CPU then reads w once, without a copy.
+# F is the first dim, so that the CPU does not copy w before it multiplies.
 product = jax.jit(lambda x_BD, w_FD: jnp.einsum("FD,BD->FB", w_FD, x_BD))
 
 x_BD, tries = jnp.ones((256, D)), []
@@ -330,9 +333,9 @@ lesson.predicted("8 rows over 1 row", my_prediction, measured, "times", within=0
 # ## Two limits: memory and compute
 #
 # The matmul must read all of `w`, `4 D F` bytes in float32, however few rows there are. So there are two
-# times to know: FLOPs divided by FLOP/s, and bytes divided by the memory bandwidth in bytes/s. A core can
-# multiply while it waits for more data. With perfect overlap, the matmul takes the longer of the two times.
-# With no overlap, it takes their sum, which is at most twice as long.
+# times: FLOPs divided by FLOP/s, and bytes divided by the memory bandwidth in bytes/s. A core can multiply
+# while it waits for more data. With perfect overlap, the matmul takes the longer of the two times. With no
+# overlap, it takes their sum, which is at most twice as long.
 #
 # Which time is longer depends on the FLOPs per byte, the *arithmetic intensity*. Here it is `2 B D F / 4 D F
 # = B / 2`: only the number of rows matters. The intensity at which both times are equal depends only on the
@@ -364,7 +367,7 @@ print(f"{sum(between)} of the other {len(between)} are between the two estimates
 assert measured < 6
 
 # %% [markdown]
-# The first and the last row fit, because the speeds come from them.
+# The first and the last row fit exactly, because we computed the two speeds from them.
 #
 # In bfloat16, with 2 bytes per value, B rows need B FLOPs per byte of `w`, and the ridge point of a TPU v4's
 # HBM is 229. That is why servers batch requests: up to about 229 rows, one more row costs almost nothing.
@@ -391,8 +394,7 @@ axes.set(xlabel="FLOPs per byte", ylabel="GFLOP/s at most")
 # %% [markdown]
 # ## Eight devices, six axes
 #
-# In this guide every mesh has the same six axes, and most of them
-# have size 1:
+# In this guide every mesh has the same six axes:
 #
 # | axis | devices along this axis have different |
 # |---|---|
@@ -403,9 +405,9 @@ axes.set(xlabel="FLOPs per byte", ylabel="GFLOP/s at most")
 # | `context` | positions of the same sequences |
 # | `tensor` | shards of the same weight matrices, for the same tokens |
 #
-# The last axis varies fastest, so devices along it are the closest chips. We write a mesh as
-# `stage=2,tensor=4`; all other axes have size 1. In figures, each axis has its own color. If two axes split
-# an array, its shards have the color of the first.
+# Devices along the last axis are the closest chips. We write a mesh as `stage=2,tensor=4`; all other axes
+# have size 1. In figures, each axis has its own color. If two axes split an array, the figure shows its
+# shards in the color of the first axis.
 
 # %%
 cube = make_mesh("stage=2,fsdp=2,tensor=2")
@@ -435,7 +437,7 @@ axes.set_axis_off()
 mesh = make_mesh("fsdp=4,tensor=2")
 cut_DF = jax.device_put(w_DF, NamedSharding(mesh, P(FSDP, TENSOR)))
 print(cut_DF.shape, cut_DF.nbytes, "bytes, of which")
-for shard in cut_DF.addressable_shards[:3]:
+for shard in cut_DF.addressable_shards[:3]:  # addressable: of this process
     d, f = shard.index
     piece = f"[{d.start}:{d.stop}, {f.start}:{f.stop}]"
     print(f"device {shard.device.id}: {piece}, {shard.data.nbytes} bytes")
@@ -451,36 +453,19 @@ for panel, spec in zip(axes.flat, specs, strict=True):
     lesson.slices(panel, mesh, spec, "DF", f"P({words}): {size}")
 
 # %% [markdown]
-# ## What a simulated device is
-#
-# `simulate_devices` makes JAX split the CPU into eight virtual devices in one process. They share its threads
-# and memory. Is a matmul faster on them? Each gets an eighth of the rows and a copy of `w`.
-
-# %%
-eight, x_BD = make_mesh("fsdp=8"), jnp.ones((512, D))
-cut_BD = jax.device_put(x_BD, NamedSharding(eight, P(FSDP)))
-copies_FD = jax.device_put(ws[0], NamedSharding(eight, P()))
-on_one, on_eight = timed(x_BD, ws[:1]), timed(cut_BD, [copies_FD])
-print(f"CPU time on one device: {on_one * 1e3:.0f} ms")
-print(f"on eight, in total:     {on_eight * 1e3:.0f} ms")
-assert lesson.same(product(x_BD, ws[0]), product(cut_BD, copies_FD))
-assert on_eight > 0.7 * on_one
-del copies_FD
-
-# %% [markdown]
-# The result and the amount of work are the same, because the same cores compute all eight shards. You can
-# count what each simulated device stores, computes and sends. You cannot see how fast it is, what overlaps,
-# or whether it fits into a device's memory.
+# **Simulated devices** are parts of one process: they share its threads and memory. So you can count what each
+# of them stores, computes and sends. You cannot see how fast it is, what overlaps, or whether it fits into a
+# device's memory.
 #
 # ## A whole step
 #
-# The project's planner adds up FLOPs and bytes for all matmuls and collectives of a model.
-# Here is a step of Llama 3 8B on 64 TPU v4, as `fsdp=16,tensor=4`, with 64 sequences of 512 tokens:
+# The project's planner adds up FLOPs and bytes for all matmuls and collectives of a model. Here is a step of
+# Llama 3 8B on 64 TPU v4, as `fsdp=16,tensor=4`, with 64 sequences of 512 tokens:
 
 
 # %%
-# The same execution settings for all meshes, so that you can compare them. You can
-# ignore them until later chapters explain them (03 explains the first two).
+# Fixed, so that only the mesh differs: a layer is recomputed in the backward pass, its
+# weights are gathered when it runs (chapter 03), and `tensor` sends in rings (04).
 ALIKE = {"work.remat": "full", "work.gather": "layer", "work.schedule": "gpipe"}
 ALIKE |= {"work.tensor_exchange": "ring"}
 
@@ -509,8 +494,8 @@ print(f"{throughput:,.0f} tokens/s, MFU {one.mfu(one.lower_bound_s):.0%}")
 # *Throughput* is the number of tokens per second. *MFU*, model FLOPs utilization, is the fraction of the
 # chips' peak FLOP/s that goes into the model's own FLOPs: throughput times FLOPs per token, divided by the
 # peak of all chips. FLOPs per token are 6 per parameter, without the embedding table, plus those of
-# attention. (These chips compute more, because every layer runs its forward pass twice to save memory. MFU
-# does not count that.)
+# attention. (The chips also compute every layer's forward pass a second time, to save memory. MFU does not
+# count that.)
 #
 # > **Predict.** Four times the sequences on the same chips need four times the FLOPs. How many times the
 # > seconds, if nothing overlaps?
@@ -557,10 +542,9 @@ axes.set(xlabel="tokens per chip and step", ylabel="seconds per step")
 # takes longer than the matmuls, so it cannot overlap completely with them. Chapter 09 has the thresholds of
 # all axes on one sheet, with their assumptions.
 #
-# With more chips, each of n devices does 1/n of the FLOPs. But its
-# all-reduce sends `2 (n - 1)/n` of the weights' size: nearly the same for any n. Here the layer from the top
-# of the page runs on more and more GPUs, with the same 65,536 tokens. (We keep 450 GB/s also for 64 and 512
-# GPUs, which is better than their real network.)
+# With more chips, each of n devices does 1/n of the FLOPs. But its all-reduce sends `2 (n - 1)/n` of the
+# weights' size: nearly the same for any n. Here is the layer from the top of the page on more and more GPUs,
+# with the same 65,536 tokens. (450 GB/s is better than the real network of 64 or 512 GPUs.)
 
 # %%
 for n in (1, 8, 64, 512):
@@ -578,9 +562,10 @@ assert 21 < speedup < 22.5 and network < 3.9
 #
 # **What this leaves out.** Real programs do not reach the peak: the scaling book
 # [reports](https://jax-ml.github.io/scaling-book/roofline) up to 95% on TPUs, and 80 to 85% on an H100. It
-# also leaves out *latency*, the time that a message takes however small it is: about [1 us per
-# hop](https://jax-ml.github.io/scaling-book/sharding) between TPUs. A link of 45 GB/s carries 45 kB in that
-# time, so smaller messages take about as long as 45 kB.
+# also leaves out *latency*, the time that a message takes however small it is: about [1
+# us](https://jax-ml.github.io/scaling-book/sharding) for each *hop*, a link on its way from TPU to TPU.
+# (Chapter 01 has the latency of GPUs.) A link of 45 GB/s carries 45 kB in that time, so smaller messages take
+# about as long as 45 kB.
 #
 # ## Exercise 1: quantized weights
 #
@@ -635,7 +620,7 @@ lesson.expect(check_rows, *ROW_HINTS, (exact, "Right on"), (whole, "Right on"),
 # Return how many bytes of a float32 array with a given `shape` one device stores. `spec` is a tuple with an
 # entry for each of the first dims: `None`, one axis, or a tuple of axes that split the dim together
 # (`as_tuple` turns any of them into a tuple). Dims after the end of a short spec are not split.
-# `mesh.shape[axis]` is the size of an axis. The check puts real arrays on two meshes.
+# `mesh.shape[axis]` is the size of an axis.
 
 
 # %% tags=["hide-input"]
@@ -702,11 +687,12 @@ lesson.expect(check_held, *HELD_HINTS, (held_bytes, lesson.NOTHING),
 # %% [markdown]
 # ## Exercise 3: what to send over the slow network
 #
-# You train Llama 3 8B on sixteen H100s in two nodes, with 16 sequences of T tokens per step. Inside a node,
-# a GPU sends 450 GB/s. To the other node a GPU sends 50 GB/s, over its own network card; an axis with k
-# GPUs in each node can use the cards of all k. Choose the sizes of `fsdp` and `tensor`, at most `tensor=8`
-# because it splits attention by heads, and the model has only 8 heads of keys and values. First predict
-# which is better for short sequences, and why. `priced` then tells you up to which length it is better.
+# You train Llama 3 8B on sixteen H100s in two nodes, with 16 sequences of T tokens per step. Inside a node, a
+# GPU sends 450 GB/s. To the other node a GPU sends 50 GB/s, over its own network card. If an axis has k GPUs
+# in each node, its ring can use all k cards, so it sends k times as fast between nodes. Choose the sizes of
+# `fsdp` and `tensor`, at most `tensor=8` because it splits attention by heads, and the model has only 8 heads
+# of keys and values. First predict which mesh is better for short sequences, and why. `priced` then tells you
+# up to which length.
 
 
 # %%
