@@ -71,7 +71,6 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 
 n = 8
-# Auto: inputs may have any sharding. Without it they must be sharded as in_specs says.
 mesh = jax.make_mesh((n,), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
@@ -90,6 +89,24 @@ lesson.predicted("the sum of all fractions", my_prediction, round(float(y_B.sum(
 # %% [markdown]
 # There is no error. `x_b.sum()` adds only the two numbers on that device. The result is a *partial sum*, and
 # the program never adds the eight partial sums.
+#
+# ### Why the mesh has `AxisType.Auto`
+#
+# If you write such a program from memory, you will probably meet this error first. Without `axis_types`,
+# `jax.make_mesh` makes *explicit* axes, and then `shard_map` accepts only inputs that are already sharded as
+# `in_specs` says. A NumPy array is not:
+
+# %%
+explicit = jax.make_mesh((n,), ("fsdp",))  # without axis_types
+try:
+    on_mesh(fractions, P("fsdp"), P("fsdp"), explicit)(np.arange(1.0, 17.0))
+except ValueError as error:
+    print(str(error).replace(". ", ".\n"))
+
+# %% [markdown]
+# Don't omit `in_specs`, the message's first advice: each device would get all sixteen numbers. There are two
+# repairs. With `AxisType.Auto`, as everywhere in this guide, `shard_map` reshards its inputs to match
+# `in_specs`. Or shard an input yourself, before the call: `jax.device_put(x, jax.NamedSharding(mesh, spec))`.
 #
 # ### Adding over devices
 #
@@ -230,7 +247,7 @@ def counted(case):
 
 
 # %% [markdown]
-# `lesson.compiled` compiles a program and returns its collectives. `lesson.listed` prints them, one per line.
+# `lesson.listed` prints the collectives of the compiled program, one per line.
 #
 # ### Case 1: no communication
 
@@ -326,10 +343,10 @@ axes.set(xlim=(0, n), ylim=(0, n), xticks=[], yticks=[], xlabel="F, columns of w
 axes.set(ylabel="B, rows of x", title="Seven of eight blocks are computed by nobody")
 
 # %% [markdown]
-# An axis has n devices, but the result has n x n blocks. That is why JAX raises an error for a spec that uses
-# an axis twice, `P("fsdp", "fsdp")`. You have to unshard one of the two matrices: gather `w` and compute
-# rows, or gather `x` (the smaller matrix here) and compute columns. Or shard F over *another* mesh axis of
-# size m. Then n x m devices compute n x m blocks, and you are back in case 1.
+# The result has 8 x 8 blocks, and each of the eight devices computes one of them. (That is why JAX raises an
+# error for a spec that uses an axis twice, `P("fsdp", "fsdp")`.) You have to gather one of the two matrices:
+# `w`, and compute rows, or `x` (the smaller one here), and compute columns. Or shard F over *another* mesh
+# axis, of m devices. Then n x m devices compute one block each, without communication, as in case 1.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Device 2 holds rows of x and columns of w; it receives the other columns, and computes its rows of the result."}}
 title = "w is gathered: device 2 receives all columns"
@@ -342,10 +359,10 @@ lesson.listed(counted(case_4))
 # %% [markdown]
 # ## What it costs, and when it pays off
 #
-# Simulated devices show what is sent, but not how long it takes. So take a realistic size: 2,048 rows times a
-# 4,096 x 14,336 weight of Llama 3 8B, in *bfloat16*, with 2 bytes per element. `plan/chips/hardware.py` lists
-# each chip's FLOP/s and its bandwidth, the bytes/s that a device can send. On `v4:2x2x2`, a chip has one
-# neighbor in each of three directions, and a link of 45 GB/s to each, so it sends 135 GB/s.
+# For times, take a realistic size: 2,048 rows times a 4,096 x 14,336 weight of Llama 3 8B, in *bfloat16*,
+# with 2 bytes per element. `plan/chips/hardware.py` lists each chip's FLOP/s and its bandwidth, the bytes/s
+# that a device can send. On `v4:2x2x2`, a chip has one neighbor in each of three directions, and a link of 45
+# GB/s to each. We assume that a collective uses all three links at once, 135 GB/s.
 
 # %% tags=["hide-input"]
 LATENCY = {"v4:2x2x2": 3e-6, "h100:8": 7 * 3.4e-6, "h100:16": 14 * 3.4e-6 + 14e-6}
@@ -370,11 +387,10 @@ print(f"matmul                {work[0]:9.0f} {work[1]:10.0f}")
 
 # %% [markdown]
 # Every collective takes longer than the matmul, at 256 rows per device. With how many rows does the matmul
-# take longer? (That the `psum` and the all-gathers send the same here is a coincidence: D = 2 B.)
+# take longer? (The `psum` and the all-gathers send equal bytes only because D is 2 B here.)
 #
-# > **Predict.** A TPU v4 computes 275e12 FLOP/s in bfloat16, and on this mesh a device sends 135e9 bytes/s.
-# > For how many rows *per device* does the matmul of case 2 take as long as its all-gather? (Take (n - 1)/n
-# > as 1.)
+# > **Predict.** A TPU v4 computes 275e12 FLOP/s in bfloat16 and here sends 135e9 bytes/s. For how many rows
+# > *per device* does the matmul of case 2 take as long as its all-gather? (Take (n - 1)/n as 1.)
 
 # %% tags=["hide-input"]
 ridge = {name: chip[name].peak_flops_per_s / speed[name] for name in LATENCY}
@@ -388,17 +404,15 @@ lesson.predicted("rows", my_prediction, ridge["v4:2x2x2"], within=0.15)
 #
 # ### When the matmul takes longer
 #
-# The matmul of case 2 takes longer than its gather if **b is above FLOP/s divided by bytes/s**. The same
-# condition holds in case 4, where a weight is
-# gathered too. In case 3, where results are added, the condition is for d = D/n instead of b with a
-# `psum_scatter`, and for d/2 with a `psum`.
+# The matmul of case 2 takes longer than its gather if **b is above FLOP/s divided by bytes/s**. Case 4
+# gathers a weight too and has the same condition. In case 3, a device multiplies only d = D/n columns of `x`,
+# with `2 B d F` FLOPs, and a `psum_scatter` sends `2 B F` bytes. So there **d** must be above FLOP/s divided
+# by bytes/s. With a `psum`, it is d/2.
 #
-# All of this leaves out *latency*: every step of a collective takes some time, however few bytes it sends. On
-# a TPU that is about 1 us per hop ([scaling book](https://jax-ml.github.io/scaling-book/sharding)). For a
-# ring on NVLink, NCCL itself assumes 3.4 us per step, and 14 us for a step to another node (`hwLat` for its
-# protocol Simple, in [tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.21.5-1/src/graph/tuning.cc)). So the
-# latency is 3 hops of 1 us on `v4:2x2x2`, 7 · 3.4 = 23.8 us on `h100:8`, and 14 · 3.4 + 14 = 61.6 us on two
-# nodes. It dominates below latency · bandwidth bytes, because sending those takes as long as the latency:
+# All of this leaves out *latency*: every step of a collective takes some time, however few bytes it sends.
+# That is about 1 us per hop between TPUs, 3.4 us per step of a ring on NVLink, and 14 us per step to another
+# node. The last column is the size of an array whose bytes take as long as the latency. Smaller arrays take
+# nearly the same time:
 
 # %%
 print("          GB/s  rows per device latency dominates below")
@@ -409,16 +423,26 @@ for name, latency in LATENCY.items():
     assert 1900 < ridge[name] < 2600, "not 'about two thousand rows'"
 
 # %% [markdown]
-# The rule: **gather weights if each device has about two thousand rows or more; otherwise send rows or
-# partial sums.** It assumes peak speeds, bfloat16, and a gather that overlaps with another matmul of this
-# size. Chapter 09 has this threshold on one sheet with those of all axes. And send one large array instead of
-# a thousand small ones.
+# <details><summary>Where these latencies come from</summary>
+#
+# The [scaling book](https://jax-ml.github.io/scaling-book/sharding) has 1 us per hop of a TPU. The others are
+# what NCCL, NVIDIA's library of collectives, assumes for a ring (`hwLat` of protocol Simple, in
+# [tuning.cc](https://github.com/NVIDIA/nccl/blob/v2.21.5-1/src/graph/tuning.cc)). The table has 3 hops of 1
+# us on `v4:2x2x2`, 7 · 3.4 = 23.8 us on `h100:8`, and 14 · 3.4 + 14 = 61.6 us on two nodes.
+# </details>
+#
+# The rule: **gather `w` if b = B/n is above about two thousand; add partial sums only if d = D/n is. If
+# neither is, communication takes longer than the matmul, so send the smallest of `x`, `w` and `y`** (exercise
+# 3). It assumes peak speeds, bfloat16, and communication that overlaps with another matmul of this size.
+# Chapter 09 has this threshold on one sheet with those of all axes. And send one large array instead of a
+# thousand small ones.
 #
 # ## Output specs concatenate
 #
 # `out_specs` is the reverse of `in_specs`: it says how to **concatenate** what the devices return. If it
-# leaves out an axis, you promise that the devices along that axis return equal arrays, and JAX takes one of
-# them. In this figure four devices return the two rows that each received. Only the output spec differs:
+# leaves out an axis, the devices along that axis must return equal arrays, and JAX takes one of them. (By
+# default it also checks that they are equal, see chapter 02.) In this figure each of four devices returns the
+# two rows that it received. Only the output spec differs:
 
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Eight rows of numbers; next to them the same pairs of rows, side by side."}}
@@ -437,8 +461,8 @@ for axes, spec in zip(panels, (rows, columns), strict=True):
 # %% [markdown]
 # `out_specs` sends nothing between devices. To get the *same* array sharded along its columns, devices must
 # communicate (exercise 1). A spec may also shard one dim over two axes: `P(("data", "fsdp"))` splits it along
-# `data` first, and then splits each chunk along `fsdp`. To gather it, concatenate over `fsdp` first. In the
-# other order you get all rows, but permuted, as PyTorch's `full_tensor()` once did
+# `data` first, and then splits each chunk along `fsdp`. To undo this, gather over `fsdp` first, and then over
+# `data`. In the other order you get all rows, but permuted, as PyTorch's `full_tensor()` once did
 # ([129206](https://github.com/pytorch/pytorch/issues/129206)).
 #
 # ## Five collectives
@@ -466,9 +490,9 @@ FIVE = {  # the function, in_specs, out_specs
 
 # %% [markdown]
 # Where does every value go? The next figure shows four devices, before and after each collective. A column of
-# boxes is a device's array. A value has the color of the device it started on, and the digit of the place
-# (slot) it had in that device's array, or of the device if it was the only value. A box with several stripes
-# is the sum of one value from each of those devices.
+# boxes is a device's array. A value has the color of the device it started on. Its digit is its place (slot)
+# in that device's array. If the device had only one value, the digit is the device's number. A box with
+# several stripes is the sum of one value from each of those devices.
 
 
 # %% tags=["hide-input"]
@@ -541,7 +565,7 @@ def ring_gather(x_bD):
 
     # A loop of n - 1 steps, which stacks the second values that they return.
     _, others = jax.lax.scan(step, x_bD, length=n - 1)
-    held = jnp.concatenate([x_bD[None], others])  # [k]: from k devices back
+    held = jnp.concatenate([x_bD[None], others])  # held[k]: device i - k's
     return held[(i - jnp.arange(n)) % n].reshape(-1, x_bD.shape[1])
 
 
@@ -590,7 +614,7 @@ for name, (function, before, after) in FIVE.items():
 # %%
 def in_branch(condition_axis):
     def function(x):
-        # The type of the sum must be that of x in the other branch (chapter 02).
+        # The branches must return one type, and x varies over devices (chapter 02).
         add = lambda x: jax.lax.pcast(psum(x), "fsdp", to="varying")
         here = jax.lax.axis_index(condition_axis) == 0
         return jax.lax.cond(here, add, lambda x: x, x)
@@ -604,8 +628,9 @@ _ = in_branch("fsdp").lower(np.arange(8.0)).compile()  # compiled, and never run
 
 # %% [markdown]
 # In the first program, all devices that take part in the same sum take the same branch. In the second
-# program, only devices with `fsdp` index 0 call `psum`. It compiles without a warning. If you run it, XLA
-# aborts after a minute: "Expected 4 threads to join the rendezvous, but only 1 of them arrived on time".
+# program, only devices with `fsdp` index 0 call `psum`. It compiles without a warning. If you run it, one
+# device waits for three that never come, and XLA aborts after a minute: "Expected 4 threads to join the
+# rendezvous, but only 1 of them arrived on time".
 #
 # ## In `model.py`
 #
@@ -871,9 +896,9 @@ print(check_product(product))
 # return x_bD @ gather(w_dF)
 # ```
 #
-# You can send the result or the operands. Multiply both sides of the comparison by 4 (n - 1)/n (4 bytes per
-# float32): the left side is then the bytes sent for the result, the right side the bytes for the operands.
-# FSDP (chapter 03) gathers the weights, as in the last line. Tensor parallelism (chapter 04)
+# You can send the result or the two matrices. Each side of the comparison counts float32 numbers. With 4
+# bytes for each, a device sends 4 (n - 1)/n times as many bytes: on the left for the result, on the right for
+# the matrices. FSDP (chapter 03) gathers the weights, as in the last line. Tensor parallelism (chapter 04)
 # reduce-scatters the result.
 # </details>
 
@@ -1110,7 +1135,8 @@ assert max(again) < 0.2 and min(losses[:4]) > 2 * max(again), "no jump"
 # ## In one table
 #
 # Bytes are what a device sends in the forward pass in bfloat16, with (n - 1)/n taken as 1. All of this
-# communication is exposed unless it overlaps with another matmul. The letters show what each device stores.
+# communication is exposed unless it overlaps with another matmul. The letters show what each device stores;
+# dw and dy are the gradients of w and y.
 #
 # | case | forward | backward | bytes | PyTorch |
 # |---|---|---|---|---|
