@@ -271,22 +271,20 @@ for line in traced.pretty_print(use_color=False).splitlines():
         print(line.strip())
 
 # %% [markdown]
-# The result of `all_gather` is the same on all devices, and still its type is varying. Varying means that JAX
-# treats the value on each device as *a separate variable*, with its own gradient. An invariant value is one
-# variable with one gradient. **The gradient of an invariant value is already summed.**
+# After an `all_gather` all devices have the same array, but its type is varying. JAX treats a varying value
+# as *a separate variable on each device*, with its own gradient. An invariant value is one variable with one
+# gradient. **The gradient of an invariant value is already summed.**
 #
-# On a mesh with several axes the same holds for each axis separately. **A weight's gradient needs a sum along
-# every axis on which devices use the weight differently**: they have different rows, or each uses the weight
-# for only a part of the result. On `data=2,fsdp=4`, both axes shard the rows, and `fsdp` also shards `w`. So
-# the gradient is reduce-scattered over `fsdp`, which gives each device its shard, and this shard is
-# all-reduced over `data`. An axis that shards the columns of `w`, but not the rows, needs no sum: each device
-# has the whole gradient of its columns (exercise 2).
+# On a mesh with several axes this holds for each axis separately. **Sum a weight's gradient along every axis
+# whose devices use the same weight for different rows**, or for different parts of the result. On
+# `data=2,fsdp=4`, both axes shard the rows, so the gradient must be summed over both. (`fsdp` also shards
+# `w`, so each device needs only its shard of the sum.) An axis that shards the columns of `w`, but not the
+# rows, needs no sum: each device has the whole gradient of its columns (exercise 2).
 #
 # ## The backward pass of each collective
 #
-# In the backward pass, a sum passes its gradient on to every addend, and a value that was copied gets the sum
-# of the gradients of its copies. From these two rules follows the backward pass of the five collectives of
-# chapter 01, and of `pcast`.
+# Two rules give the backward pass of the five collectives of chapter 01, and of `pcast`. A sum passes its
+# gradient on to every addend. A value that was copied gets the sum of the gradients of its copies.
 #
 # > **Predict.** A `psum` of 192 bytes on each of 8 devices sends 2 · 7/8 · 192 = 336. How many bytes does
 # > its backward pass send?
@@ -338,8 +336,8 @@ lesson.predicted("bytes of its backward pass", my_prediction, SENDS["psum"][1], 
 assert SENDS["psum"][1] == 0 and SENDS["pcast"][1] == 336
 
 # %% [markdown]
-# It sends nothing. The result of a `psum` is the same on all devices, so each device already has its gradient
-# and passes it on to its own addend.
+# It sends nothing. All devices have the result of the `psum`, and all have the gradient of this result. Each
+# device passes this gradient on to its own addend.
 #
 # ### All six, forward and backward
 
@@ -371,28 +369,28 @@ for to in ("varying", "invarying"):
     lesson.listed(lesson.compiled(program, mesh, w_DF, x_BD, y_BF))
 
 # %% [markdown]
-# Both give the right gradient. If the gathered weight is varying, it gets eight gradients, and one
-# reduce-scatter adds them and splits the sum. If it is invariant, all devices first need the whole gradient,
-# which takes an all-reduce: twice the bytes. So keep gathered values varying if there is a backward pass.
+# Both give the right gradient. A varying gathered weight gets eight gradients, and one reduce-scatter adds
+# them and splits the sum. An invariant one is a single variable, so all devices get its whole gradient from
+# an all-reduce, with twice the bytes, and then keep a shard of it. So keep gathered values varying if there
+# is a backward pass.
 #
 # ## All the ways to write it
 #
-# "Why is my gradient N times too big?" Here are common ways to compute it, with the check on and off.
-# `partial_loss` divides by all B rows, `total` is its `psum`, and `mean` divides by the number of local rows:
+# **Do this: return a partial loss, call `jax.grad` inside `shard_map`, and add no gradients yourself.** Other
+# ways are the reason for the question "Why is my gradient N times too big?" Here are common ones, with the
+# check on and off. `partial_loss` divides by all B rows, `total` is its `psum`, and `mean` divides by the
+# number of local rows:
 
 # %%
 grad = jax.grad
 total = lambda *args: psum(partial_loss(*args))  # below, "partial" is partial_loss
 mean = lambda w, x, y: jnp.mean((x @ w - y) ** 2)
-alone = lambda w, *args: grad(partial_loss)(vary(w), *args)
 WAYS = {
     "grad(partial)": grad(partial_loss),
     "psum(grad(partial))": colleague,
     "grad(total)": grad(total),
     "psum(grad(total))": lambda *args: psum(grad(total)(*args)),
     "pmean(grad(mean))": lambda *args: jax.lax.pmean(grad(mean)(*args), "fsdp"),
-    "pcast, grad(partial)": alone,
-    "pcast, grad(partial), psum": lambda *args: psum(alone(*args)),
 }
 
 # %%
@@ -402,9 +400,6 @@ for check in (True, False):
     programs = {name: build(way) for name, way in WAYS.items()}
     programs["grad outside, of total"] = jax.jit(grad(build(total)))
     for name, program in programs.items():
-        if refused(program, w_DF, x_BD, y_BF):
-            print(f"  {name:27} error")
-            continue
         print(f"  {name:27} {lesson.ratio(program(w_DF, x_BD, y_BF), right_DF)}")
 
 # %% tags=["remove-cell"]
@@ -414,31 +409,31 @@ for name, times in {"grad(partial)": "equal", "grad(total)": "8 times too big"}.
     assert lesson.ratio(unchecked, of_device_0) == times
 
 # %% [markdown]
-# ("Error" means that JAX raised one. "Another direction" means that the result is no multiple of the right
-# gradient: it is the gradient of one device's own rows, or eight times that.)
+# ("Another direction" means that the result is no multiple of the right gradient: it is the gradient of one
+# device's own rows, or eight times that.)
 #
-# - **With the check on, `grad` has already added the gradients.** Write no `psum` after it. Or write `pcast`
-#   before it, and then write the `psum` yourself. The type tells you which case you have: an invariant
-#   gradient is complete.
-# - **With the check off, JAX does not know that a `psum` returns the same value on all devices.** It assumes
-#   eight separate values, and then the backward pass of a `psum` is a `psum` again ([issue
-#   3970](https://github.com/jax-ml/jax/issues/3970), since 2020).
-# - **`pmean(grad(mean))` is what DDP does**, and what `pmap` programs did: each device takes the mean over
-#   its own rows, and the gradients are *averaged*. **DDP averages local means; here we add partial losses.**
-#   DDP's way is right if nothing else adds the gradients. If you copy it into `shard_map` unchanged, the
-#   gradient is eight times too big. And if devices have different numbers of valid rows, a mean of means is
-#   another loss (exercise 1).
+# - **With the check on, `grad` has already added the gradients.** Write no `psum` after it. The type tells
+#   you whether a gradient is complete: if it is invariant, it is.
+# - **With the check off, JAX does not know that a `psum` returns the same value on all devices.** It treats
+#   the eight results as separate values, each with its own gradient. So the backward pass of a `psum` adds
+#   these gradients, with another `psum` ([issue 3970](https://github.com/jax-ml/jax/issues/3970), since
+#   2020).
+# - **`pmean(grad(mean))` is what PyTorch's DDP does** (`DistributedDataParallel`), and what JAX programs with
+#   the older `pmap` did: each device takes the mean over its own rows, and the gradients are *averaged*.
+#   **DDP averages local means; here we add partial losses.** DDP's way is right if nothing else adds the
+#   gradients. If you copy it into `shard_map` unchanged, the gradient is eight times too big. And if devices
+#   have different numbers of valid rows, a mean of means is another loss (exercise 1).
 #
 # ## Which mistake is it?
 #
 # The loss does not tell you. So compare a gradient with the single-device gradient for the same rows and
 # weights at the first step, and look at how they differ:
 #
-# - **n times too big**, where n is the size of a mesh axis: the gradients are added twice along that axis,
-#   or each device divides by its own rows. Look for a `psum` after `jax.grad`, or for a mean over local
-#   rows instead of a partial loss. If only one loss term is n times too big, it is a number that all
-#   devices have, such as a penalty on weights: the sum counts it n times. In a widely used trainer, the
-#   load-balancing loss of Qwen3-MoE grew with every GPU in this way ([transformers
+# - **n times too big**, where n is the size of a mesh axis: the gradients are added twice along that axis, or
+#   each device divides by its own rows. Look for a `psum` after `jax.grad`, or for a mean over local rows
+#   instead of a partial loss. If only one term of the loss is n times too big, every device computes all of
+#   it, such as a penalty on weights, and the sum over devices counts it n times. In a widely used trainer,
+#   the load-balancing loss of Qwen3-MoE grew with every GPU in this way ([transformers
 #   48690](https://github.com/huggingface/transformers/issues/48690)). Add such a term after the `psum`.
 # - **n times too small**: partial losses were added and also divided by n. That is DDP's average, applied to
 #   partial losses.
@@ -447,9 +442,9 @@ for name, times in {"grad(partial)": "equal", "grad(total)": "8 times too big"}.
 # - **Nearly right, and the difference depends on the data**: means over unequal numbers of rows were averaged
 #   (exercise 1).
 #
-# Compare on two meshes, because on one mesh a factor of 2 might come from an axis of two devices or from the
-# derivative of a square. And compare each weight separately: only those with a different sharding may be
-# wrong.
+# Compare on two meshes. On one mesh, you cannot tell whether a factor of 2 comes from an axis of two devices
+# or from the derivative of a square. And compare each weight separately: only those with a different sharding
+# may be wrong.
 #
 # ## What it costs
 #
@@ -470,13 +465,14 @@ for name in ("v4:2x2x2", "h100:8", "h100:16"):
 
 # %% [markdown]
 # The last column is the number of tokens per device at which the backward pass takes as long as the
-# all-reduce. The rule: an all-reduce sends 2 · 2W bytes (times (n - 1)/n), and the backward pass of N
-# tokens takes 4WN FLOPs, so **N > peak FLOP/s / bandwidth**. (All thresholds, with their assumptions, are
-# on the sheet in chapter [09](09_choose.ipynb).) With fewer tokens the communication is *exposed*, which
-# means that the next step waits for it, even if each layer's gradient is sent while the next gradient is
-# computed. If you have few tokens per device, accumulate gradients over several microbatches and send them
-# once (exercise 3). Latency dominates if each array is below 0.4 MB (TPU v4), 11 MB (a node of H100s) or 25
-# MB (two nodes), as in chapter 01. That is why compilers and DDP send small gradients in buckets.
+# all-reduce. The rule: an all-reduce sends 2 · 2W bytes (times (n - 1)/n), and the backward pass of N tokens
+# takes 4WN FLOPs, so **N > peak FLOP/s / bandwidth**. (All thresholds, with their assumptions, are on the
+# sheet in chapter [09](09_choose.ipynb).) With fewer tokens the next step waits for some of the
+# communication, which is then called *exposed*. Starting it early, layer by layer during the backward pass,
+# is not enough. Instead, accumulate gradients over several microbatches (parts of the batch, one after
+# another) and send them once (exercise 3). Latency dominates if each array is below 0.4 MB (TPU v4), 11 MB (a
+# node of H100s) or 25 MB (two nodes), as in chapter 01. That is why compilers and DDP send small gradients in
+# buckets.
 #
 # ## In `model.py`
 #
@@ -791,7 +787,7 @@ def collect(gradients, d, is_last=True):
     """Accumulate a microbatch's gradient. At the end, add over devices, and clear."""
     partial, shard = gradients
     partial = each(jnp.add, partial, d)
-    if is_last:  # send as late as possible: once per step
+    if is_last:
         shard = each(scatter, partial)
         partial = each(jnp.zeros_like, partial)
     return partial, shard
@@ -911,10 +907,10 @@ print(check_mend(train))
 # gradients = collect(gradients, d, is_last=micro == microbatches - 1)
 # ```
 #
-# (Or let `collect` add: `shard = each(lambda s, p: s + scatter(p), shard, partial)`. This is right, too,
-# and sends Z times as much.) The loss is right, because it is summed elsewhere. The clue is the norm of the
-# first step: with Z microbatches it should not change, and it was about Z times too small. (The gradient of
-# fewer rows is noisier indeed, but its mean has a larger norm, not a smaller one.)
+# (Or let `collect` add: `shard = each(lambda s, p: s + scatter(p), shard, partial)`. This is right, too, and
+# sends Z times as much.) The loss is right, because it is summed elsewhere. The clue is the norm of the first
+# step: with Z microbatches it should not change, and it was about Z times too small. (The mean gradient of
+# fewer rows is noisier indeed, but noise makes a norm larger, not smaller.)
 #
 # Megatron-FSDP lost all but the last microbatch's gradient in 2026 in the same way: a `no_sync` that did
 # nothing left `is_last_microbatch` true in every backward pass, and finalizing the buffer cleared it ([pull
@@ -978,7 +974,7 @@ lesson.expect(check_mend, *zip(answers, [hint for _, hint in ACCUMULATION_HINTS]
 # | `x_Bd @ w_dF`, then `psum` | `P("tensor")` | all-reduce of y | nothing | 2 of y | `RowwiseParallel` | `RowParallelLinear` |
 #
 # The all-reduce of dw is needed once per step, and it can overlap with the backward pass of earlier layers.
-# The all-reduce of dx is on the critical path: the layer before waits for it.
+# The all-reduce of dx is exposed: the backward pass of the layer before waits for it.
 #
 # ## Three lines to keep
 #
