@@ -807,7 +807,7 @@ def flops_per_token(seq_len, V=128_256, layers=32):
     """Forward and backward pass: 6 for each weight of a matmul, and attention."""
     weights = layers * opening.PARAMETERS + V * opening.D  # the embedding: a lookup
     seen = (seq_len + 1) / 2  # positions that a token attends to, on average
-    return 6 * (weights + layers * opening.N * 2 * opening.H * seen)
+    return 6 * (weights + layers * opening.H * 2 * opening.K * seen)
 
 
 # %%

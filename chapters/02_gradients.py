@@ -28,7 +28,7 @@ COLOR, GiB = lesson.COLORS["fsdp"], 2**30  # the color of the `fsdp` axis
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "One layer of Llama 3 8B. On one H100, it stores 10.1 GiB and computes for 87 ms. On eight, each stores 2.7 GiB, computes for 11 ms, and an all-reduce of 1.7 ms follows."}}
 W, TOKENS = opening.PARAMETERS, opening.TOKENS
-per_token = 6 * opening.D + 2 * opening.K * opening.H + 3 * opening.F  # chapter 03
+per_token = 6 * opening.D + 2 * opening.G * opening.K + 3 * opening.F  # chapter 03
 
 
 def scene(title, devices):
@@ -761,9 +761,9 @@ lesson.expect(check_once, *MICRO_HINTS, (once, "Right: a device sends 672 bytes"
 # gradient is clipped.
 
 # %%
-RATE, LARGEST, STEPS, ROWS, M = 0.2, 1.0, 20, 64, 24
+RATE, LARGEST, STEPS, ROWS, HIDDEN = 0.2, 1.0, 20, 64, 24
 draw = np.random.default_rng(5).normal
-START = {"up": draw(size=(D, M)) / 4, "down": draw(size=(M, F)) / 5}
+START = {"up": draw(size=(D, HIDDEN)) / 4, "down": draw(size=(HIDDEN, F)) / 5}
 X_SBD = draw(size=(STEPS, ROWS, D))  # the batches of all steps
 Y_SBF = 0.3 * X_SBD @ draw(size=(D, F)) + 0.1 * draw(size=(STEPS, ROWS, F))
 each = jax.tree.map

@@ -43,7 +43,7 @@ stored = {"gradients": 4 * opening.PARAMETERS / eight / GiB,
           "optimizer state": 8 * opening.PARAMETERS / eight / GiB}  # fmt: skip
 master, copy = 4 * opening.PARAMETERS / eight / GiB, 2 * opening.PARAMETERS / GiB
 # norms, attention's inputs and outputs, and three arrays of the MLP, in bf16
-numbers = 5 * opening.D + 2 * opening.K * opening.H + 3 * opening.F
+numbers = 5 * opening.D + 2 * opening.G * opening.K + 3 * opening.F
 saved, streams = 2 * tokens * numbers / GiB, 4 * tokens * opening.D / GiB
 compute, network, at, half = [], [], 0, forward / eight / 2
 for collectives, halves in ((1, 1), (2, 1), (2, 1), (2, 1), (1, 2), (2, 2), (1, 0)):

@@ -38,7 +38,7 @@ layers, sequences, GiB, P8 = 8, 16, 2**30, opening.PARAMETERS
 eighth = opening.compute_ms(2 * P8 * opening.TOKENS / 8)  # a layer, 2 sequences
 unit = eighth / 2  # a layer, one of 16 sequences
 # saved for the backward pass by a layer and a sequence: norms, attention, MLP; bf16
-numbers = 5 * opening.D + 2 * opening.K * opening.H + 3 * opening.F
+numbers = 5 * opening.D + 2 * opening.G * opening.K + 3 * opening.F
 saved = 2 * opening.TOKENS / sequences * numbers / GiB
 parts = {"weights": 4, "gradients": 4, "optimizer state": 8}  # bytes per parameter
 memory = lambda count: {name: size * P8 * count / GiB for name, size in parts.items()}

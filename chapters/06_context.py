@@ -30,11 +30,11 @@ from chapters import lesson, opening
 
 # %% tags=["hide-input"]
 GiB, T, away = 2**30, opening.TOKENS, 7 / 8  # T: positions of the one sequence
-sizes, kv_bytes = opening.PARAMETERS, 2 * 2 * opening.K * opening.H  # per position
+sizes, kv_bytes = opening.PARAMETERS, 2 * 2 * opening.G * opening.K  # per position
 saved = 2 * T * (6 * opening.D + kv_bytes // 2 + 3 * opening.F) / GiB  # bf16, no remat
 weights = {"weights": (4 / 8 + 2) * sizes / GiB, "gradients": 4 * sizes / 8 / GiB}
 weights["optimizer state"] = 8 * sizes / 8 / GiB
-pair_flops = 4 * opening.N * opening.H * T * (T + 1) / 2
+pair_flops = 4 * opening.H * opening.K * T * (T + 1) / 2
 work = opening.compute_ms(2 * sizes * T + pair_flops)
 gather = opening.network_ms(2 * sizes * away)
 kv_ms = opening.network_ms(T * kv_bytes * away)

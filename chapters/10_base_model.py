@@ -31,7 +31,7 @@ from generate.cache import empty_cache
 from plan.chips import hardware
 from plan.count import costs
 
-in_heads = 2 * opening.D * (opening.N + opening.K) * opening.H
+in_heads = 2 * opening.D * (opening.H + opening.G) * opening.K
 fraction = in_heads / opening.PARAMETERS  # of the first prediction
 
 # %% tags=["remove-cell"]
@@ -84,8 +84,8 @@ lesson.predicted("in attention", my_prediction, fraction, within=0.1)
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "One layer on eight devices. With all activations saved, they are 1.1 of 2.3 GiB per device, and a step is forward and backward, 11 ms. With activation checkpointing they are less than 0.1 GiB, and the forward pass runs again before the backward pass, 14 ms. All transfers overlap with compute."}}
 W, tokens = opening.PARAMETERS, opening.TOKENS // opening.DEVICES  # of a device
-queries = opening.N * opening.H  # elements per token, as in the attention output
-saved = 4 * opening.D + 2 * queries + 2 * opening.K * opening.H + 3 * opening.F
+queries = opening.H * opening.K  # elements per token, as in the attention output
+saved = 4 * opening.D + 2 * queries + 2 * opening.G * opening.K + 3 * opening.F
 forward = opening.compute_ms(2 * W * tokens)  # matmuls with weights
 transfer = opening.network_ms(7 / 8 * 2 * W)  # bfloat16
 

@@ -12,8 +12,8 @@ from chapters.lesson import COLORS, NEUTRAL
 from plan.chips import hardware
 
 DEVICES, TOKENS = 8, 65_536  # one node of eight H100, and the tokens of a step: 16 sequences of 4,096
-D, F, N, K, H = 4096, 14_336, 32, 8, 128  # width, hidden width, query heads, KV heads, head dim
-PARAMETERS = 2 * D * N * H + 2 * D * K * H + 3 * D * F  # of one layer, without its two norms: 218,103,808
+D, F, H, G, K = 4096, 14_336, 32, 8, 128  # width, hidden width, query heads, KV heads, head dim
+PARAMETERS = 2 * D * H * K + 2 * D * G * K + 3 * D * F  # of one layer, without its two norms: 218,103,808
 CHIP = hardware.CHIPS["h100"]
 PARTS = {"weights": "#4a4a4a", "gradients": "#8b8b8b", "optimizer state": "#b3b3b3", "activations": "#dddddd",
          "KV cache": "#b3b3b3", "snapshot in host memory": "#dddddd", "text read": "#8b8b8b",
