@@ -7,7 +7,8 @@
 #
 # Why would you want it? Data parallelism is the simplest way to use more devices: it changes nothing inside
 # the model. But if every device stores everything, a thousand devices can train no larger model than one
-# device can. FSDP removes this limit, for 1.5 times the communication.
+# device can. FSDP removes this limit. It sends 1.5 times the bytes if it gathers every layer's weights twice,
+# and no more bytes if it keeps them until the backward pass.
 #
 # *Prerequisites:* chapters 01 (`shard_map`, collectives), 02 (where gradients are added). *Mesh:* `fsdp=8`,
 # then `data=2,fsdp=4`, simulated. *Runs in* 60 s on 2 cores. *Reading takes* 30 minutes, 90 with the
@@ -78,8 +79,7 @@ for key in ("v5p", "h100"):
     print(f"{chip.name}: {chip.memory_bytes / GiB:.2f} GiB for a program")
 
 # %% [markdown]
-# A parameter takes 16 bytes (read 3.25 GiB from the figure and scale it, or add four float32 values). The
-# model fits on neither chip.
+# A parameter takes 16 bytes, four float32 values. The model fits on neither chip.
 #
 # ## The memory of one device
 #
@@ -104,7 +104,8 @@ for key in ("v5p", "h100"):
 # </details>
 #
 # **Activations** are the results of the forward pass that the backward pass needs. They grow with the tokens
-# of a device, not with the parameters. In a layer of Llama, one token leaves 6 D + 2 G K + 3 F elements:
+# of a device, not with the parameters. In a layer of Llama with G KV heads of width K, one token leaves 6 D +
+# 2 G K + 3 F elements:
 #
 # | saved per token | elements |
 # |---|---|
@@ -129,8 +130,8 @@ print(f"activations: {everything:.1f} GiB; checkpointed: {checkpointed:.1f} GiB"
 # With Adam, a device that has an eighth of the gradients and moments can update that eighth of the weights.
 # All devices need the weights, but a layer's weights only while that layer runs. So you can shard the
 # optimizer state, then also the gradients, then also the weights. The ZeRO paper (zero redundancy optimizer,
-# [arXiv:1910.02054](https://arxiv.org/abs/1910.02054)) calls these stages. Here they are **levels**
-# 1, 2 and 3, because pipelines have stages, too (05):
+# [arXiv:1910.02054](https://arxiv.org/abs/1910.02054)) calls these steps stages 1, 2 and 3. This page calls
+# them **levels**, because pipelines have stages, too (chapter 05):
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Memory per device for Llama 3 8B on eight devices: DDP 122 GiB, ZeRO 1 69, ZeRO 2 43, ZeRO 3 or FSDP 17 GiB. A dashed line marks the 59.7 GiB of an H100."}}
 n = 8
@@ -232,8 +233,9 @@ print("after 3 steps, weights and both moments match a single-device run")
 # ## Data parallelism without the sum
 #
 # What if nothing adds the gradients? In the naive version below, every device trains its own copy of the
-# weights on its four rows, and the trainer prints the mean of the eight losses. (`vmap` simulates devices
-# that never communicate.) In the right version, `grad` inside `shard_map` adds the eight gradients.
+# weights on its four rows, and the trainer prints the mean of the eight losses. (`vmap` runs the eight copies
+# like devices that never communicate.) In the right version, `grad` inside `shard_map` adds the eight
+# gradients.
 
 # %%
 n, B = 8, 32
@@ -268,7 +270,7 @@ def step_of_both(copies, shared):
     own_rows = [a_BD.reshape(n, B // n, -1) for a_BD in (x_BD, y_BD)]
     losses, d_copies = jax.vmap(jax.value_and_grad(partial_loss))(copies, *own_rows)
     values = losses.sum(), on_all_rows([w[0] for w in copies]), on_all_rows(shared)
-    d_own = [n * d for d in d_copies]  # the mean over its own rows, n times as large
+    d_own = [n * d for d in d_copies]  # of a copy's loss: the mean over its own rows
     d_shared = summed_gradient(shared, x_BD, y_BD)
     return stepped(copies, d_own), stepped(shared, d_shared), values
 
@@ -303,9 +305,9 @@ assert lesson.same(summed_gradient(w, x_BD, y_BD), d_one)
 #
 # Four programs take the same step of Adam, with different arrays sharded between steps. The helpers work on
 # every matrix of a list: `add` is an all-reduce, `scatter` a reduce-scatter, `gather` an all-gather.
-# `my_shards` selects this device's shards of replicated arrays, and sends nothing. `gather` asks for an
-# invariant result, because ZeRO 1 and 2 return it. No gradient passes through this gather, so it does not
-# cost the extra bytes of chapter 02.
+# `my_shards` selects this device's shards of replicated arrays, and sends nothing. (`gather` uses
+# `to="invarying"`, because ZeRO 1 and 2 return the gathered weights as replicated. That costs no extra bytes
+# here, because no gradient passes through this gather; see chapter 02.)
 
 # %%
 each = lambda function: lambda arrays: [function(one) for one in arrays]
@@ -472,8 +474,9 @@ assert sent["zero_1"] == sent["ddp"] and sent["zero_2"] == 2.5 * sent["zero_1"]
 #   gathers one layer at a time, and each of them twice.
 #
 # > **Predict.** Between steps, `zero_3` stores 49,152 bytes of weights instead of 393,216. How much temporary
-# > memory does its step need, with one microbatch? (XLA can put a gradient where a gathered weight was, once
-# > the backward pass no longer needs this weight. Which arrays are unsharded at the same time?)
+# > memory does its step need, with one microbatch? (Which arrays are unsharded at the same time? XLA can
+# > reuse the memory of a gathered weight for a gradient, as soon as the backward pass no longer needs the
+# > weight.)
 
 # %%
 my_prediction = None  # bytes
@@ -516,7 +519,7 @@ panels[1].set(title="gathered twice: FSDP", xlabel="time in a step")
 # The by-hand program, as the paper (section 7), gathers twice:
 
 # %%
-donated = jax.jit(step, donate_argnums=(0, 1, 2))
+donated = jax.jit(step, donate_argnums=(0, 1, 2))  # reuse the memory of the old state
 sharded = jax.NamedSharding(eight, slices)
 zeros_of = lambda L: jax.device_put(np.zeros((L, D, D), "float32"), sharded)
 state = lambda L: [zeros_of(L) for _ in range(3)]
@@ -545,16 +548,10 @@ looped = lambda x, w: jax.lax.scan(layer, x, w)[0]
 assert gathers(written_out) == 2 and gathers(looped) == 4, "the loop matters"
 
 # %% [markdown]
-# FSDP sends 1.5 times the bytes. One more layer adds the shard of a gradient and one activation instead of a
-# whole matrix. The `scan` matters: if you write the layers out, XLA's CPU compiler sees that the two gathers
-# of a layer are equal, and keeps only the first.
-#
-# <details><summary>What if the layers have different shapes, so that no scan can loop over them?</summary>
-#
-# `jax.checkpoint` asks the compiler not to merge a computation with its repetition (`prevent_cse=True`, the
-# default). XLA's CPU compiler merges the two gathers anyway. So this page cannot show whether a TPU or a GPU
-# gathers twice then: count the all-gathers of a program that is compiled for your chip.
-# </details>
+# FSDP sends 1.5 times the bytes. With each further layer, its temporary memory grows by the shard of a
+# gradient and one activation, and that of `zero_3` by a whole matrix. The `scan` matters: if you write the
+# layers out, XLA's CPU compiler sees that the two gathers of a layer are equal, and keeps only the first.
+# (For a TPU or GPU, count the all-gathers of a program that is compiled for it.)
 #
 # ## Communication overlapped with compute
 #
@@ -654,18 +651,19 @@ assert enough == 1792
 # = 2,198. The planner's number is lower, because eight devices send only 7/8 of W, and attention has
 # matmuls without weights.
 #
-# Compute takes longer than communication if **N > peak FLOP/s / bandwidth**. The rule assumes two
-# all-gathers and a reduce-scatter in bf16, no recomputation, a dense model and full bandwidth. A TPU v5p
-# has a peak of 459 TFLOP/s and six links of 90 GB/s. If a gather uses all six, the rule gives 459e12 /
-# 540e9 = 850 tokens. Chapter [09](09_choose.ipynb) has all thresholds on one sheet, with their assumptions.
-# The rule also leaves out latency. On a 4x4x4 slice, six hops take about 6 µs, in which a chip can send 3
-# MB. Smaller gathers take as long.
+# Compute takes longer than communication if **N > peak FLOP/s / bandwidth**. The rule assumes two all-gathers
+# and a reduce-scatter in bf16, no recomputation, full bandwidth, and a dense model. (FSDP gathers all experts
+# of a mixture of experts, but a token uses few of them. So it needs more tokens: chapter 07.) A TPU v5p has a
+# peak of 459 TFLOP/s and six links of 90 GB/s. If a gather uses all six, the rule gives 459e12 / 540e9 = 850
+# tokens. Chapter [09](09_choose.ipynb) has all thresholds on one sheet, with their assumptions. The rule also
+# leaves out latency. On a 4x4x4 slice, six hops take about 6 µs, in which a chip can send 3 MB. Smaller
+# gathers take as long.
 #
 # Count the tokens of one *microbatch*, because each microbatch gathers again. To avoid that, keep the
-# gathered weights for the whole step (`work.gather=step`), for 6 more bytes per parameter: 2 for gathered
-# bf16 weights, and 4 for unsharded float32 gradients. The rule also limits the number of devices: 4 million
-# tokens are enough for 4e6 / 850 = 4,700 v5p chips. Beyond that, you need an axis that splits the matmuls
-# of a token (chapter 04).
+# gathered weights for the whole step (`work.gather=step`). This takes 6 more bytes per parameter: 2 for the
+# gathered bf16 weights, and 4 for the unsharded float32 gradients. The rule also limits the number of
+# devices: 4 million tokens are enough for 4e6 / 850 = 4,700 v5p chips. Beyond that, you need an axis that
+# splits the matmuls of a token (chapter 04).
 
 # %% [markdown]
 # ## Hybrid sharding, in the model
@@ -732,16 +730,16 @@ for axes, moves in found.totals_by("axes").items():
 
 # %% [markdown]
 # This is the smallest preset without experts. Weights are gathered over `fsdp` only. A gradient must be
-# summed over both axes, since all eight devices had different rows: reduce-scatters in every layer sum over
-# `fsdp`, then one all-reduce per step sums the shards, a quarter of the model, over `data`. So `data` suits a
-# slow network, such as the one between nodes or TPU slices.
+# summed over both axes, since all eight devices had different rows. Still, few bytes go over `data` (exercise
+# 2 asks why), so it suits a slow network, such as the one between nodes or TPU slices.
 #
 # ## Exercise 1: the norm of a sharded gradient
 #
-# Trainers clip gradients whose norm is too large. After the backward pass of FSDP, `d` is a list of
-# gradient shards: each device has D/n rows of every matrix, summed over all devices. Return the norm of the
-# whole gradient, the square root of the sum of all squared entries. On `data=2,fsdp=4`, the two devices
-# along `DATA` have equal shards. (`sharding.psum(x, FSDP)` adds `x` over `FSDP`.)
+# Trainers clip gradients whose norm is too large. After the backward pass of FSDP, `d` is a list of gradient
+# shards: each device has D/n rows of every matrix, summed over all devices. `d_gains` are the gradients of
+# small vectors, which are replicated. Return the norm of the whole gradient, the square root of the sum of
+# all squared entries. On `data=2,fsdp=4`, the two devices along `DATA` have equal shards. (`sharding.psum(x,
+# FSDP)` adds `x` over `FSDP`.)
 
 
 # %% tags=["hide-input"]
@@ -750,51 +748,60 @@ def norm_on(answer, name):
     """Return the norm that each device gets."""
     on, (w, x_BD, y_BD) = sharding.make_mesh(name), problem(D=16, L=2)
 
-    def local(w, x_bD, y_bD):
-        gather = lambda w: [sharding.all_gather(one, FSDP, dim=0) for one in w]
-        d = jax.grad(lambda w: partial_loss(gather(w), x_bD, y_bD))(w)
-        return jnp.asarray(answer(d), jnp.float32)
+    def local(w, gains, x_bD, y_bD):
+        def loss(w, gains):
+            gathered = [sharding.all_gather(one, FSDP, dim=0) for one in w]
+            return partial_loss(gathered, x_bD * gains[0], y_bD)
+
+        return jnp.asarray(answer(*jax.grad(loss, (0, 1))(w, gains)), jnp.float32)
 
     rows = P((DATA, FSDP))
-    return np.asarray(lesson.on_each(local, on, (P(FSDP), rows, rows))(w, x_BD, y_BD))
+    found = lesson.on_each(local, on, (P(FSDP), P(), rows, rows))
+    return np.asarray(found(w, [GAIN], x_BD, y_BD))
 
 
+GAIN = np.ones((1, 16), np.float32)
 squares = lambda d: sum(jnp.sum(one**2) for one in d)
-norm_of = lambda reduce: lambda d: reduce(squares(d))
+norm_of = lambda reduce: lambda d, gains: jnp.sqrt(reduce(squares(d)) + squares(gains))
 add_up = lambda x: sharding.psum(x, FSDP)
 
 # %% tags=["hide-input"]
 NORM_HINTS = [
-    (norm_of(jnp.sqrt), "Each device has the norm of its own shards."),
-    (norm_of(lambda s: add_up(jnp.sqrt(s))), "Too large: norms cannot be added."),
-    (norm_of(lambda s: jnp.sqrt(jax.lax.pmean(s, FSDP))),
+    (norm_of(lambda s: s), "Each device has the norm of its own shards."),
+    (lambda d, gains: jnp.sqrt(add_up(squares(d) + squares(gains))),
+     "Too large: all devices have the same vectors. How often do you count them?"),
+    (lambda d, gains: jnp.sqrt(add_up(squares(d))), "Too small: no vectors."),
+    (lambda d, gains: add_up(jnp.sqrt(squares(d) + squares(gains))),
+     "Too large: norms cannot be added."),
+    (norm_of(lambda s: jax.lax.pmean(s, FSDP)),
      "Too small: a mean over devices, not a sum."),
-    (norm_of(lambda s: jax.lax.pmean(jnp.sqrt(s), FSDP)),
-     "A mean of norms is not the norm of all entries."),
-    (norm_of(lambda s: jnp.sqrt(jax.lax.pmax(s, FSDP))),
-     "That is the largest shard's norm."),
-    (norm_of(add_up), "That is the square of the norm."),
-    (lambda d: sum(jnp.sqrt(add_up(jnp.sum(one**2))) for one in d),
-     "The right norm of each matrix, but norms of matrices cannot be added."),
-    (norm_of(lambda s: jnp.sqrt(sharding.psum(sharding.vary(s, DATA), (DATA, FSDP)))),
+    (norm_of(lambda s: jax.lax.pmax(s, FSDP)), "That is the largest shard's norm."),
+    (lambda d, gains: add_up(squares(d)) + squares(gains),
+     "That is the square of the norm."),
+    (lambda d, gains: sum(jnp.sqrt(one) for one in
+                          [*(add_up(jnp.sum(one**2)) for one in d), squares(gains)]),
+     "The right norm of each array, but norms of arrays cannot be added."),
+    (norm_of(lambda s: sharding.psum(sharding.vary(s, DATA), (DATA, FSDP))),
      "Too large on `data=2,fsdp=4` only. Whose shards are equal there?"),
 ]  # fmt: skip
 
 
+# %% tags=["hide-input"]
 def right_norm(name):
     w, x_BD, y_BD = problem(D=16, L=2)
-    d = jax.grad(partial_loss)(w, x_BD, y_BD)
-    return np.full(sharding.make_mesh(name).size, float(jnp.sqrt(squares(d))))
+    loss = lambda w, gain: partial_loss(w, x_BD * gain, y_BD)
+    d, d_gain = jax.grad(loss, (0, 1))(w, GAIN)
+    norm = float(jnp.sqrt(squares(d) + squares([d_gain])))
+    return np.full(sharding.make_mesh(name).size, norm)
 
 
-# %% tags=["hide-input"]
 check_norm = lesson.checker(
     [("fsdp=8",), ("data=2,fsdp=4",)], right_norm, NORM_HINTS, "Right on two meshes.",
     run=lambda answer: lambda name: norm_on(answer, name))  # fmt: skip
 
 
 # %%
-def gradient_norm(d):
+def gradient_norm(d, d_gains):
     return ...
 
 
@@ -803,23 +810,29 @@ print(check_norm(gradient_norm))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return jnp.sqrt(sharding.psum(sum(jnp.sum(one**2) for one in d), FSDP))`. Without the `psum`, every device
-# clips its shards by a different number, so even the direction of the step is wrong. `check_vma` cannot find
-# it, because a sharded result may differ on every device. If you also add over `DATA`, JAX raises an error,
-# since the shards are invariant along it. [AReaL](https://github.com/areal-project/AReaL/issues/312) forgot
-# the sum in 2025; [VeOmni](https://github.com/ByteDance-Seed/VeOmni/issues/184) added over both axes of HSDP.
-# This project clips outside the `shard_map` (`optimizer.clip`), where arrays are unsharded.
+# Add the squares of shards over devices, and those of replicated vectors once:
+#
+# ```python
+# squares = lambda arrays: sum(jnp.sum(one**2) for one in arrays)
+# return jnp.sqrt(sharding.psum(squares(d), FSDP) + squares(d_gains))
+# ```
+#
+# Without the `psum`, every device clips its shards by a different number, so even the direction of the step
+# is wrong. `check_vma` cannot find it, because a sharded result may differ on every device. If you also add
+# over `DATA`, JAX raises an error, since the shards are invariant along it.
+# [AReaL](https://github.com/areal-project/AReaL/issues/312) forgot the sum in 2025;
+# [VeOmni](https://github.com/ByteDance-Seed/VeOmni/issues/184) added over both axes of HSDP. This project
+# clips outside the `shard_map` (`optimizer.clip`), where arrays are unsharded.
 # </details>
 
 # %% tags=["remove-cell"]
-both_axes = norm_of(lambda s: jnp.sqrt(sharding.psum(s, (DATA, FSDP))))
-lesson.expect(check_norm, *NORM_HINTS, (norm_of(lambda s: jnp.sqrt(add_up(s))),
-                                        "Right"), (both_axes, "It stops"),
-              (gradient_norm, lesson.NOTHING),
-              (lambda d: None, lesson.NOTHING))  # fmt: skip
+both_axes = norm_of(lambda s: sharding.psum(s, (DATA, FSDP)))
+lesson.expect(check_norm, *NORM_HINTS, (norm_of(add_up), "Right"),
+              (both_axes, "It stops"), (gradient_norm, lesson.NOTHING),
+              (lambda d, gains: None, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
-# ## Exercise 2: which axis first?
+# ## Exercise 2: a gradient over two axes
 #
 # On a mesh `data=2,fsdp=4`, every device has a partial sum of a matrix's gradient, `partial_DD`. Return
 # this device's shard of the sum: 1/4 of the rows, the same on both devices along `DATA`. `DATA` is the slow
@@ -897,9 +910,9 @@ print(check_two_axes(slice_of_sum))
 #
 # `return sharding.psum(sharding.reduce_scatter(partial_DD, FSDP, dim=0), DATA)`. If you reduce-scatter first,
 # a device sends 16,384 bytes over the slow axis. The other order gives equal sums but sends 65,536 bytes,
-# which a test of the values cannot reveal. In `model.py` the order follows from the code: the reduce-scatter
-# is the backward pass of the gather inside the layer, and the sum over `data` is the backward pass of a
-# `vary` in front of all loops (`ready_for_autodiff`), once per step.
+# which a test of the values cannot reveal. In `model.py` the order follows from the code. The reduce-scatter
+# is the backward pass of the gather inside the layer. The sum over `data` is the backward pass of a `pcast`
+# before all loops (`ready_for_autodiff`), so it runs once per step.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -920,34 +933,6 @@ lesson.expect(check_two_axes, *TWO_AXES_HINTS, (answer_2, "Right on two"),
               (lambda x: None, lesson.NOTHING))  # fmt: skip
 
 # %% [markdown]
-# ## Left to the compiler
-#
-# `jax.jit` can do this from one device's code and the shardings of its inputs and outputs. The compiler
-# has to find the collectives. These are the bytes sent in a step with one microbatch:
-
-
-# %% tags=["hide-input"]
-def plain_step(w, m, v, x_BD, y_BD):
-    return update(w, m, v, jax.grad(partial_loss)(w, x_BD, y_BD))
-
-
-at = lambda spec: jax.NamedSharding(mesh, spec)
-print(f"{'':6} {'by jit':>10} {'by hand':>10}")
-for level in (ddp, zero_1, zero_3):
-    params, moments = map(at, LEVELS[level])
-    state, rows_at = (params, moments, moments), (at(SHARDED), at(SHARDED))
-    specs = dict(in_shardings=(*state, *rows_at), out_shardings=state)
-    left = jax.jit(plain_step, donate_argnums=(0, 1, 2), **specs)
-    by_jit = lesson.compiled(left, mesh, *args).total.wire_bytes
-    by_us = lesson.compiled(program(level), mesh, *args).total.wire_bytes
-    print(f"{level.__name__:6} {by_jit:>10,} {by_us:>10,}")
-
-# %% [markdown]
-# For ZeRO 1 and 3 the compiler emits an all-reduce, of which every device takes its shard. This is XLA's
-# CPU compiler. The GPU compiler replaces an all-reduce followed by a slice
-# ([ReduceScatterCreator](https://github.com/openxla/xla/blob/0e1ce76841700c606101e4c6b04ec081a446e96f/xla/service/gpu/transforms/reduce_scatter_creator.cc)).
-# Write collectives by hand where you need control of bytes and memory.
-#
 # ## Exercise 3: choose the settings
 #
 # Train `llama3_8b` on `v5p:4x4x4` (64 chips), with 95.74 GiB per chip; a step has 4,096 sequences of 512
@@ -1016,9 +1001,9 @@ print(check_settings(settings))
 # `{"mesh": "fsdp=64", "work.gather": "step", "work.remat": "none", "work.device_batch": 4}` takes 3.47 s, in
 # 81 GiB. `fsdp=64` alone fits in 15 GiB and takes 4.20 s, as it computes every layer twice. Saving the
 # results of matmuls (`"dots"`) fits only with several microbatches, say four of 16 sequences. Each microbatch
-# gathers again: 3.79 s. If you keep the gathered weights too, more microbatches cost almost nothing, so they
-# can be small (`"dots"` works too, with 1 to 8 sequences). But the gathered weights and the gradients take 45
-# GiB, so on v4 no plan with `gather=step` fits.
+# gathers again: 3.79 s. With `gather=step`, all microbatches use weights that were gathered once, so more and
+# smaller microbatches cost almost nothing. (`"dots"` works too, with 1 to 8 sequences.) But the gathered
+# weights and the gradients take 45 GiB, so on v4 no plan with `gather=step` fits.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -1215,9 +1200,10 @@ print(check_mend(train))
 #     return sharding.own_slice(orthogonalized(m_DF), FSDP, dim=0)
 # ```
 #
-# and call `update_of(m)` in `muon`. (Or keep the shards, and replace the products: a `psum` of `x.T @ x` is
-# the same on all devices, and `x @` it is this device's rows.) Every type is right, since a sharded result
-# may differ on every device. The size of the update hardly changes either.
+# and call `update_of(m)` in `muon`. (Or keep the shards of x and change the order: the `psum` of all `x.T @
+# x` is the square of the whole matrix, and this device's `x` times it are its rows of the next matrix.) Every
+# type is right, since a sharded result may differ on every device. The size of the update hardly changes
+# either.
 #
 # DeepSpeed had three forms of this bug in 2026. With ZeRO 1 and 2, Newton-Schulz ran on a matrix of which
 # each rank had only its own slice fully reduced ([issue
@@ -1310,7 +1296,5 @@ lesson.expect(check_mend, *zip(WRONG, [hint for _, hint in MUON_HINTS], strict=T
 # optimizer state in XLA, [arXiv:2004.13336](https://arxiv.org/abs/2004.13336). PyTorch FSDP,
 # [arXiv:2304.11277](https://arxiv.org/abs/2304.11277), section 3. Activation memory and checkpointing,
 # [arXiv:2205.05198](https://arxiv.org/abs/2205.05198). Hybrid sharding: MiCS,
-# [arXiv:2205.00119](https://arxiv.org/abs/2205.00119). The compiler: GSPMD,
-# [arXiv:2105.04663](https://arxiv.org/abs/2105.04663). Flax, [Scale up on multiple
-# devices](https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html). The rule, and prefetched gathers:
-# scaling book, [Training](https://jax-ml.github.io/scaling-book/training).
+# [arXiv:2205.00119](https://arxiv.org/abs/2205.00119). The rule, and prefetched gathers: scaling book,
+# [Training](https://jax-ml.github.io/scaling-book/training).
