@@ -42,8 +42,8 @@ stream_ms = opening.network_ms(7 / 8 * 2 * tokens * opening.D)
 stored = {"gradients": 4 * opening.PARAMETERS / eight / GiB,
           "optimizer state": 8 * opening.PARAMETERS / eight / GiB}  # fmt: skip
 master, copy = 4 * opening.PARAMETERS / eight / GiB, 2 * opening.PARAMETERS / GiB
-# norms, attention's inputs and outputs, and three arrays of the MLP, in bf16
-numbers = 5 * opening.D + 2 * opening.G * opening.K + 3 * opening.F
+# saved per token in bf16: chapter 03
+numbers = 6 * opening.D + 2 * opening.G * opening.K + 3 * opening.F
 saved, streams = 2 * tokens * numbers / GiB, 4 * tokens * opening.D / GiB
 compute, network, at, half = [], [], 0, forward / eight / 2
 for collectives, halves in ((1, 1), (2, 1), (2, 1), (2, 1), (1, 2), (2, 2), (1, 0)):
@@ -89,7 +89,7 @@ assert 4.3 < 4 * forward / at < 4.6
 # in each direction. The backward pass recomputes the layer (activation checkpointing, chapter 03).
 # **Communication**, the bytes that devices send each other, overlaps with compute in FSDP: the next layer's
 # weights arrive during this layer's matmuls. Tensor parallelism's communication is *exposed*: the next matmul
-# waits for it. Between 0.9 ms of compute, each GPU spends 0.7 ms on gathers and reduce-scatters (red).
+# waits for it. Each GPU computes for 0.9 ms, and waits 0.7 ms for gathers and reduce-scatters (red).
 #
 # > **Predict.** Four sequences instead of one: how many times as many bytes does a device send *for each
 # > FLOP* that it computes, with tensor parallelism?
@@ -114,9 +114,9 @@ lesson.predicted("bytes per FLOP, 4 sequences / 1", my_prediction, times, "times
 assert times == 1
 
 # %% [markdown]
-# The compiler reports these bytes and FLOPs for an MLP, which the next sections explain. FSDP sends
-# weights, whose size does not depend on the batch, so a larger batch makes its communication cheaper for each
-# FLOP. Tensor parallelism sends activations, and those grow with the batch.
+# (Bytes and FLOPs are those of a compiled MLP, which the next sections build.) FSDP sends weights, whose size
+# does not depend on the batch, so a larger batch makes its communication cheaper for each FLOP. Tensor
+# parallelism sends activations, and those grow with the batch.
 #
 # ## One matmul, sharded two ways
 #
@@ -181,9 +181,9 @@ text = axes.text(0.5, 0.5, says, size=9, ha="center", va="center", bbox=paper)
 #
 # ## Sum before a nonlinear function
 #
-# An MLP is two matmuls with a GELU between them. FSDP stores the first matrix in shards of rows, and gathers
-# it for every use. Could you save this gather? Let each device multiply by the rows it has, continue, and sum
-# at the end:
+# An MLP is two matmuls with a GELU between them. With FSDP, each device stores some rows of the first matrix,
+# and gathers the others for every use. Can you avoid this gather? Multiply by the rows that the device has,
+# continue with the second matrix, and sum at the end:
 
 
 # %%
@@ -264,10 +264,10 @@ assert curves["each coordinate"][1][-1] < curves["each coordinate"][0][-1]
 assert all(curve[2][-1] > jnp.mean(y**2) for curve in curves.values())
 
 # %% [markdown]
-# The wrong network has 48 hidden units on *each* device, and each device's units see 3 of the 12 coordinates.
-# That suits the first task, where its loss is lower. On the second task its loss is higher, but falls too. On
-# one device its weights are worse than predicting 0. A comparison of the network's output with one device
-# shows it before any training.
+# In the wrong network, each device has its own 48 hidden units, which see only 3 of the 12 coordinates. That
+# suits the first task, where its loss is lower. On the second task its loss is higher, but falls too. On one
+# device its weights are worse than predicting 0. A comparison of the network's output with one device shows
+# it before any training.
 #
 # ## Which order?
 #
@@ -313,11 +313,10 @@ assert times == F / D
 #
 # ### Attention is the same kind of pair
 #
-# The matrices for queries, keys and values are sharded by columns,
-# the output matrix by rows. Between them is a softmax. It is not linear, but it needs only one head at a
-# time, so each device gets *whole heads*. If you sharded the width K of a head, each score would be a
-# partial sum before a softmax. The limit is the number of key and value heads, often 8. Beyond it, a
-# library raises an error or [replicates
+# The matrices for queries, keys and values are sharded by columns, the output matrix by rows. Between them is
+# a softmax. It is not linear, but it needs only one head at a time, so each device gets *whole heads*. Don't
+# shard inside a head: a score sums over the head's width K, and the softmax needs the complete sum. The limit
+# is the number of key and value heads, often 8. Beyond it, a library raises an error or [replicates
 # them](https://docs.vllm.ai/en/v0.9.2/api/vllm/model_executor/models/gemma.html). Code inside `shard_map`
 # must count its own heads: a model merged into vLLM used the total number, every shape fit, and the output
 # was wrong ([PR 39707](https://github.com/vllm-project/vllm/pull/39707)).
@@ -465,8 +464,8 @@ assert (count, sum(saved.values())) == (11, 8)
 
 # %% [markdown]
 # If all activations are saved, there are 4 forward and 4 backward. With recomputation, both gathers run
-# again, but only *one* reduce-scatter: the MLP needs attention's result, but the backward pass does not need
-# the result of the block.
+# again, but only *one* reduce-scatter. The first one returns the MLP's input, which is needed again. The
+# second one returns the block's result, which the backward pass does not need.
 #
 # What does sequence parallelism save? Here are sixteen such blocks with recomputation, compiled but not run.
 # The residual stream is either replicated (no `join`, and `add` is a `psum`) or sharded.
@@ -495,10 +494,11 @@ for size in (2, 8):
           f"sharded sends {slices / whole:.2f} times the bytes")  # fmt: skip
 
 # %% [markdown]
-# The 16 saved inputs, 2 MiB in total, are sharded only with sequence parallelism, which matters most on 8
-# devices. The bytes sent are nearly the same. Without sequence parallelism, a block has five all-reduces: two
-# in the forward pass, one recomputed, and two in the backward pass. Each sends as much as a reduce-scatter and
-# a gather, so they count as 10, against 11 with sequence parallelism.
+# Each of the 16 blocks saves its input, 2 MiB in total. Sequence parallelism shards them, which saves most on
+# 8 devices. The bytes sent are nearly the same. Without sequence parallelism, a block has five all-reduces:
+# two in the forward pass, one recomputed, and two in the backward pass. An all-reduce sends as much as a
+# reduce-scatter and a gather, so five of them send as much as 10 of these. With sequence parallelism there
+# are 11.
 #
 # ## Vocabulary-parallel cross-entropy
 #
@@ -563,11 +563,11 @@ assert times == 128_256 / 6
 # - communication is 11 gathers or reduce-scatters of the residual stream, each of which sends (n - 1)/n · 2
 #   N D bytes: **22 (n - 1) N D / (n · bandwidth)** seconds.
 #
-# Their ratio is (11/4) (n - 1) · (D / parameters) · (peak / bandwidth): no batch size changes it. So the rule
-# limits n. Communication takes as long as compute at **n = 1 + (4/11) · (parameters / D) · (bandwidth /
-# peak)**. A wider model allows a larger n, because the parameters of a layer grow with D², and so does a
-# faster link. The rule assumes that links reach their full bandwidth, that nothing overlaps, and that the
-# layer has no other compute. Does the planner, which counts every matmul, agree?
+# Communication over compute is (11/4) (n - 1) · (D / parameters) · (peak / bandwidth): no batch size changes
+# it. So the rule limits n. Communication takes as long as compute at **n = 1 + (4/11) · (parameters / D) ·
+# (bandwidth / peak)**. A wider model allows a larger n, because the parameters of a layer grow with D², and
+# so does a faster link. The rule assumes full recomputation, full bandwidth, no overlap, and no other compute
+# in the layer. Does the planner, which counts every matmul, agree?
 
 # %%
 D_llama, parameters = opening.D, opening.PARAMETERS
@@ -588,8 +588,8 @@ for chips, m, n_ in (("v5p:4x4x4", 16, 4), ("h100:8", 1, 8)):
     assert abs(planned / ruled - 1) < 0.1, "rule and planner disagree"
 
 # %% [markdown]
-# The planner differs from the rule in two ways. It adds the compute of attention's scores. And it knows that
-# recomputation skips the MLP's last matmul. The logits are left out here.
+# The planner also counts the compute of attention's scores, and it does not recompute the MLP's last matmul.
+# (Neither number has the logits.)
 #
 # So `tensor` slows down a step that has enough tokens for FSDP, because FSDP's communication can overlap
 # completely. It is faster if each chip has few tokens. Chapter 09 has one sheet, "Thresholds", with the
@@ -648,29 +648,21 @@ for function in (gathered, ring_matmul):
     lesson.listed(lesson.compiled(run, devices(n), x_ND, w_up_DF))
 
 # %% [markdown]
-# The ring sends the same bytes in n - 1 messages (`ppermute`), and each message overlaps with a matmul.
-# With f columns per device, the matmul of t positions takes 2 t D f / peak seconds, and sending them in
-# bfloat16 takes 2 t D / bandwidth. So the communication can overlap fully if **f > peak / bandwidth**, the
-# ratio printed above: 2,550 columns on v5p, 2,198 on H100. On v5p this needs both links of a ring, so the
-# project's ring (`overlap.rings`) sends half of each chunk in each direction. `ring_matmul` sends only to the
-# next device, over one link, and needs 5,100 columns there. At tensor=2, `llama3_8b` has 14,336 columns per
-# device in the MLP's gate and up matrices, and 3,072 for queries, keys and values.
+# The ring sends the same bytes in n - 1 messages (`ppermute`), and each message overlaps with a matmul. With
+# f columns per device, the matmul of t positions takes 2 t D f / peak seconds, and sending them in bfloat16
+# takes 2 t D / bandwidth. So the communication can overlap fully if **f > peak / bandwidth**, the ratio
+# printed above: 2,550 columns on v5p, 2,198 on H100. On v5p this bandwidth is that of two links, so a ring
+# must send half of each chunk in each direction, as the project's does (`overlap.rings`). `ring_matmul` uses
+# one link, and needs 5,100 columns there. At tensor=2, `llama3_8b` has 14,336 columns per device in the MLP's
+# gate and up matrices, and 3,072 for queries, keys and values.
 #
-# The time saved is less than that, because n small matmuls take longer than a large one. These step times
-# compare the ring with the gather. They are simulated from the TPU compiler's schedule, not measured on a
-# chip ([How the planner estimates step time](../seconds.md) has the command):
-#
-# - `llama3_8b`, v5p, `fsdp=16,tensor=2`: 0.739 s against 0.754, 2% less;
-# - `moe1b`, v4, `stage=2,fsdp=8,tensor=2`: 0.418 s against 0.470, 11% less;
-# - `llama3_8b`, v5e, `fsdp=16,tensor=4`: 2.615 s against 2.507, 4% more.
-#
-# So a ring pays off if communication is a large part of the step, and if the compiler starts each `ppermute`
-# before the matmul that should overlap with it. The compiler for v5e runs them one after another. On GPUs,
-# PyTorch
+# The time saved is less, because n small matmuls take longer than a large one, and because the compiler has
+# to start each `ppermute` before the matmul. The compiler for v5e does not. In steps simulated from the TPU
+# compilers' schedules, the ring saves `moe1b` on v4 11%, and costs `llama3_8b` on v5e 4% ([How the planner
+# estimates step time](../seconds.md) has the command). On GPUs, PyTorch
 # [reports](https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487)
 # that this saves up to 8% of a step ("async TP").
-
-# %% [markdown]
+#
 # ## Exercise 1: where does the bias go?
 #
 # An MLP ends with a bias, `bias_D`, which is the same on all devices. Each device has its partial sum of the
@@ -836,8 +828,8 @@ print(check_order(order))
 # it along F, you need no special order.
 #
 # In the original order, each device multiplies gate columns by other gate columns. That is a different
-# network, but it learns too, so the loss does not reveal the bug. In 2022 someone trained with SwiGLU at
-# tensor=4, converted to tensor=1, and got results "like randomly selected". [The first
+# network, but it learns too, so the loss does not reveal the bug. In 2022 someone trained with SwiGLU, a
+# gated MLP, at tensor=4, converted to tensor=1, and got results "like randomly selected". [The first
 # answer](https://github.com/bigscience-workshop/Megatron-DeepSpeed/issues/338) was that this is expected,
 # since floating-point sums depend on their order.
 # </details>
@@ -1127,16 +1119,16 @@ print(check_gradients(gradients))
 # JAX adds the sum (chapter 02).
 #
 # BigCode's fork of Megatron-LM had bugs of this kind twice. In 2022 the sum was missing for the biases of
-# keys and values, and with the distributed optimizer for their weights too
+# keys and values, and with the distributed optimizer (ZeRO 1) for their weights too
 # ([#11](https://github.com/bigcode-project/Megatron-LM/issues/11)). Printing the weights of each device
-# showed it. Later all copies agreed, but the gradient that the keys and values send back to the layers below
-# was not added. The loss fell for thousands of steps, and the validation loss was 3.741 instead of 2.640
-# after 5,000 ([#35](https://github.com/bigcode-project/Megatron-LM/issues/35),
-# [#37](https://github.com/bigcode-project/Megatron-LM/pull/37)). In 2026 Megatron-LM had it for the shared
-# rotary key of latent attention ([#6839](https://github.com/NVIDIA/Megatron-LM/pull/6839)). In the by-hand
-# program, JAX adds the gradients of the gains for the same reason: gains are replicated, but each device
-# normalizes different positions. Megatron-LM [does that in its
-# optimizer](https://github.com/NVIDIA/Megatron-LM/pull/236).
+# showed it. Later all copies agreed, but another sum was missing: that of the gradient of their *input*,
+# which goes on to the layers below. The loss fell for thousands of steps, and the validation loss was 3.741
+# instead of 2.640 after 5,000 ([#35](https://github.com/bigcode-project/Megatron-LM/issues/35),
+# [#37](https://github.com/bigcode-project/Megatron-LM/pull/37)). In 2026 Megatron-LM had it for a projection
+# that all heads share in latent attention, its rotary key
+# ([#6839](https://github.com/NVIDIA/Megatron-LM/pull/6839)). In the by-hand program, JAX adds the gradients
+# of the gains for the same reason: gains are replicated, but each device normalizes different positions.
+# Megatron-LM [does that in its optimizer](https://github.com/NVIDIA/Megatron-LM/pull/236).
 # </details>
 
 
