@@ -37,8 +37,8 @@ orange, GRAY = lesson.COLORS[STAGE], lesson.NEUTRAL
 layers, sequences, GiB, P8 = 8, 16, 2**30, opening.PARAMETERS
 eighth = opening.compute_ms(2 * P8 * opening.TOKENS / 8)  # a layer, 2 sequences
 unit = eighth / 2  # a layer, one of 16 sequences
-# saved for the backward pass by a layer and a sequence: norms, attention, MLP; bf16
-numbers = 5 * opening.D + 2 * opening.G * opening.K + 3 * opening.F
+# saved for the backward pass by a layer and a sequence, in bf16: chapter 03
+numbers = 6 * opening.D + 2 * opening.G * opening.K + 3 * opening.F
 saved = 2 * opening.TOKENS / sequences * numbers / GiB
 parts = {"weights": 4, "gradients": 4, "optimizer state": 8}  # bytes per parameter
 memory = lambda count: {name: size * P8 * count / GiB for name, size in parts.items()}
@@ -72,7 +72,7 @@ after = opening.Scene(
     [("", unit * end, send_ms) for op, _, end in first if op.kind == "F"])  # fmt: skip
 title = "Eight layers on eight GPUs: a fifth of the memory, but idle time"
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "With data parallelism, each GPU holds 34 GiB and computes for 87 ms while gradients are reduced. With a pipeline, GPUs hold 4 to 8 GiB, send little, but are idle for 38 of 125 ms."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "With data parallelism, each GPU holds 34.5 GiB and computes for 87 ms while gradients are reduced. With a pipeline, GPUs hold 4 to 8 GiB, send little, but are idle for 38 of 125 ms."}}
 opening.before_after(before, after, title, STAGE)
 left, right = plt.gcf().axes[2:]
 left.text(fold / 2, 1, "all-reduce:", ha="center", va="center", size=8)
@@ -132,13 +132,12 @@ varying = lambda x: jax.lax.pcast(x, "stage", to="varying")  # may differ by sta
 # %% [markdown]
 # In tick i, stage s processes microbatch i - s. Then every stage sends its output to the next one, with one
 # `ppermute` (*point-to-point* communication, send and receive in PyTorch), and the last stage computes the
-# microbatch's loss. A stage without a microbatch computes anyway, on zeros or on an old microbatch, because
-# all devices run the same program and take part in every collective. This result is not used, but it has to
-# be finite: the backward pass multiplies it by 0, and 0 · NaN is NaN.
+# microbatch's loss. This program has no branches, so a stage without a microbatch computes, too, on zeros or
+# on an old microbatch. The result is not used, but it has to be finite: the backward pass multiplies it by 0,
+# and 0 · NaN is NaN.
 #
-# `jax.lax.scan` is a loop that passes a *carry* from tick to tick. The carry must keep its type. Here it is a
-# message from another stage, so it varies along `stage`, and the zeros at the start must be marked as
-# `varying`, too.
+# `jax.lax.scan` is a loop that passes a *carry* from tick to tick, always of the same type. Here the carry is
+# a message from another stage, which varies along `stage`. So the zeros at the start must be `varying`, too.
 
 
 # %% tags=["by-hand"]
@@ -215,25 +214,24 @@ for ax, many in zip(axes, (1, Z), strict=True):
 axes[1].set(xlabel=f"time, in passes of {N} rows through a stage")
 
 # %% [markdown]
-# The second figure assumes that 4 rows take an eighth of the time of 32 rows. That is true unless a
-# microbatch is too small to use the whole device. Each stage works in Z of the Z + n - 1 ticks, so its
-# fraction of idle time, the **bubble**, is (n - 1)/(Z + n - 1): here 3/11, or 27%.
+# (The second figure assumes that microbatches are large enough to use the whole device.) Each stage works in
+# Z of the Z + n - 1 ticks, so its fraction of idle time, the **bubble**, is (n - 1)/(Z + n - 1): here 3/11,
+# or 27%.
 #
 # ## What has to be saved
 #
 # `jax.grad` of this loop runs the ticks in reverse, after all forward passes: that is GPipe. The activations
-# that a backward pass needs stay in memory until then, for all Z microbatches. Other orders need less memory
-# or less time. A *schedule* lists the order of the passes for each stage: F3 is the forward pass of
-# microbatch 3, B3 its backward pass. Every stage runs its list from left to right, and each pass waits until
-# its input has arrived.
+# that a backward pass needs stay in memory until then, for all Z microbatches. A *schedule* lists the order
+# of the passes for each stage: F3 is the forward pass of microbatch 3, B3 its backward pass. Every stage runs
+# its list from left to right, and each pass waits until its input has arrived.
 #
-# A backward pass computes two gradients, and each takes about as long as the forward pass: the gradient of
-# the inputs, which the previous stage waits for, and the gradient of the weights, which can be computed
-# later. So F takes 1 unit, and B takes 2. `pipeline.schedules` has four published schedules, and `simulate`
+# A backward pass computes two gradients. The previous stage waits for the gradient of the inputs. The
+# gradient of the weights can be computed later. Each takes about as long as the forward pass, so F takes 1
+# unit, and B takes 2. `pipeline.schedules` has four published schedules (`zb` is zero-bubble), and `simulate`
 # runs them:
 
 # %%
-names = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1}  # chunks per stage
+names = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1}  # chunks (see below)
 published = {name: schedules.schedule(name, n, Z, v) for name, v in names.items()}
 alone = {name: schedules.simulate(x, 1, 1, 1) for name, x in published.items()}
 for name in ("gpipe", "1f1b"):
@@ -280,24 +278,25 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 # %% [markdown]
 # In all four schedules, each stage does 24 units of work. The rest is idle time, which you can derive:
 #
-# - **GPipe, 1F1B.** The first microbatch reaches the last stage after n - 1 forward passes, and the last
-#   gradient returns over n - 1 backward passes. So each stage is idle for (n - 1)(1 + 2) = 9 units. 1F1B
-#   (after a few forward passes, one backward pass follows each forward pass) is *not* faster. But its stages
-#   save only 4, 3, 2 and 1 microbatches, for any Z.
+# - **GPipe, 1F1B.** The first microbatch reaches the last stage after n - 1 forward passes of 1 unit. The
+#   last gradient returns over n - 1 backward passes of 2. So each stage is idle for (n - 1)(1 + 2) = 9 units.
+#   1F1B (after a few forward passes, one backward pass follows each forward pass) is *not* faster. But its
+#   stages save only 4, 3, 2 and 1 microbatches, for any Z.
 # - **Interleaved.** Each stage has v smaller *chunks* of layers (virtual stages): with v = 2, stage 0 of 4
 #   has the first and the fifth eighth of the layers. Each pass is v times shorter, so the pipeline fills and
 #   drains v times faster: 9/v idle units. The price is v times as many sends, and more saved activations.
-# - **Zero-bubble.** A stage sends the gradient of its inputs back first, and computes the gradient of its
-#   weights when it would be idle. A backward pass then delays the next stage by 1 unit instead of 2, and
-#   weight gradients fill gaps: (n - 1)(1 + 1 - 1) = 3 idle units remain.
+# - **Zero-bubble.** A stage first computes the gradient of its inputs and sends it back. It computes the
+#   gradient of its weights when it would be idle. So a gradient returns in n - 1 passes of 1 unit instead of
+#   2, and (n - 1)(1 + 1) = 6 idle units remain. Weight gradients fill 3 of them.
 #
 # ## One program: all stages run in lock-step
 #
 # The published schedules assume a separate program for each stage, which sends its output and continues. JAX
 # compiles *one* program for all devices. In it, each tick ends with a `ppermute`, so no stage starts the next
 # tick before its neighbors' data has arrived: the stages run in *lock-step*. In a tick a stage does at most
-# one forward pass (F), then one backward pass (B), and a tick lasts as long as its busiest stage: 3 units if
-# any stage does both. GPipe still takes 33 units.
+# one forward pass (F), then one backward pass (B). If the program has branches (`jax.lax.cond`), a stage
+# skips the pass that it doesn't have. Then a tick lasts as long as its busiest stage: 1 unit if all do only
+# F, and 3 if any stage does both. GPipe still takes 33 units.
 #
 # > **Predict.** In 1F1B, the order of stage 0 is F0 F1 F2 F3 B0 F4 B1 F5 .. In lock-step, F0 is in tick 0. In
 # > which tick is F4? (The last stage does F0 and B0 in the same tick.)
@@ -346,10 +345,10 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 #
 # So 1F1B takes 3 + 39 + 6 = 48 units instead of 33: 3 ticks have only F, 13 have both in some stage, and 3
 # have only B. Zero-bubble takes 45 units instead of 27. The gaps close if stage 0 starts a microbatch in
-# every tick, also while it waits for B0. Then 7 microbatches are in flight instead of 4. (This is `lead=2`
-# below: each stage is twice as far ahead of the next. Stage 0 starts with F0 to F6, stage 1 with F0 to F4.)
-# So stage s does F of microbatch m in **tick m + s**, as before, and B as soon as the gradient can arrive,
-# in **tick m + 2(n - 1) - s**:
+# every tick, also while it waits for B0. Then 7 microbatches are in flight instead of 4: stage 0 starts with
+# F0 to F6, stage 1 with F0 to F4. (Below this is `lead=2`, because each stage is 2 microbatches ahead of the
+# next instead of 1.) So stage s does F of microbatch m in **tick m + s**, as before, and B as soon as the
+# gradient can arrive, in **tick m + 2(n - 1) - s**:
 
 # %%
 ahead = {name: schedules.schedule(name, n, Z, v, lead=2) for name, v in names.items()}
@@ -363,16 +362,16 @@ assert units_ahead == [33, 33, 28.5, 30]
 
 
 # %% [markdown]
-# 1F1B is now as fast as GPipe again, and saves 7 microbatches instead of 4, for any Z. Megatron-LM and
-# PyTorch run a separate program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374) does so for
-# JAX. They avoid lock-step.
+# With branches, 1F1B is now as fast as GPipe again, and saves 7 microbatches instead of 4, for any Z.
+# Megatron-LM and PyTorch run a separate program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374)
+# does so for JAX. They avoid lock-step.
 #
 # ## 1F1B by hand
 #
-# These two formulas are the whole schedule. You can append this function to the program above. The input of a
-# microbatch is saved from its F to its B, less than 2n - 1 ticks, in slot m mod (2n - 1) of a buffer.
-# `jax.vjp` recomputes the stage from it. On the last stage, F and B of a microbatch are in the same tick, and
-# the backward pass starts from the loss:
+# These two formulas are the whole schedule. You can append this function to the program above. The input of
+# microbatch m is saved from its F to its B, in slot m mod (2n - 1) of a buffer. `jax.vjp` recomputes the
+# stage from it. On the last stage, F and B of a microbatch are in the same tick, and the backward pass starts
+# from the loss:
 
 
 # %%
@@ -409,11 +408,10 @@ print("loss and gradient match a single-device run")
 # %% [markdown]
 # The backward passes start from the gradient of the *mean*: `partial_loss` divides by all entries of the
 # batch. A schedule that starts from a sum, and divides only the loss it prints, has gradients that are too
-# large by the number of valid tokens. Adam cancels a constant factor, so training looks right, although the
-# number changes from step to step if targets are masked. torchtitan had this bug in 2026
-# ([#2972](https://github.com/pytorch/torchtitan/issues/2972)).
+# large by the number of valid tokens. Adam cancels a constant factor, so training looks right. torchtitan had
+# this bug in 2026 ([#2972](https://github.com/pytorch/torchtitan/issues/2972)).
 #
-# The compiler reports the memory used. Here it is for 8 and for 32 microbatches of the same size:
+# Here is the memory for 8 and for 32 microbatches of the same size:
 
 # %%
 gpipe_step = jax.jit(jax.grad(forward))
@@ -430,6 +428,18 @@ Z = 8
 # %% [markdown]
 # The rows of a microbatch take 384 bytes. GPipe's loop saves about four arrays of this size for each
 # microbatch; 1F1B has seven slots, for any number of microbatches.
+#
+# What does this simple program cost? Here are the matmuls that each device computes:
+
+# %%
+for name, function in {"gpipe": gpipe_step, "1f1b": step}.items():
+    found = lesson.compiled(function, four, w_LDD, x_ZND, y_ZND)
+    print(f"{name:5}: {found.flops / (2 * N * D * D):.0f} matmuls")
+
+# %% [markdown]
+# GPipe's loop has the 33 units of its schedule, and 1F1B by hand has 56. It has no branches, so each of its
+# 14 ticks computes F, the recomputed F and B: 4 units. (Without recomputation there would be 42.) To have the
+# 33 units of the table, skip absent passes with `jax.lax.cond`, as the trainer does (`pipeline.ticks`).
 #
 # ## In the model
 #
@@ -508,20 +518,17 @@ for axis in ("fsdp", "tensor", "stage"):
 # ## When a pipeline pays off
 #
 # A stage sends little and rarely, so use `stage` on the slowest network. Let a slow network connect two nodes
-# of 8 devices each. How much does a device send over it in a step?
+# of 8 devices each. Over it, each node sends in a step:
 #
-# - `data=2`: each device all-reduces its shard of the gradients with a device of the other node, in float32:
-#   4 · parameters / 8 bytes (an all-reduce of two devices sends 2 · 1/2 of the array).
-# - `stage=2`: a vector of width D for each of tokens / 8 tokens forward, and as much backward, because in
-#   lock-step every device sends in both directions in every tick, even zeros. In bfloat16 that is 4 · tokens
-#   · D / 8 bytes. The work on logits and loss is divided between both stages, so the last stage sends half of
-#   its outputs to the first, and their gradients come back: 2 · tokens · D / 8 more.
+# - with `data=2`, gradients in float32, **4 · parameters** bytes (an all-reduce of two devices sends the array
+#   once);
+# - with `stage=2`, a bfloat16 vector of width D for each token forward, and one backward. (In lock-step every
+#   device sends in both directions, even zeros.) Both stages share the work on logits and loss, so half of the
+#   last stage's outputs go to the first, and their gradients come back. Together: **6 · tokens · D** bytes.
 #
-# So on two nodes in lock-step, a pipeline sends less if **6 · tokens · D < 4 · parameters**. (On k nodes,
-# `data` sends 2 (k - 1)/k times as much.) But it also has a bubble, the time of n - 1 microbatches: compute
-# and weight gathers of one of 4 below, (1.10 + 0.18)/4 = 0.32 s. The lower bound counts both, here for Llama
-# 3 8B on two nodes of 8 H100s, whose GPUs share a network of 100 Gbit/s per node. Each device processes one
-# sequence of 8,192 tokens at a time.
+# So a pipeline sends less if **6 · tokens · D < 4 · parameters**. But it also has a bubble, the time of n - 1
+# microbatches. The planner's lower bound counts both. Here is Llama 3 8B on two nodes of 8 H100s, whose GPUs
+# share a network of 100 Gbit/s per node. Each device processes one sequence of 8,192 tokens at a time.
 
 # %% tags=["hide-input"]
 slow = dataclasses.replace(hardware.CHIPS["h100"], dcn_bytes_per_s=12.5e9 / 8)
@@ -548,6 +555,8 @@ for batch in (32, 128):
     print(f"{batch * 8192:,} tokens per step")
     show(planned("data=2,fsdp=8", batch))
     show(planned("stage=2,fsdp=8", batch))
+
+# %% tags=["hide-input"]
 plan = planned("stage=2,fsdp=8")
 parameters, width = plan.params_total, plan.cfg.model.d_model
 second = slow.dcn_bytes_per_s * 8  # bytes that a node sends per second
@@ -556,17 +565,6 @@ tables = 8 * plan.cfg.model.vocab_size * width / second  # their gradients, floa
 ends = 4 * 2 * (8 * 8192) * width / second  # the 2 ticks more than microbatches
 left = 4 * parameters / second - bubble - tables - ends
 by_hand = left / (6 * width / second)
-
-# %%
-for what, s in {
-    "all gradients, with data=2": 4 * parameters / second,
-    "minus the bubble": -bubble,
-    "minus gradients of the tables": -tables,
-    "minus 2 more ticks": -ends,
-    "left to send activations": left,
-}.items():
-    print(f"{what:30}{s:6.2f} s")  # fmt: skip
-print(f"equal at {by_hand / 1e6:.2f} million tokens")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds per token against tokens per step: stage=2 is faster at left, data=2 at right."}}
 figure, axes = plt.subplots(figsize=(5.8, 3.8))
@@ -581,6 +579,8 @@ gap = seconds["stage"] - seconds["data"]
 equal = np.interp(0, gap, millions)
 print(f"equal at {equal:.2f} million tokens by the planner")
 assert abs(by_hand / 1e6 / equal - 1) < 0.05, "formula and planner disagree"
+text = [f"{s:.2f}" for s in (bubble, tables, ends)]
+assert text == ["0.32", "0.34", "0.17"], "the text has other seconds"
 axes.axvline(by_hand / 1e6, color=lesson.NEUTRAL, linewidth=0.8)
 axes.text(by_hand / 1e6 - 0.02, 1, "by hand", ha="right", color=lesson.NEUTRAL)
 axes.set(xlabel="tokens per step, millions", ylabel="s per million tokens", ylim=0)
@@ -588,9 +588,10 @@ axes.set(title="Over a slow network, a pipeline is faster for small batches")
 legend = axes.legend(loc="upper center")
 
 # %% [markdown]
-# Formula and curves agree. (Nothing overlaps here. Overlap would help `data` more, because its one all-reduce
-# can run during the backward pass.) With 400 Gbit/s for each GPU, the planner's
-# default for H100, or inside a single node, the bubble takes longer than what the stages save:
+# The line "by hand" is where 4 · parameters equal 6 · tokens · D plus what the bubble (0.32 s), the gradients
+# of the vocabulary tables (0.34 s) and the 2 extra ticks (0.17 s) cost. (Overlap helps `data` more: its
+# all-reduce can run during the backward pass.) With 400 Gbit/s for each GPU, the planner's default for H100,
+# or inside a single node, the bubble takes longer than what the stages save:
 
 # %% tags=["hide-input"]
 for on, splits in {
@@ -605,14 +606,13 @@ for on, splits in {
 # %% [markdown]
 # There are two practical reasons for stages:
 #
-# - **A batch too small for more `fsdp`** over a slow network, by the rule above. The
-#   [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured nodes of 8
-#   GPUs: from one node to two, a pipeline with few microbatches lost 14% of its throughput (tokens per
-#   second), tensor parallelism about 43%. The slow network can also be the data-center network between TPU
-#   slices: [MaxText](https://github.com/AI-Hypercomputer/maxtext) has a setting for it,
-#   `dcn_pipeline_parallelism`.
-# - **Sparse models.** FSDP would gather all of their parameters for few FLOPs per token (chapter 03), but
-#   stages don't move parameters: DeepSeek-V3 was trained with 16 stages
+# - **A batch too small for more `fsdp`** over a slow network, by the rule above. The [Ultra-Scale
+#   Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured nodes of 8 GPUs: from one
+#   node to two, a pipeline with few microbatches lost 14% of its throughput (tokens per second), tensor
+#   parallelism about 43%. It can also be the network between TPU slices:
+#   [MaxText](https://github.com/AI-Hypercomputer/maxtext) has a setting for it, `dcn_pipeline_parallelism`.
+# - **Sparse models.** FSDP gathers all experts, also those that few tokens use (chapter 03), but stages don't
+#   move parameters: DeepSeek-V3 was trained with 16 stages
 #   ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.2).
 #
 # Memory alone is no reason: `fsdp` shards parameters, gradients and optimizer state, too. And use enough
@@ -759,8 +759,8 @@ lesson.expect(check_kept, *KEPT_HINTS, (right, "Right in all six cases."),
 # Take the two nodes above with the slow network, Llama 3 8B, and 262,144 tokens per step. The first two
 # layouts above, `data=2,fsdp=8` and `stage=2,fsdp=8`, are too slow. Find a layout whose lower bound is at
 # most 2.45 s, and that needs at most 40 GiB on each GPU. You can choose the mesh (16 devices), the schedule
-# (`gpipe`, `1f1b` or `zb`), and how often weights are gathered (`layer` or `step`). Start with Z, the number
-# of microbatches of one sequence: how many sequences does each pipeline get?
+# (`gpipe`, `1f1b` or `zb`), and how often weights are gathered (`layer` or `step`). Start with Z: a
+# microbatch is one sequence, so how many sequences does each pipeline get?
 
 # %% tags=["hide-input"]
 TOO_SLOW = {
@@ -811,13 +811,12 @@ print(check_design(design))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `{"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": "1f1b", "work.gather": "step"}`: 2.32 s, 31 GiB.
-# With `fsdp=8` there are 8 pipelines with 4 of the 32 sequences each, so Z is 4. With `tensor=2` inside a
-# node there are 4 pipelines with 8 sequences each: Z = 8, and half the bubble. `tensor=2` also halves the
-# gathered weights of `gather=step`; `fsdp=8` with `gather=step` needs 55 GiB. `gpipe` is even faster by
-# 0.04 s, with 33 GiB: it runs 18 ticks with one message each, and 1F1B 10 ticks with two. `zb` is slower:
-# both halves of its backward pass recompute, and because all stages wait for the slowest in each tick, half
-# of the saved time is lost.
+# `{"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": "1f1b", "work.gather": "step"}`: 2.32 s, 31 GiB. With
+# `fsdp=8` there are 8 pipelines with 4 of the 32 sequences each, so Z is 4. With `tensor=2` inside a node
+# there are 4 pipelines with 8 sequences each: Z = 8, and half the bubble. `tensor=2` also halves the gathered
+# weights of `gather=step`; `fsdp=8` with `gather=step` needs 55 GiB. `gpipe` is even faster by 0.04 s, with
+# 33 GiB: it sends 18 messages, one per tick, and 1F1B sends 20, two in each of 10 ticks. `zb` is slower,
+# because both halves of its backward pass recompute. Lock-step also costs half of the time that it saves.
 # </details>
 
 
