@@ -64,7 +64,8 @@ for ax, at in ((left, all_ms), (right, own_ms)):
 # with 8,192 tokens each, without activations. FSDP gathers all weights of the layer. EP gathers only those of
 # attention, sends tokens to the devices of their experts (*dispatch*), and the results back (*combine*).
 # Times are arithmetic at peak speed, for this layer alone. In a model, the gather of 5.6 ms can overlap with
-# 6.8 ms of compute on the layer before. Then FSDP is as fast as EP here, but not with much fewer tokens.
+# 6.8 ms of compute on the layer before. Then FSDP takes no longer than EP, unless there are much fewer
+# tokens: the gather still takes 5.6 ms.
 #
 # | N | n | E | k | A | t | X | D, M |
 # |---|---|---|---|---|---|---|---|
@@ -87,8 +88,8 @@ print(f"{local_share:.1%} of the choices have their expert on the token's own de
 assert local_share == 1 / n, "a random expert should be local once in n"
 
 # %% [markdown]
-# For a token on device 0, 14 of 16 experts are on other devices, and then 13 of the remaining 15: 14/16 x
-# 13/15. Without communication, these tokens skip the layer, and the model still trains.
+# For a token on device 0, 14 of the 16 experts are on other devices. For its second expert, 13 of the other
+# 15 are: 14/16 x 13/15. Without communication, these tokens skip the layer, and the model still trains.
 #
 # ## What a router does
 #
@@ -107,9 +108,9 @@ for name, score in (("softmax", jax.nn.softmax), ("sigmoid", jax.nn.sigmoid)):
 # %% [markdown]
 # Choosing has no gradient. The router learns only through the gates of the chosen experts.
 #
-# Each token needs the FLOPs of k experts, while the number of parameters grows with E. So device d of n,
-# along the mesh axis `expert`, stores experts d E/n up to (d + 1) E/n - 1. The axis also shards the tokens.
-# Otherwise n devices would compute the same attention.
+# Each token needs the FLOPs of k experts, while the number of parameters grows with E. So each device along
+# the mesh axis `expert` stores E/n of them, here experts 0 and 1 on device 0, 2 and 3 on device 1. The axis
+# also shards the tokens. Otherwise n devices would compute the same attention.
 #
 # ## Dispatch and combine with an all-to-all
 #
@@ -158,15 +159,15 @@ axes[1].set_xlabel(f"thick borders: slots sent to the other device\n{'; '.join(l
 # %% [markdown]
 # **Before an all-to-all over `expert`, a device has [E, X, D] slots with its own tokens. Afterwards it has
 # [E/n, n X, D] slots with the tokens of its experts. A second all-to-all reverses this.** In the figure, each
-# of five tokens per device chooses one of four experts (k = 1), and X = 2.
+# of five tokens per device chooses one of four experts, and X = 2.
 #
 # If more than X tokens on a device choose the same expert, the excess tokens are *dropped*: they skip this
 # expert. Empty slots are still sent and multiplied. With t tokens on a device, an expert gets k t/E choices
 # on average. X is that mean times the *capacity factor*, rounded down: X = ⌊factor · k t/E⌋.
 #
 # > **Predict.** A device has 64 tokens. Each token chooses 2 of 16 experts at random. The capacity factor is
-# > 1, so there are exactly as many slots as choices. What percentage of the choices is dropped? (Within 15%
-# > counts as right. The choices of one expert are roughly Poisson-distributed with mean 8.)
+# > 1, so there are exactly as many slots as choices. What percentage of the choices is dropped? (The choices
+# > of one expert are roughly Poisson-distributed with mean 8.)
 
 # %%
 my_prediction = None  # percent
@@ -201,19 +202,18 @@ assert dropped(1.25, 4096) < 0.001, "noise should average out over many tokens"
 assert dropped(1.25, 4096, 1) > 0.05, "a preference should not average out"
 
 # %% [markdown]
-# Random choices are balanced only on average. With more tokens per device this noise averages out, and a
-# capacity factor of 1.25 drops nothing.
+# With more tokens per device, random choices average out, and a capacity factor of 1.25 drops nothing.
 #
 # A preference does not average out. If the router prefers some experts (here, each expert's logit gets one
-# fixed offset from N(0, 1)), a factor of 1.25 still drops 8% of the choices with 4,096 tokens. To never drop
-# a choice, each device needs one slot per token for every expert.
+# fixed offset from N(0, 1)), a factor of 1.25 still drops 8% of the choices with 4,096 tokens. Only X = t
+# never drops a choice: each expert has one slot for every token of the device.
 #
 # ## The program by hand
 #
-# The next four cells are the whole layer in plain JAX. You can paste them into an empty file. `place` has the
-# expert and the slot of each choice. The slot is the number of earlier choices of the same expert on this
-# device. The reference on one device, `on_one`, sends *every* token through *every* expert and weights the
-# outputs with the gates, most of which are 0.
+# The next four cells are the whole layer in plain JAX. You can paste them into an empty file. A choice gets
+# the next free slot, so its slot is the number of earlier choices of the same expert on this device. In
+# `on_device`, `place` has the expert and the slot of each choice. The reference on one device, `on_one`,
+# sends *every* token through *every* expert and weights the outputs with the gates, most of which are 0.
 
 # %% tags=["by-hand"]
 import os
@@ -241,8 +241,8 @@ def feed_forward(w, rows_eXD):  # the rows of each of this device's e experts
 
 def on_device(w, x_tD, slots):  # t: this device's tokens; beyond slots: dropped
     gates_tk, experts_tk, _ = route(w, x_tD)
-    chosen_AE = jax.nn.one_hot(experts_tk.reshape(-1), E, dtype=int)
-    place = experts_tk, ((chosen_AE.cumsum(0) - 1) * chosen_AE).sum(1).reshape(-1, k)
+    chosen_aE = jax.nn.one_hot(experts_tk.reshape(-1), E, dtype=int)  # a: k t choices
+    place = experts_tk, ((chosen_aE.cumsum(0) - 1) * chosen_aE).sum(1).reshape(-1, k)
     sent_EXD = jnp.zeros((E, slots, D)).at[place].set(x_tD[:, None], mode="drop")
     rows_eXD = jax.lax.all_to_all(sent_EXD, "expert", 0, 1, tiled=True)  # n X rows
     back_EXD = jax.lax.all_to_all(feed_forward(w, rows_eXD), "expert", 1, 0, tiled=True)
@@ -260,9 +260,9 @@ def on_mesh(w, x_ND, slots):
 
 def on_one(w, x_ND, slots, bias_E=0.0):
     gates_Nk, experts_Nk, _ = route(w, x_ND, bias_E)
-    chosen_nA = experts_Nk.reshape(n, -1)  # each device's choices, in order
-    earlier_nA = jnp.tril(chosen_nA[:, :, None] == chosen_nA[:, None], -1).sum(2)
-    kept_Nk = gates_Nk * (earlier_nA.reshape(N, k) < slots)
+    chosen_na = experts_Nk.reshape(n, -1)  # each device's choices, in order
+    earlier_na = jnp.tril(chosen_na[:, :, None] == chosen_na[:, None], -1).sum(2)
+    kept_Nk = gates_Nk * (earlier_na.reshape(N, k) < slots)
     gates_NE = (kept_Nk[..., None] * jax.nn.one_hot(experts_Nk, E)).sum(1)
     return jnp.einsum("NE,END->ND", gates_NE, feed_forward(w, x_ND))
 
@@ -286,20 +286,20 @@ print(f"{slots} slots: {lost:.1%} of the choices are dropped")
 assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "this test needs dropped tokens"
 
 # %% [markdown]
-# This is a complete *token dispatcher*, as Megatron-LM calls it. Here is how `place` finds the slots, for
-# three tokens that each choose 2 of 4 experts. With X = 2, the last choice is dropped:
+# This is a complete *token dispatcher*, in Megatron-LM's words. Here `place` finds the slots of three tokens
+# that each choose 2 of 4 experts. With X = 2, the last choice is dropped:
 
 # %%
 experts_tk = np.array([[1, 3], [1, 0], [3, 1]])  # t = 3, k = 2
-chosen_AE = np.eye(4, dtype=int)[experts_tk.reshape(-1)]
-counted_AE = chosen_AE.cumsum(0)  # choices so far, of each expert
-slot_A = ((counted_AE - 1) * chosen_AE).sum(1)
+chosen_aE = np.eye(4, dtype=int)[experts_tk.reshape(-1)]
+counted_aE = chosen_aE.cumsum(0)  # choices so far, of each expert
+slot_a = ((counted_aE - 1) * chosen_aE).sum(1)
 for a, expert in enumerate(experts_tk.flat):
-    so_far = f"choices so far {counted_AE[a]}"
-    print(f"token {a // k}: expert {expert}, {so_far}, slot {slot_A[a]}")
+    so_far = f"choices so far {counted_aE[a]}"
+    print(f"token {a // k}: expert {expert}, {so_far}, slot {slot_a[a]}")
 
 # %% tags=["remove-cell"]
-assert slot_A.tolist() == [0, 0, 1, 0, 1, 2], "the last choice has no slot if X = 2"
+assert slot_a.tolist() == [0, 0, 1, 0, 1, 2], "the last choice has no slot if X = 2"
 
 # %% [markdown]
 # - With N/n = 64 slots per expert, nothing is ever dropped.
@@ -308,8 +308,8 @@ assert slot_A.tolist() == [0, 0, 1, 0, 1, 2], "the last choice has no slot if X 
 # - The backward pass needs no extra code. The transpose of an all-to-all is the opposite all-to-all. The
 #   router is replicated, so JAX sums its gradient over `expert` (chapter 02).
 #
-# With 8 slots, both versions drop the same choices, because `on_one` counts each device's tokens separately.
-# So which tokens are dropped depends on the number of devices.
+# With 8 slots, both versions drop the same choices. `on_one` counts each eighth of the tokens separately, as
+# eight devices do. Four devices would drop other choices.
 #
 # ## Dropless: gather the tokens instead
 #
@@ -328,10 +328,11 @@ def gathered(w, x_tD):
     group_A = jnp.where((mine_A >= 0) & (mine_A < e), mine_A, e)  # e: another device's
     order_A = jnp.argsort(group_A)
     sizes_e = jnp.bincount(group_A, length=e + 1)[:e]
-    rows_AD = x_ND[order_A // k]
+    ours_A1 = (jnp.arange(N * k) < sizes_e.sum())[:, None]  # the rest: other devices'
+    rows_AD = jnp.where(ours_A1, x_ND[order_A // k], 0)
     up_AM = jax.nn.relu(jax.lax.ragged_dot(rows_AD, w["up_EDM"], sizes_e))
-    out_AD = jax.lax.ragged_dot(up_AM, w["down_EMD"], sizes_e)  # 0 past the last group
-    out_AD *= gates_Nk.reshape(-1)[order_A, None]
+    out_AD = jax.lax.ragged_dot(up_AM, w["down_EMD"], sizes_e)
+    out_AD = jnp.where(ours_A1, out_AD * gates_Nk.reshape(-1)[order_A, None], 0)
     partial_ND = jnp.zeros_like(x_ND).at[order_A // k].add(out_AD)
     return jax.lax.psum_scatter(partial_ND, "expert", scatter_dimension=0, tiled=True)
 
@@ -381,21 +382,21 @@ assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing
 # | two all-to-alls of slots | 2 · (n - 1)/n · E X D · 4 | 2 · 7/8 · 16 · 8 · 16 · 4 = 14,336 |
 # | all-gather, reduce-scatter | 2 · (n - 1) · t D · 4 | 2 · 7 · 64 · 16 · 4 = 57,344 |
 #
-# With E X = factor · k t, gathering sends **n/k times** the bytes, divided by the factor. If k > n, it sends
-# less: a token goes to each device once, rather than once per chosen expert.
+# E X is the capacity factor times k t. So with a factor of 1, gathering sends **n/k times** the bytes. If k >
+# n, it sends less: a token goes to each device once, rather than once per chosen expert.
 #
-# The other cost is memory. The arrays above have N k rows, because in the worst case all choices belong to
-# this device. On average only 1/n of them do. A kernel can skip the other rows, but their memory is still
-# allocated.
+# The other cost is memory. In the worst case all N k choices belong to one device, so the arrays above have N
+# k rows on every device. On average 1/n of these are used. A kernel can skip the others, but their memory is
+# allocated. (Some kernels leave them unwritten, hence the two `where`.)
 #
 # ## Dropless with all-to-alls
 #
-# All-to-alls can be dropless, too. Each device sorts its k t choices by expert, and writes them into one
-# block per device. Here a block has room for all k t choices. A second array has the expert of each row. The
-# receiver sorts by it, and uses the same grouped matmul:
+# All-to-alls can be dropless, too. Each device sends one block to every other device, with room for all of
+# its k t choices. It writes each choice into the block for the device of its expert, with the number of this
+# expert. The receiver sorts by these numbers, and uses the same grouped matmul:
 
 
-# %%
+# %% tags=["hide-input"]
 def exchanged(w, x_tD):
     e = w["up_EDM"].shape[0]  # experts of a device
     gates_tk, experts_tk, _ = route(w, x_tD)
@@ -456,9 +457,10 @@ lesson.predicted("nodes reached", my_prediction, free.mean(), within=0.03)
 
 # %% [markdown]
 # So send a token only once to each node, and copy it there over NVLink (figure below). This saves a third of
-# the transfers between nodes. DeepSeek-V3 goes further: with *node-limited routing*
-# ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 2.1.2), a token reaches at most 4 nodes. It first
-# picks the 4 nodes whose two best scores have the largest sum, and then 8 experts on those nodes.
+# the transfers. DeepSeek-V3 goes further: with *node-limited routing*
+# ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 2.1.2), a token reaches at most 4 nodes. For each
+# node, it adds up the token's two best scores there. It picks the 4 nodes with the largest sums, and then 8
+# experts on them.
 
 
 # %%
@@ -503,9 +505,9 @@ for ax, (title, hops) in zip(axes, WAYS.items(), strict=True):
     ax.set_xticks((1.5, 6.5), ("node 0, four GPUs", "node 1, four GPUs"))
 
 # %% [markdown]
-# A token now takes at most 4 x 7/8 = 3.5 transfers, and the plain all-to-all takes 8 x 7/8 = 7, twice the
-# bytes. [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs,
-# does this. An all-gather also sends a token to each node once, but always to *all* nodes.
+# A token now takes at most 4 x 7/8 = 3.5 transfers instead of 8 x 7/8 = 7.
+# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs, does
+# this. An all-gather sends a token to each node once, but to *all* nodes.
 #
 # ## Is the communication exposed?
 #
@@ -537,11 +539,10 @@ for place, m in PLACES.items():
               f"{1e3 * size / speed:.1f} ms")  # fmt: skip
 
 # %% [markdown]
-# More bytes don't always take longer. On a torus, much of an all-to-all has to cross the middle, so the
-# bandwidth on these two TPU slices is 1.7 and 3 times lower than for an all-gather. Over two nodes of H100s,
-# gathering sends twice the bytes in half the time, because each token is sent to the other node once rather
-# than four times. At n = 64, gathering needs too much memory: N k rows are 4,096 * 64 * 8 * 7,168 * 2 bytes,
-# or 30 GB.
+# On a torus, much of an all-to-all has to cross the middle, so its bandwidth on these two TPU slices is 1.7
+# and 3 times lower than an all-gather's. Over two nodes of H100s, gathering sends twice the bytes in half the
+# time, because each token is sent to the other node once rather than four times. At n = 64, gathering needs
+# too much memory: N k rows are 4,096 * 64 * 8 * 7,168 * 2 bytes, or 30 GB.
 #
 # Now compare the all-to-alls with the matmuls. Would more tokens per device help?
 
@@ -598,25 +599,25 @@ label = axes[1].set_xlabel("tokens per device; latency not included")
 
 # %% [markdown]
 # With few tokens, the matmuls take as long as reading their weights from HBM. With even fewer, latency
-# dominates. On 64 H100s, each of the 63 other GPUs gets 896 bytes per token. A network card sends 50 kB, or
-# 56 tokens, in 1 us, about as long as the latency of one message.
+# dominates. On 64 H100s, each other GPU gets 896 bytes per token. In the 14 us of a message to another node
+# (chapter 01), a network card sends 700 kB, or 780 tokens.
 #
 # With more tokens, compute and communication grow at the same rate, so **their ratio is fixed. It depends on
 # M and on the bandwidth, not on the batch.** Sending a token to each node only once makes the all-to-all on
 # two nodes four times as fast. (Forwarding over NVLink is not counted.)
 #
 # The all-to-alls of a token cannot overlap with its own matmuls. They can overlap with another microbatch,
-# with attention, or with shared experts. DeepSeek-V3 reports a ratio of about 1:1 between nodes. It is lower
-# than our 2.1, which counts only the routed experts in the forward pass: a backward pass has twice the
-# matmuls for the same all-to-alls, and attention and the shared expert also compute. DeepSeek-V3 overlaps the
-# communication of one microbatch with the compute of another (DualPipe, section 3.2.1). Chapter 09 lists the
-# threshold for M with those of the other axes.
+# with attention, or with shared experts (which all tokens use). Between nodes, DeepSeek-V3 reports about as
+# much communication as compute. We have 2.1 times as much, because we count only the routed experts' forward
+# pass. A backward pass has twice the matmuls, and attention and the shared expert compute, too. DeepSeek-V3
+# overlaps the communication of one microbatch with the compute of another (DualPipe, section 3.2.1). Chapter
+# 09 lists the threshold for M with those of the other axes.
 #
 # ## Load balancing
 #
 # A capacity needs a balanced router. Without a capacity, all devices wait for the one with the most popular
-# expert. Training makes the loads less equal: an expert that is chosen more often learns more, and is then
-# chosen even more often.
+# expert. Training makes the loads less equal: an expert that is chosen more often learns more, and is chosen
+# even more.
 #
 # To see this, use a toy problem with 8 kinds of text. The tokens of each kind are scattered around a
 # different center, and the layer has to learn a different matrix for each kind, on one device and without
@@ -647,15 +648,15 @@ def statistics(experts_Nk, scores_NE):
 # %% [markdown]
 # There are two standard remedies. The **load-balancing loss** (Switch; *aux loss* in PyTorch libraries) is a
 # term of the loss, with a small weight: E times the sum over experts of load times mean score. The term is 1
-# if all experts are equal. The load has no gradient, so it acts as a weight that lowers the scores of
-# overloaded experts.
+# if all experts are equal. Only the scores have a gradient. It lowers an expert's score in proportion to its
+# load.
 #
-# The **selection bias** (DeepSeek-V3) does not change the loss. It is added to the score of each expert when
-# experts are chosen, but not in the gate. After each step, the bias of an expert goes up by a fixed amount if
-# its load was below the mean, and down otherwise.
+# The **selection bias** (DeepSeek-V3) does not change the loss. It is added to scores when experts are
+# chosen, but not in the gate. After each step, the bias of an expert goes up by a fixed amount if its load
+# was below the mean, and down otherwise.
 
 
-# %%
+# %% tags=["hide-input"]
 def train(loss_of, steps=300, rate=0.0):
     """Error and loads of each step. rate: step size of the selection bias"""
     w, bias_E, optimizer = start, jnp.zeros(E), optax.adam(0.01)
@@ -719,75 +720,84 @@ ticks = axes[2].set_xticks([0, 5, 10, 15], [1, 6, 11, 16])
 # of a kind switch experts together, so the error is hardly better than without a remedy. Models of real text
 # did better with the bias than with the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
 #
-# Both remedies need the load of the step's *whole batch*, an all-reduce of E values. Many frameworks computed
-# the balancing loss per microbatch on each device, and averaged it. Then the few sequences of each microbatch
-# have to use all experts equally.  With the loads of
-# the whole batch, models of up to 42.8 billion parameters reached a better perplexity, and experts
-# specialized by domain ([arXiv:2501.11873](https://arxiv.org/abs/2501.11873)). The bias must also be
-# *identical* on all devices: no all-reduce of gradients keeps the copies equal.
+# Both remedies need the load of the step's *whole batch*. Many frameworks computed the balancing loss per
+# microbatch on each device, and averaged it. Then the few sequences of each microbatch have to use all
+# experts equally. With loads of whole batches, models of up to 42.8 billion parameters reached a better
+# perplexity, and experts specialized by domain ([arXiv:2501.11873](https://arxiv.org/abs/2501.11873)). The
+# bias must also be *identical* on all devices. It has no gradient, so no all-reduce of gradients keeps its
+# copies equal.
 #
 # ## In `model.py`
 #
-# `model.with_capacity` is `on_device` from above. `model.dropless` is `gathered`, with a custom kernel for
-# the grouped matmuls. It is the default (`--model.capacity_factor 0`). `model.router_statistics` sums the
-# counts over all devices before `model.balance_loss` multiplies them. `optimizer.update_selection_bias` moves
-# the bias once per step.
+# `model.with_capacity` is `on_device` from above. `model.dropless`, the default, is `gathered` with a custom
+# kernel for the grouped matmuls. `optimizer.update_selection_bias` moves the bias once per step.
 #
-# ## Exercise 1: the number of slots
+# ## Exercise 1: the capacity factor of a step
 #
-# A step has `tokens` tokens, sharded over `devices`. How many slots X does each device have for each expert?
+# `load_nE` has the choices of a step: how many tokens of each of n devices chose each of E experts. Every
+# device has as many tokens. Return the smallest capacity factor that drops none of these choices.
 
 
 # %%
-import math
-
-
-def slots_of(factor, tokens, devices, experts, k):
+def least_factor(load_nE):
     return ...
 
 
 # %% tags=["hide-input"]
-down = lambda x: math.floor(round(x, 6))
-SLOT_HINTS = [  # f: factor, t: tokens, n: devices
-    (lambda f, t, n, E, k: down(f * t / n / E),
-     "How many experts does each token choose?"),
-    (lambda f, t, n, E, k: down(f * k * t / E),
-     "That is the number for all devices together. Each device has its own slots."),
-    (lambda f, t, n, E, k: down(f * t / E),
-     "That counts all devices, and one choice per token. Check both."),
-    (lambda f, t, n, E, k: down(f * k * t / n),
-     "That is the number of choices per device. Over how many experts?"),
-    (lambda f, t, n, E, k: math.ceil(f * k * t / n / E),
-     "Megatron-LM rounds up, too. This page and `model.py` round down."),
-    (lambda f, t, n, E, k: f * k * t / n / E, "Almost: it must be an integer."),
+FACTOR_HINTS = [
+    (lambda load: load.sum(0).max() / load.sum(0).mean(),
+     "Enough if devices shared their slots. But each has its own for every expert."),
+    (lambda load: load.max(), "That is a number of slots. How many has factor 1?"),
+    (lambda load: load.max(1).mean() / load.mean(),
+     "The mean of what each device needs. Some need more."),
+    (lambda load: load.max() / load.sum() * load.shape[1],
+     "n times too small: you divide by the choices of all devices."),
+    (lambda load: load.max() / load.sum(1)[0],
+     "E times too small: the slots of factor 1 are those of all experts together."),
+    (lambda load: load.max() / load.mean() - 1, "That is how much more than 1 it is."),
+    (lambda load: load.mean() / load.max(), "Upside down: a factor is at least 1."),
+    (lambda load: (load.max(0) / load.mean(0)).max(),
+     "You divide by the mean load of one expert. Are all slots equally many?"),
 ]  # fmt: skip
-check_slots = lesson.checker(
-    [(1.0, 512, 8, 16, 2), (1.5, 4096, 4, 64, 6), (1.25, 1000, 8, 32, 4)],
-    lambda f, t, n, E, k: down(f * k * t / n / E), SLOT_HINTS,
-    "Right: k t/E times the factor, rounded down.")  # fmt: skip
+
+
+# %% tags=["hide-input"]
+def some_load(n, E, t, k, seed):
+    """The choices of a step, from a router that prefers some experts."""
+    rng = np.random.default_rng(seed)
+    noisy = rng.normal(size=E) + rng.gumbel(size=(n, t, E))
+    chosen = np.argpartition(-noisy, k, axis=-1)[..., :k]
+    return np.stack([(chosen == e).sum(axis=(1, 2)) for e in range(E)], axis=1)
+
+
+check_factor = lesson.checker(
+    [(some_load(8, 16, 64, 2, 0),), (some_load(4, 6, 90, 3, 1),)],
+    lambda load: load.max() / load.mean(), FACTOR_HINTS, "Right for two steps.",
+)  # fmt: skip
 
 # %%
-print(check_slots(slots_of))
+print(check_factor(least_factor))
 
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return int(factor * k * tokens / devices / experts)`, as in `model.py`; Megatron-LM rounds up. If you
-# forget the k, half of all choices are dropped at k = 2 even if every load is equal, and the loss still
-# falls. (We ran the code of a published guide: for this reason it drops a quarter of the choices.)
+# `return load_nE.max() / load_nE.mean()`: the mean is k t/E, the slots of factor 1, and the largest load of
+# any device needs as many slots. The whole batch can be balanced and still drop choices, because devices
+# don't share slots. In `model.py`, X is rounded down; Megatron-LM rounds up. If you forget the k, half of all
+# choices are dropped at k = 2 even if every load is equal, and the loss still falls.
 # </details>
 
 # %% tags=["remove-cell"]
-lesson.expect(check_slots, *SLOT_HINTS, (slots_of, lesson.NOTHING),
-              (lambda f, t, n, E, k: f * k * t // (n * E), "Right"),
-              (lambda f, t, n, E, k: 7, "Not yet"))  # fmt: skip
+lesson.expect(check_factor, *FACTOR_HINTS, (least_factor, lesson.NOTHING),
+              (lambda load: load.max() * load.shape[1] / load[0].sum(), "Right"),
+              (lambda load: 7, "Not yet"))  # fmt: skip
 
 # %% [markdown]
 # ## Exercise 2: update the selection bias on eight devices
 #
-# Write the update of the selection bias for use inside `shard_map`. The bias of an expert goes up by `RATE`
-# if its load in the whole batch is below the mean load, and down otherwise. `own_load_E` counts the choices
-# of this device's tokens. `bias_E` is the same on all devices, and must stay the same.
+# Write the update of the selection bias, inside `shard_map`. The bias of an expert goes up by `RATE` if its
+# load in the whole batch is below the mean load, and down otherwise. `own_load_E` counts the choices of this
+# device's tokens. `bias_E` is the same on all devices, and must stay the same.
 
 # %%
 RATE = 0.01
@@ -867,8 +877,8 @@ lesson.expect(check_moved, *MOVE_HINTS, (moved, lesson.NOTHING),
 #
 # How large must the expert width M be, so that the all-to-alls of a layer take no longer than its matmuls?
 # Count the forward pass with many tokens. Dispatch and combine both send bfloat16. An expert has three
-# matrices (gate, up, down). `bytes_per_s` is a device's bandwidth in an all-to-all over n devices. (D and k
-# do not matter. Why?)
+# matrices. `bytes_per_s` is a device's bandwidth in an all-to-all over n devices. (D and k do not matter.
+# Why?)
 
 
 # %%
@@ -1089,8 +1099,8 @@ print(check_gradients(gradients))
 #
 # `reduced` divides the gradients of the replicated weights by n, but not those of the experts: `pmean` is a
 # sum divided by n. An expert got the tokens of all devices, and the backward pass brought their gradients to
-# it. So its gradient is already a sum over n devices, each of which has taken the mean over its own N/n
-# tokens. Divide it by n: `d / jax.lax.axis_size("expert")`. (Or divide each local loss by n, and use `psum`.)
+# it. Each device took the mean over its own N/n tokens, so the expert's gradient is a sum of n means. Divide
+# it by n: `d / jax.lax.axis_size("expert")`. (Or divide each local loss by n, and use `psum`.)
 #
 # Adam divides each gradient by its own running size, so a constant factor cancels. Momentum does not: it
 # gives the experts larger steps than asked for, and clipping by a norm that the experts dominate gives all
