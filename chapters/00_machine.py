@@ -165,8 +165,8 @@ for chip in (v4, h100):
         print(f"  {name:9} {speed / 1e9:8,.2f} {chip.peak_flops_per_s / speed:9,.0f}")
 
 # %% [markdown]
-# The last column tells you what a byte costs. (`plan/chips/hardware.py` cites the sources. TFLOP/s are for
-# *bfloat16*, which has 2 bytes per value.) A TPU v4 could compute 229 FLOPs while it reads one byte from
+# The last column tells you what a byte costs. (TFLOP/s are for *bfloat16*, 2 bytes per value.
+# `plan/chips/hardware.py` cites the sources.) A TPU v4 could compute 229 FLOPs while it reads one byte from
 # memory, 6,111 while it receives one from a neighbor, and 44,000 while it receives one from another slice. A
 # program with fewer FLOPs per byte makes the chip wait.
 #
@@ -264,12 +264,10 @@ axes[2].set_ylabel("B", rotation=0, labelpad=10)
 # travel around the ring. So each device sends 14 chunks, or 1.75 payloads. **With n devices, an all-reduce
 # sends `2 (n - 1)/n` payloads: never more than 2.**
 #
-# Does a larger batch hide this communication? In bfloat16, each of n devices computes `2 B D F / n` FLOPs and
-# sends `2 (n - 1)/n * 2 B F` bytes. The ratio is `D / (2 (n - 1))` FLOPs per byte, because B cancels. With D
-# = 8,192 on four TPU v4, a device computes 1,365 FLOPs per byte. Two rings in opposite directions, each with
-# half of the array, use two links of every chip: 90 GB/s. In the time of one byte a chip could compute 275e12
-# / 90e9 = 3,056 FLOPs. So the all-reduce takes longer than the matmul, for every batch size. Only a larger D
-# or fewer devices change that.
+# Does a larger batch hide this communication? Take four TPU v4, D = 8,192 and bfloat16. A device computes `2
+# B D F / 4` FLOPs and sends `1.5 * 2 B F` bytes: 1,365 FLOPs per byte, for every B. Two rings in opposite
+# directions use two links of each chip, 90 GB/s. In the time of one byte a chip could compute 275e12 / 90e9 =
+# 3,056 FLOPs. So the all-reduce takes longer than the matmul, for every batch size.
 #
 # ## One device: two wrong estimates
 #

@@ -409,8 +409,8 @@ args = w, zeros, zeros, x_BD, y_BD
 lesson.listed(lesson.compiled(program(ddp), mesh, *args))
 
 # %% [markdown]
-# This is one all-reduce of all six gradients. On a ring, a device sends 2 · 7/8 of the payload (chapter
-# 01), and 7/8 for an all-gather or a reduce-scatter.
+# This is one all-reduce of all six gradients, which sends 2 · 7/8 of its payload (chapter 01). An all-gather
+# or a reduce-scatter sends 7/8.
 #
 # > **Predict.** In ZeRO 1, a device updates its eighth of every matrix, and then needs the other seven
 # > eighths from the other devices. How many bytes does a device send in a step with one microbatch?
@@ -445,10 +445,10 @@ assert naive.total.wire_bytes == 1.5 * found.total.wire_bytes
 #
 # ### The four side by side
 #
-# If you all-reduce and then take a shard, the numbers are right, but a device sends 1.5 times the bytes.
-# DeepSpeed's first ZeRO did that ([issue 156](https://github.com/deepspeedai/DeepSpeed/issues/156), 2020),
-# and a user found it again in 2024 ([issue 5758](https://github.com/deepspeedai/DeepSpeed/issues/5758)). Here
-# are all four with four microbatches of one row each:
+# If you all-reduce and then take a shard, the numbers are right, but a device sends 1.5 times the bytes, as
+# DeepSpeed did in [2020](https://github.com/deepspeedai/DeepSpeed/issues/156) and in
+# [2024](https://github.com/deepspeedai/DeepSpeed/issues/5758). Here are all four with four microbatches of
+# one row each:
 
 # %%
 d = jax.grad(partial_loss)(w, x_BD, y_BD)
@@ -557,10 +557,9 @@ assert gathers(written_out) == 2 and gathers(looped) == 4, "the loop matters"
 #
 # A device can receive the next layer's weights while it computes the current layer. Communication that
 # overlaps with compute costs no time. The rest is **exposed**: the matmuls wait for it. FSDP therefore
-# *prefetches*: it starts the gather of the next layer when the current one starts. Likewise, DDP sends
-# gradients in **buckets** while the backward pass of earlier layers runs. Here are three layers of Llama 3
-# 8B on eight H100s (arithmetic at peak speed, in bf16; F1 is the forward pass of layer 1, B1 its backward
-# pass):
+# *prefetches*: it starts the gather of the next layer when the current one starts. DDP sends gradients in
+# **buckets** during the backward pass. Here are three layers of Llama 3 8B on eight H100s (arithmetic at peak
+# speed, in bf16; F1 is the forward pass of layer 1, B1 its backward pass):
 
 
 # %% tags=["hide-input"]
@@ -647,9 +646,9 @@ assert enough == 1792
 # | forward | all-gather, 2W bytes | 2WN FLOPs |
 # | backward | all-gather and reduce-scatter, 4W bytes | 4WN FLOPs |
 #
-# Both passes need N FLOPs per byte. W and the number of devices cancel. For an H100 this is 989e12 / 450e9
-# = 2,198. The planner's number is lower, because eight devices send only 7/8 of W, and attention has
-# matmuls without weights.
+# Both passes need N FLOPs per byte. W and the number of devices cancel. For an H100 this is 989e12 / 450e9 =
+# 2,198. The planner's number is lower, because devices send only 7/8 of W, and attention has matmuls without
+# weights.
 #
 # Compute takes longer than communication if **N > peak FLOP/s / bandwidth**. The rule assumes two all-gathers
 # and a reduce-scatter in bf16, no recomputation, full bandwidth, and a dense model. (FSDP gathers all experts
@@ -668,9 +667,8 @@ assert enough == 1792
 # %% [markdown]
 # ## Hybrid sharding, in the model
 #
-# `model.py` runs FSDP for every matrix: each declaration names the dim that is sharded over `FSDP`. With
-# two mesh axes this becomes **HSDP** (hybrid sharding): each of two groups of four devices stores the model
-# in four shards.
+# With two mesh axes FSDP becomes **HSDP** (hybrid sharding): each of two groups of four devices stores the
+# model in four shards. In `model.py`, the declaration of a matrix names the dim that is sharded over `FSDP`.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "One matrix, three times: one box held by devices 0 to 7; eight shards, one per device; four shards, each held by two devices."}}
 cases = {"DDP: P()\non fsdp=8": ("fsdp=8", P()),

@@ -175,9 +175,8 @@ text = axes.text(0.5, 0.5, says, size=9, ha="center", va="center", bbox=paper)
 # %% [markdown]
 # By columns, each device has all D terms of its sums. So it computes complete columns of `y`, and sends
 # nothing. By rows, it has d of the D terms, so its `y` has the full shape, but every entry is only a partial
-# sum. You can read this from the names: `x_ND @ w_Df` sums over D, which is whole, and `x_Nd @ w_dF` sums
-# over d, which is sharded. A sum over a sharded dim needs a `psum`, the sum over devices, which other
-# libraries call an all-reduce.
+# sum. You can read this from the names: `x_ND @ w_Df` sums over D, which is whole, and `x_Nd @ w_dF` over d,
+# which is sharded. A sum over a sharded dim needs a `psum`, an all-reduce.
 #
 # ## Sum before a nonlinear function
 #
@@ -266,8 +265,8 @@ assert all(curve[2][-1] > jnp.mean(y**2) for curve in curves.values())
 # %% [markdown]
 # In the wrong network, each device has its own 48 hidden units, which see only 3 of the 12 coordinates. That
 # suits the first task, where its loss is lower. On the second task its loss is higher, but falls too. On one
-# device its weights are worse than predicting 0. A comparison of the network's output with one device shows
-# it before any training.
+# device its weights are worse than predicting 0. Compare the output with one device, and you see it before
+# any training.
 #
 # ## Which order?
 #
@@ -592,17 +591,14 @@ for chips, m, n_ in (("v5p:4x4x4", 16, 4), ("h100:8", 1, 8)):
 # (Neither number has the logits.)
 #
 # So `tensor` slows down a step that has enough tokens for FSDP, because FSDP's communication can overlap
-# completely. It is faster if each chip has few tokens. Chapter 09 has one sheet, "Thresholds", with the
-# tokens per chip at which one becomes faster than the other, for several chips. Two other reasons to use
+# completely. It is faster if each chip has few tokens (chapter 09, "Thresholds"). Two other reasons to use
 # `tensor` are more common. With **more chips than sequences**, `fsdp` cannot split the batch any further,
 # while `tensor` splits the work on one sequence. And it saves **memory**: gathered weights and the
 # activations inside a block are n times smaller.
 #
 # If the axis spans two nodes, it costs more than its bytes suggest: the [Ultra-Scale
 # Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured a **throughput** (tokens/s)
-# of 10,889 per GPU at tensor=8, and 6,159 at 16. A network switch that can add arrays reduces the bytes. With
-# NVLink SHARP, an all-reduce sends its payload once instead of twice, and in practice becomes [some
-# 30%](https://jax-ml.github.io/scaling-book/gpus) faster. A gather adds nothing, so it gains nothing.
+# of 10,889 per GPU at tensor=8, and 6,159 at 16.
 #
 # When does latency dominate?
 

@@ -443,9 +443,8 @@ for name, function in {"gpipe": gpipe_step, "1f1b": step}.items():
 #
 # ## In the model
 #
-# The trainer runs these schedules with whole layers and with the other mesh axes inside each stage. Here is a
-# dense model with 4 layers on three axes: 2 stages of 2 layers, each weight in 2 shards, each matmul split in
-# 2, and a batch in which 30% of the targets are masked:
+# The trainer runs these schedules with the other mesh axes inside each stage. Here is a dense model on three
+# axes: 2 stages of 2 layers, each weight in 2 shards, each matmul split in 2, and 30% of the targets masked:
 
 # %% tags=["hide-input"]
 import model
@@ -511,9 +510,8 @@ for axis in ("fsdp", "tensor", "stage"):
     print(f"{axis:6} {one.count:3.0f} collectives send {one.wire_bytes:7,.0f} bytes")
 
 # %% [markdown]
-# Every layer communicates along `tensor` and `fsdp`. Along `stage`, each device sends 2 messages in each of 6
-# ticks, 12 in all. The other 10 collectives are for the loss and the gradients of the two vocabulary tables
-# (embedding and unembedding).
+# Along `stage`, each device sends 2 messages in each of 6 ticks. The other 10 collectives are for the loss
+# and the gradients of the two vocabulary tables (embedding and unembedding).
 #
 # ## When a pipeline pays off
 #
@@ -590,8 +588,8 @@ legend = axes.legend(loc="upper center")
 # %% [markdown]
 # The line "by hand" is where 4 · parameters equal 6 · tokens · D plus what the bubble (0.32 s), the gradients
 # of the vocabulary tables (0.34 s) and the 2 extra ticks (0.17 s) cost. (Overlap helps `data` more: its
-# all-reduce can run during the backward pass.) With 400 Gbit/s for each GPU, the planner's default for H100,
-# or inside a single node, the bubble takes longer than what the stages save:
+# all-reduce can run during the backward pass.) With 400 Gbit/s for each GPU, or inside a single node, the
+# bubble takes longer than what the stages save:
 
 # %% tags=["hide-input"]
 for on, splits in {
@@ -616,7 +614,7 @@ for on, splits in {
 #   ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.2).
 #
 # Memory alone is no reason: `fsdp` shards parameters, gradients and optimizer state, too. And use enough
-# microbatches: with Z = n = 4 the bubble is 3/7 of the time.
+# microbatches: with Z = n = 4 the bubble takes 3/7 of the time.
 
 # %% [markdown]
 # ## Exercise 1: the missing stage
@@ -1092,7 +1090,7 @@ assert curves["one device"][60] < 0.1
 # x_ND enters `layers[s]` on stage s, y_ND goes to stage s + 1, and dx_ND to stage s - 1. A stage stores 1/n
 # of the layers with their gradients and optimizer state, and runs Z microbatches.
 #
-# | schedule | idle, of Z + idle | units above: free-running; lock-step; lock-step, `lead=2` | microbatches saved, first stage | sends, forward and backward | PyTorch | Megatron-LM |
+# | schedule | idle microbatches i, of Z + i | units above: a program per stage; lock-step; lock-step, `lead=2` | microbatches saved, first stage | sends, forward and backward | PyTorch | Megatron-LM |
 # |---|---|---|---|---|---|---|
 # | GPipe | n - 1 | 33; 33; 33 | Z | y and dx of each microbatch | `ScheduleGPipe` | |
 # | 1F1B | n - 1 | 33; 48; 33 | n; in lock-step 2n - 1 | the same; in lock-step both in every tick | `Schedule1F1B` | `--pipeline-model-parallel-size` |

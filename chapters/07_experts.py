@@ -428,7 +428,7 @@ print("dropless all-to-alls match a single-device run")
 # This program sends blocks that are mostly empty.
 # [`ragged_all_to_all`](https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html) sends only
 # the filled rows, k (n - 1)/n copies of each token. It does [not run on
-# CPUs](https://github.com/jax-ml/jax/issues/34755), and also needs a buffer for the worst case.
+# CPUs](https://github.com/jax-ml/jax/issues/34755), and needs a buffer for the worst case.
 #
 # ## Node-limited routing
 #
@@ -619,9 +619,8 @@ label = axes[1].set_xlabel("tokens per device; latency not included")
 # expert. Training makes the loads less equal: an expert that is chosen more often learns more, and is chosen
 # even more.
 #
-# To see this, use a toy problem with 8 kinds of text. The tokens of each kind are scattered around a
-# different center, and the layer has to learn a different matrix for each kind, on one device and without
-# capacity. `load` is the fraction of the choices that an expert gets.
+# To see this, use a toy problem with 8 kinds of tokens, on one device and without capacity. The layer has to
+# learn a different matrix for each kind. `load` is the fraction of the choices that an expert gets.
 
 # %% tags=["hide-input"]
 import optax
@@ -716,9 +715,9 @@ ticks = axes[2].set_xticks([0, 5, 10, 15], [1, 6, 11, 16])
 
 # %% [markdown]
 # Without a remedy, half of the experts are idle. The error still falls, so you don't see this. With the
-# selection bias, all or nearly all experts work, averaged over 20 steps. But in this toy problem all tokens
-# of a kind switch experts together, so the error is hardly better than without a remedy. Models of real text
-# did better with the bias than with the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
+# selection bias, all or nearly all experts work, averaged over 20 steps. Its error is hardly better, because
+# all tokens of a kind switch experts together in this toy problem. Models of real text did better with the
+# bias than with the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
 #
 # Both remedies need the load of the step's *whole batch*. Many frameworks computed the balancing loss per
 # microbatch on each device, and averaged it. Then the few sequences of each microbatch have to use all
