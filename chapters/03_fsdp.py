@@ -768,7 +768,7 @@ NORM_HINTS = [
     (norm_of(lambda s: s), "Each device has the norm of its own shards."),
     (lambda d, gains: jnp.sqrt(add_up(squares(d) + squares(gains))),
      "Too large: all devices have the same vectors. How often do you count them?"),
-    (lambda d, gains: jnp.sqrt(add_up(squares(d))), "Too small: no vectors."),
+    (lambda d, gains: jnp.sqrt(add_up(squares(d))), "Too small: add the vectors."),
     (lambda d, gains: add_up(jnp.sqrt(squares(d) + squares(gains))),
      "Too large: norms cannot be added."),
     (norm_of(lambda s: jax.lax.pmean(s, FSDP)),

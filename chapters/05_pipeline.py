@@ -813,8 +813,8 @@ print(check_design(design))
 # `fsdp=8` there are 8 pipelines with 4 of the 32 sequences each, so Z is 4. With `tensor=2` inside a node
 # there are 4 pipelines with 8 sequences each: Z = 8, and half the bubble. `tensor=2` also halves the gathered
 # weights of `gather=step`; `fsdp=8` with `gather=step` needs 55 GiB. `gpipe` is even faster by 0.04 s, with
-# 33 GiB: it sends 18 messages, one per tick, and 1F1B sends 20, two in each of 10 ticks. `zb` is slower,
-# because both halves of its backward pass recompute. Lock-step also costs half of the time that it saves.
+# 33 GiB: it sends 18 messages, one per tick, and 1F1B sends 20, two in each of 10 ticks. `zb` is slower: both
+# halves of its backward pass recompute, and in lock-step it saves only half as much idle time.
 # </details>
 
 

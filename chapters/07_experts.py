@@ -609,9 +609,9 @@ label = axes[1].set_xlabel("tokens per device; latency not included")
 # The all-to-alls of a token cannot overlap with its own matmuls. They can overlap with another microbatch,
 # with attention, or with shared experts (which all tokens use). Between nodes, DeepSeek-V3 reports about as
 # much communication as compute. We have 2.1 times as much, because we count only the routed experts' forward
-# pass. A backward pass has twice the matmuls, and attention and the shared expert compute, too. DeepSeek-V3
-# overlaps the communication of one microbatch with the compute of another (DualPipe, section 3.2.1). Chapter
-# 09 lists the threshold for M with those of the other axes.
+# pass. A backward pass has twice the matmuls for the same all-to-alls, and attention and the shared expert
+# compute, too. DeepSeek-V3 overlaps the communication of one microbatch with the compute of another
+# (DualPipe, section 3.2.1). Chapter 09 lists the threshold for M with those of the other axes.
 #
 # ## Load balancing
 #
