@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 from spmd import arrays, program
 
+AXES = "data", "stage", "fsdp", "expert", "context", "tensor"  # as in config/mesh.py
 YOURS = "your code"  # the file name of the reader's cell in tracebacks
 
 
@@ -38,7 +39,7 @@ def module(name: str, **names) -> ModuleType:
 def make_mesh(sizes, names=None, axis_types=None) -> program.Mesh:
     """`jax.make_mesh((8,), ("fsdp",))`, or `sharding.make_mesh("fsdp=4,tensor=2")`."""
     if isinstance(sizes, str):  # has all six axes, as in the project
-        axes = dict.fromkeys(("data", "stage", "fsdp", "expert", "context", "tensor"), 1)
+        axes = dict.fromkeys(AXES, 1)
         return program.Mesh(axes | {name: int(size) for name, size in (one.split("=") for one in sizes.split(","))})
     return program.Mesh(dict(zip(names, sizes, strict=True)))
 
@@ -51,13 +52,18 @@ def fake_jax() -> ModuleType:
         "jax.numpy", sum=arrays.sum_, max=arrays.max_, dot=arrays.matmul, asarray=convert, array=convert,
         shape=lambda x: arrays.asarray(x).shape, square=lambda x: x * x, zeros=filled(np.zeros), ones=filled(np.ones),
         zeros_like=lambda x: arrays.asarray(x) * 0.0, ones_like=lambda x: arrays.asarray(x) * 0.0 + 1.0,
-        float32=np.float32, **pick(arrays, "concatenate stack split where exp log tanh sqrt matmul transpose reshape "
-                                           "mean add subtract multiply divide"))  # fmt: skip
-    lax = module("jax.lax", dynamic_slice_in_dim=arrays.dynamic_slice_in_dim, **pick(
-        program, "psum pmean pmax all_gather psum_scatter all_to_all ppermute pcast axis_size axis_index"))  # fmt: skip
+        float32=np.float32, round=arrays.round_, ravel=lambda x: arrays.reshape(x, (-1,)),
+        arange=lambda *bounds: arrays.asarray(np.arange(*bounds)), argmax=arrays.argmax,
+        **pick(arrays, "concatenate stack split where exp log tanh sqrt sign matmul transpose reshape mean add "
+                       "subtract multiply divide"))  # fmt: skip
+    collectives = "psum pmean pmax pmin all_gather psum_scatter all_to_all ppermute pcast axis_size axis_index"
+    lax = module("jax.lax", dynamic_slice_in_dim=arrays.dynamic_slice_in_dim, **pick(program, collectives))
     sharding = module("jax.sharding", PartitionSpec=program.PartitionSpec, Mesh=program.Mesh, AxisType=AXIS_TYPE)
+    random = module("jax.random", key=lambda seed: seed, normal=lambda key, shape=(): arrays.asarray(
+        np.random.default_rng(key).normal(size=shape)))  # fmt: skip
     return module(
-        "jax", numpy=jnp, lax=lax, sharding=sharding, nn=module("jax.nn", relu=arrays.relu), Array=arrays.Array,
+        "jax", numpy=jnp, lax=lax, sharding=sharding, random=random, device_get=np.asarray, P=program.PartitionSpec,
+        nn=module("jax.nn", **pick(arrays, "relu silu gelu")), Array=arrays.Array,
         tree=module("jax.tree", map=program.tree_map, leaves=program.tree_leaves), jit=lambda function, **_: function,
         make_mesh=make_mesh, **pick(program, "shard_map grad value_and_grad typeof"))  # fmt: skip
 
@@ -66,8 +72,8 @@ AXIS_TYPE = SimpleNamespace(Auto="Auto", Explicit="Explicit", Manual="Manual")
 jax = fake_jax()
 STANDARD = {
     "contextlib": contextlib, "dataclasses": dataclasses, "functools": functools, "inspect": inspect, "math": math,
-    "re": re, "jax": jax, "jnp": jax.numpy, "np": np, "P": program.PartitionSpec, "AxisType": AXIS_TYPE,
-    "UserError": UserError,
+    "re": re, "jax": jax, "jnp": jax.numpy, "lax": jax.lax, "np": np, "P": program.PartitionSpec, "AxisType": AXIS_TYPE,
+    "UserError": UserError, "AXES": AXES,
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ number = (int, float)
 
 def float64(x=0.0):
     """A type, as the argument of `astype` and `zeros`, and the conversion of a number or an array."""
-    return asarray(x).astype(float) if isinstance(x, list | tuple | ndarray) else float(x)
+    return asarray(x).astype(float) if isinstance(x, list | tuple) or hasattr(x, "shape") else float(x)
 
 
 float16 = float32 = float64
@@ -41,6 +41,7 @@ class ndarray:
     ndim = property(lambda self: len(self.shape))
     dtype = property(lambda self: DType(next(iter(self.values), 0.0)))
     size = property(lambda self: len(self.at))
+    nbytes = property(lambda self: 4 * self.size)  # of float32
     flat = property(lambda self: self.reshape(-1))
     T = property(lambda self: self.transpose())
 
@@ -99,6 +100,8 @@ class ndarray:
     def reduce(self, function, axis=None, keepdims=False):
         if axis is None:
             return function(self.values)
+        if isinstance(axis, tuple):
+            return functools.reduce(lambda x, one: x.reduce(function, one), sorted(axis, reverse=True), self)
         axis %= self.ndim
         n, inner = self.shape[axis], math.prod(self.shape[axis + 1 :])
         values, block = self.values, n * inner
@@ -252,6 +255,8 @@ ndarray.__invert__ = lambda self: ndarray([not x for x in self.values], self.sha
 
 def asarray(x, dtype=None) -> ndarray:
     if not isinstance(x, ndarray):
+        if hasattr(x, "__array__"):
+            return asarray(x.__array__(), dtype)
         if isinstance(x, list | tuple | range):
             parts = [asarray(one) for one in x]
             if len({one.shape for one in parts}) > 1:
@@ -353,8 +358,8 @@ def concatenate(arrays) -> ndarray:
     return ndarray(values, (sum(map(len, arrays)), *arrays[0].shape[1:]))
 
 
-def stack(arrays) -> ndarray:
-    return asarray([*arrays])
+def stack(arrays, axis=0) -> ndarray:
+    return moveaxis(asarray([*arrays]), 0, axis)
 
 
 def roll(x: ndarray, by: int, axis: int) -> ndarray:
@@ -397,6 +402,23 @@ class add:
             x.data[x.at[i]] += one
 
 
+def tile(x, repeats) -> ndarray:
+    """For as many repeats as dims."""
+    x, repeats = asarray(x), _shape(repeats)
+    x = x.reshape(*[1] * (len(repeats) - x.ndim), *x.shape)
+    for axis, times in enumerate(repeats):
+        x = moveaxis(concatenate([moveaxis(x, axis, 0)] * times), 0, axis)
+    return x
+
+
+def argpartition(x, k: int, axis=-1) -> ndarray:
+    return x.along(lambda line: sorted(range(len(line)), key=line.__getitem__), axis)
+
+
+def argmax(x, axis: int) -> ndarray:
+    return asarray(x).along(lambda line: [builtins.max(range(len(line)), key=line.__getitem__)], axis).reduce(sum, axis)
+
+
 def split(x, parts: int, axis=0) -> list[ndarray]:
     size = x.shape[axis] // parts
     return [x[(*[slice(None)] * (axis % x.ndim), slice(i * size, (i + 1) * size))] for i in range(parts)]
@@ -411,7 +433,14 @@ class random:
         def normal(size=()):
             return ndarray([generator.gauss(0.0, 1.0) for _ in range(math.prod(_shape(size)))], _shape(size))
 
-        return types.SimpleNamespace(normal=normal)
+        def integers(low, high, size=()):
+            return ndarray([generator.randrange(low, high) for _ in range(math.prod(_shape(size)))], _shape(size))
+
+        def gumbel(size=()):
+            draw = lambda: -math.log(-math.log(generator.random()))
+            return ndarray([draw() for _ in range(math.prod(_shape(size)))], _shape(size))
+
+        return types.SimpleNamespace(normal=normal, integers=integers, gumbel=gumbel)
 
 
 abs = builtins.abs

@@ -32,6 +32,7 @@ class Array:
     shape = property(lambda self: self.parts[0].shape)
     ndim = property(lambda self: len(self.shape))
     size = property(lambda self: math.prod(self.shape))
+    nbytes = property(lambda self: 4 * self.size)
     dtype = property(lambda self: np.float32)
     T = property(lambda self: transpose(self))
 
@@ -39,8 +40,16 @@ class Array:
     mean = lambda self, axis=None, keepdims=False: mean(self, axis, keepdims)
     max = lambda self, axis=None, keepdims=False: max_(self, axis, keepdims)
     astype = lambda self, dtype: self
+    ravel = lambda self: reshape(self, (-1,))
     reshape = lambda self, *shape: reshape(self, shape[0] if isinstance(shape[0], tuple | list) else shape)
     transpose = lambda self, *axes: transpose(self, axes or None)
+
+    def __array__(self, dtype=None, copy=None):  # what NumPy calls
+        if running:
+            raise TypeError(TRACED.format("an array of NumPy"))
+        return self.parts[0]
+
+    tolist = lambda self: self.__array__().tolist()
 
     def __repr__(self):
         where = f", varying over {'*'.join(sorted(self.varying))}" if self.varying else ""
@@ -161,6 +170,12 @@ log = unary(lambda x: math.log(x) if x > 0 else float("nan"), lambda x, y: 1 / x
 tanh = unary(math.tanh, lambda x, y: 1 - y**2)
 sqrt = unary(math.sqrt, lambda x, y: 0.5 / y)
 relu = lambda x: where(asarray(x) > 0, x, 0.0)
+silu = lambda x: asarray(x) / (1 + exp(-asarray(x)))
+gelu = lambda x: (
+    0.5 * asarray(x) * (1 + tanh(0.7978845608 * (asarray(x) + 0.044715 * asarray(x) ** 3)))
+)  # tanh, as JAX's
+sign = lambda x: local(np.sign, x)
+round_ = unary(round, lambda x, y: 0.0 * x)
 
 
 def where(condition, x, y) -> Array:
@@ -231,6 +246,10 @@ def sum_(x, axis=None, keepdims=False) -> Array:
 
 def max_(x, axis=None, keepdims=False) -> Array:
     return along(lambda part, axis: part.max(axis), x, axis, keepdims)
+
+
+def argmax(x, axis: int) -> Array:
+    return local(lambda part: np.argmax(part, axis), x)
 
 
 def mean(x, axis=None, keepdims=False) -> Array:

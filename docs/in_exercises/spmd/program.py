@@ -169,10 +169,11 @@ def exchange(kind: str, x: Array, axes, function, invariant=False, back=None, pa
     for group in mesh.groups(axes):
         for device, part in zip(group, function([x.parts[device] for device in group]), strict=True):
             parts[device] = np.asarray(part)
-    share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1}.get(kind, (n - 1) / n)
+    share = {"all-reduce": 2 * (n - 1), "collective-permute": n}.get(kind, n - 1)  # of n
     if n > 1 and ledgers:
         size = 4 * (payload or x.size)
-        ledgers[-1].collectives.append(Collective(kind, axes, size, share * size))
+        sent = divmod(share * size, n)
+        ledgers[-1].collectives.append(Collective(kind, axes, size, sent[0] if not sent[1] else share * size / n))
     tracked = back and x.pullback
     varying = x.varying - {*axes} if invariant else x.varying
     return Array(parts, varying, (x,) if tracked else (), (lambda g: (back(g),)) if tracked else None)
@@ -199,6 +200,11 @@ def pmean(x, axes):
 @on_leaves
 def pmax(x, axes):
     return exchange("all-reduce", x, axes, equal(functools.partial(functools.reduce, np.maximum)), invariant=True)
+
+
+@on_leaves
+def pmin(x, axes):
+    return exchange("all-reduce", x, axes, equal(functools.partial(functools.reduce, np.minimum)), invariant=True)
 
 
 @on_leaves
