@@ -167,29 +167,26 @@ HEAD = """# Planned and published steps
 How far can you trust the planner's seconds? This page plans {rows} training steps that were measured, and compares the
 two. `python -m bench.published` writes it from `bench/published.csv`, which has the sizes, the mesh, the settings and
 the source of each step. Others measured and published all of them but {ours}: we measured the steps of *this trainer*
-[on one H200](gpus.md#measured-on-one-h200), with small models. We have measured nothing on a TPU.
+[on one H200](gpus.md#measured-on-one-h200), with small models, and [nothing on a TPU](where_it_ran.md).
 
 ## Errors
 
-*Planned* is the line `step` of `python -m plan`, with the `--trainer` of the source on GPUs. It shows how well the
-planner's formulas describe the steps, but it is not a test, because the constants were fitted to these steps. *Left
-out* is the test: the constants were fitted again without all steps of the source, so the planner knows nothing of this
-trainer. Expect these errors for a trainer of your own. The form of the formulas and the first values of the constants
-were chosen with all steps in view, though.
+*Planned* is the line `step` of `python -m plan`, with the `--trainer` of the source on GPUs. It is not a test, because
+the constants were fitted to these steps. *Left out* is the test: the constants were fitted again without all steps of
+the source. Expect these errors for a trainer of your own. The form of the formulas and the first values of the
+constants were chosen with all steps in view, though.
 
 Each cell has the mean error and in parentheses the mean bias (positive: the plan is too long). *Largest* is the error
 of the worst step. *Inside* is the fraction of the steps in the planner's interval, which should be 80%. For sources
-that the fit has not seen it is lower, above all on GPUs: the interval knows that trainers differ, but not how far the
-slowest of them are behind.
+that the fit has not seen it is lower, above all on GPUs.
 
 | kind of step | steps | planned | largest | inside | left out | largest | inside |
 |---|---|---|---|---|---|---|---|
 {kinds}
 
-*Calibrated* shows what one measured step of your own is worth (`--measured`). It begins with the constants of *left
-out* and fits them to one step of the source; the cell has the mean error of the other steps, averaged over all choices
-of the one. Where *left out* is already good, one step can make it worse. Sources with fewer than three steps on a chip
-are not listed.
+*Calibrated* shows what one measured step of your own is worth (`--measured`): the constants of *left out*, fitted to
+one step of the source, have this mean error of the other steps, averaged over all choices of the one. Sources with
+fewer than three steps on a chip are not listed.
 
 | source | chip | steps | planned | left out | inside | calibrated |
 |---|---|---|---|---|---|---|
@@ -206,9 +203,9 @@ the slowest mesh takes.
 ## Constants
 
 `plan/time/terms.py` computes how long each part of a step takes at the speeds of the data sheet, and these constants
-multiply the parts. A constant begins with a value and a spread (`PRIORS` in `plan/time/measured.py`), and each measured
-step of the chip, or of the trainer on this chip, narrows the spread. The spreads that are left give the interval of a
-plan. ± is one standard deviation. `this` is the trainer of this project. A plan without `--trainer` uses *any trainer*:
+multiply the parts. Each measured step of the chip, or of the trainer on this chip, narrows the spread with which a
+constant begins (`PRIORS` in `plan/time/measured.py`). The spreads that are left give the interval of a plan. ± is one
+standard deviation. `this` is the trainer of this project. A plan without `--trainer` uses *any trainer*:
 the mean of the trainers, without {unusual},
 with the spread that the constants begin with, and 10% in common.
 
@@ -227,13 +224,13 @@ overlapped weight all-gathers for which they hold up the matmuls. Chips without 
 - **`1024b` on 1,024 v5p.** Its source contradicts itself. The table used here has 254 TFLOP/s, and [another page of the
   same project](https://github.com/AI-Hypercomputer/maxtext/blob/9797b463d2893d1498056d23f0d4497c85147c0d/docs/advanced_docs/runtime_performance_results.md)
   has an MFU of 64.05%, which is 294 TFLOP/s.
-- **The all-gather of `llama2-7b` with `context=16`.** The planner counts the all-gather of keys and values as exposed.
-  The measured step takes no longer than with all-to-all.
+- **`llama2-7b` with `context=16`.** The planner counts the all-gather of keys and values as exposed. The measured step
+  takes no longer than with all-to-all.
 - **torchtitan's H100s** were limited to 500 W, and have slower memory.
 - **GPT models without FlashAttention** (`gpt-1.7b` to `gpt-1008b`, `gpt-22b`, `gpt-neox-20b`). Runs of 2020 to 2022 are
   a separate kind, because every plan has FlashAttention. Without it, each score of a query and a key passes through
-  memory several times: 13 bytes in the forward pass (scores, softmax, dropout and its mask), 13 when it is recomputed,
-  and 19 in the backward pass. At 2.04 TB/s, that takes {small_scores:.2f} s of `gpt-1.7b`, {large_scores:.2f} s of
+  memory several times: 13 bytes in the forward pass, 13 when it is recomputed, and 19 in the backward pass.
+  At 2.04 TB/s, that takes {small_scores:.2f} s of `gpt-1.7b`, {large_scores:.2f} s of
   `gpt-145.6b`, and without dropout and at 1.6 TB/s {neox_scores:.1f} s of `gpt-neox-20b`. The constants of
   `megatron-2021` are a mean over these models.
 - **ZeRO-3 on 768 and 1,536 A100s.** The step takes {zero_s:.0f} s on both, so communication limits it. A GPU receives
@@ -245,16 +242,13 @@ overlapped weight all-gathers for which they hold up the matmuls. Chips without 
 - **`gpt-oss-120b` on tpu7x** stores the experts' outputs in the host's memory too, which no list of `work.remat` can
   express. It is planned below, but nothing is fitted to it.
 
-What is not here:
-
-- Llama 3.1 405B with sequences of 131,072 tokens, `context=16` and 380 TFLOP/s. The paper does not say how it counts
-  the FLOPs of attention. Counting all pairs instead of the causal half changes the step from 11 to 15 s.
-- OLMo. The README of OLMo-core has tokens/s per H100, but neither the number of GPUs nor the batch.
-- BloombergGPT. Its nodes have 400 Gbit/s for eight A100s, a quarter of what the planner's A100s have, and its weights
-  are sharded over 128 GPUs.
+Not here are Llama 3.1 405B with sequences of 131,072 tokens (the paper does not say how it counts the FLOPs of
+attention, which changes the step from 11 to 15 s), OLMo (its README has neither the number of GPUs nor the batch), and
+BloombergGPT (its nodes have a quarter of the network bandwidth of the planner's A100s).
 
 NVIDIA's recipes and MaxText have changed some of the tables since; the history of each file has the numbers used here.
 In the tables below, *error* is that of the planned step, and *left out* that of the plan that has not seen the source.
+*Interval* ×1.20 is from the planned step divided by 1.20 to the planned step times 1.20.
 """
 COLUMNS = ("step", "mesh", "batch", "sequence", "measured", "planned", "error", "left out", "interval",
            "planned differently")  # fmt: skip
@@ -308,13 +302,13 @@ def constants_tables() -> str:
 
 def table_line(one: Trial, left: Trial) -> str:
     row, found = one.row, one.row.estimate
-    between = measured.interval(found.low, found.high) if found.low and found.high < 1 else (
-        f"{found.low:.1f} to {found.high:.1f} s" if found.low else "none")  # fmt: skip
+    between = f"×{found.high / found.seconds:.2f}" if found.low else "none"
     name = f"{row.link} on `{row.topology}`"
     sizes = (f"{int(size):,}" for size in (row.batch, row.seq_len))
     time = lambda s: f"{s:.2f} s" if s >= 1 else amount(s, "s")
     times = time(row.measured_s), time(found.seconds), percent(one.ratio - 1), percent(left.ratio - 1)
-    return f"| {' | '.join((name, f'`{row.mesh}`', *sizes, *times, between, row.lacks))} |"
+    lacks = "; ".join(part for part in row.lacks.split("; ") if part != "attention without FlashAttention")  # a kind
+    return f"| {' | '.join((name, f'`{row.mesh}`', *sizes, *times, between, lacks))} |"
 
 
 def score_seconds(row: Row, score_bytes: int = 45, bytes_per_s: float = 2.039e12) -> float:
