@@ -31,7 +31,7 @@ python -m docs.settings
 PRESETS_HEAD = """\
 ## What each preset changes
 
-The second table lists every setting that some preset changes. An empty cell means that the preset uses the default.
+All other settings have the defaults above. A run has the name of its preset, unless `--run.name` sets another.
 """
 
 
@@ -109,17 +109,20 @@ def mesh() -> list[str]:
 
 
 def presets() -> list[str]:
-    """Return a row for each setting that some preset changes, with a column for each preset."""
+    """Return a row for each preset, with its purpose and the settings that it changes."""
     default = typed(config.Config().to_dict())
-    values = {name: typed(config.preset(name).to_dict()) for name in config.PRESETS}
-    lines = [row("preset", "purpose"), row("---", "---")]
-    lines += [row(f"`{name}`", what) for name, (what, _) in config.PRESETS.items()]
-    lines += ["", row("setting", "default", *(f"`{name}`" for name in values)), row(*["---"] * (len(values) + 2))]
-    for setting, usual in default.items():
-        cells = [value(mine[setting]) if mine[setting] != usual else "" for mine in values.values()]
-        if any(cells):
-            lines.append(row(f"`{setting}`", value(usual), *cells))
+    lines = [row("preset", "purpose", "what it changes"), row("---", "---", "---")]
+    for name, (what, _) in config.PRESETS.items():
+        mine = typed(config.preset(name).to_dict())
+        changed = [one for one, usual in default.items() if mine[one] != usual and one != "run.name"]
+        lines.append(row(f"`{name}`", what, ", ".join(f"`{one}={as_flag(mine[one])}`" for one in changed)))
     return lines
+
+
+def as_flag(x) -> str:
+    """Return a value as in a flag, on one line."""
+    text = " ".join(map(str, x)) if isinstance(x, tuple | list) else str(x)
+    return text.replace("\n", "\\n")
 
 
 def typed(values: dict, prefix: str = "") -> dict:
