@@ -601,8 +601,8 @@ assert stage < data < fsdp and round(stage / data, 2) == 0.98, "a plan has chang
 # memory: its shards are twice as large. (With `--optim.shard_over_data`, each replica stores half of the
 # parameters and moments.)
 #
-# With [local steps](../meshes.md#communicate-less-often-between-replicas) (DiLoCo), replicas exchange only every
-# 50 steps or so how far their weights have moved, at the price of a slightly higher loss.
+# With [local steps](../fewer_bytes.md#communicate-less-often) (DiLoCo), replicas exchange only every 50
+# steps or so how far their weights have moved, at the price of a slightly higher loss.
 #
 # ## Valid but slow
 #

@@ -1,4 +1,4 @@
-"""A two-layer network on a mesh of two axes: the program of docs/planner.md, "Plan your own JAX program"."""
+"""A two-layer network on a mesh of two axes: the program of docs/plan_own_program.md."""
 
 import jax
 import jax.numpy as jnp

@@ -227,7 +227,7 @@ def fuzzed(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-# Two that are equal are on a page, `docs/meshes.md`.
+# Two that are equal are on a page, `docs/check_a_mesh.md`.
 @pytest.mark.parametrize("limit, verdict", [("0.2", "hangs"), pytest.param("600", "equal", marks=pytest.mark.repeat)])
 def test_drawn_cases_run_in_processes_of_their_own(limit, verdict):
     """Catches a command that draws the same case twice, or prints an unclear verdict."""

@@ -1,4 +1,4 @@
-"""Claims about which option hides what: the numbers are a table of docs/meshes.md, which `make test-rotation` runs."""
+"""Claims about which option hides what: docs/compiler_options.md has the numbers, `make test-rotation` runs them."""
 
 from pathlib import Path
 
@@ -25,6 +25,6 @@ def test_the_rows_of_v4_are_those_of_the_page(capsys):
     by `make test-rotation`; what their SparseCores hide, by tests/compile/test_sparsecore.py."""
     assert not options.main(["--topology", "v4:2x2x4"])
     _, _, *rows = capsys.readouterr().out.splitlines()
-    page = (Path(__file__).parents[2] / "docs/meshes.md").read_text(encoding="utf-8").splitlines()
+    page = (Path(__file__).parents[2] / "docs/compiler_options.md").read_text(encoding="utf-8").splitlines()
     assert rows == [line for line in page if line.startswith("| `v4:2x2x4` |") and line.count("|") == 7]
     assert len(rows) == len(options.SETS)

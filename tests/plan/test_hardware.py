@@ -153,8 +153,8 @@ def test_a_wrong_topology_is_refused_with_one_that_works(text, message):
 
 
 def test_the_page_lists_every_chip():
-    """Catches an outdated table in docs/meshes.md."""
-    page = Path(__file__).parents[2].joinpath("docs/meshes.md").read_text(encoding="utf-8")
+    """Catches an outdated table in docs/chips.md."""
+    page = Path(__file__).parents[2].joinpath("docs/chips.md").read_text(encoding="utf-8")
     row = r"^\| `((\w+):\S+)` \| (.*?) \| (\d) \| ([\d.]+) GiB \| ([\d,]+) (?:chips|by NVLink) \|$"
     rows = re.findall(row, page, re.MULTILINE)
     assert [key for _, key, *_ in rows] == [key for key in CHIPS if key != "cpu"]

@@ -314,7 +314,7 @@ PREDICTED = {
 }  # fmt: skip
 
 
-# `docs/planner.md` compiles a plan over fsdp and tensor.
+# `docs/check_a_plan.md` compiles a plan over fsdp and tensor.
 @pytest.mark.parametrize("case", with_repeats(PREDICTED, {*PREDICTED} - {"fsdp, tensor"}))
 def test_the_plan_matches_the_compiled_step(case):
     """Catches a plan that is right only on simulated devices."""
@@ -349,7 +349,7 @@ WAITS = {
 }  # fmt: skip
 
 
-# `docs/planner.md` shows the exposed bytes of the case that is not a repeat.
+# `docs/check_a_plan.md` shows the exposed bytes of the case that is not a repeat.
 @pytest.mark.parametrize("case", with_repeats(WAITS, {*WAITS} - {"ring"}))
 def test_exposed_bytes_match_the_schedule(case):
     """Catches rules of `plan/chips/hiding.py` that the compiler no longer follows. Exposed bytes must be within 10% of
