@@ -1,4 +1,4 @@
-"""The page for operators: its flags and subcommands exist."""
+"""The pages for operators: their flags and subcommands exist."""
 
 import re
 import subprocess
@@ -38,3 +38,20 @@ def test_the_page_has_eleven_events():
     assert len(sections) == 13 and [*sections][-2:] == ["Replace a host", "Know early"]
     for event in [*sections][:11]:
         assert all(part in sections[event] for part in ("- **You see", "- **The trainer:**", "\n1. ")), event
+
+
+def test_the_commands_from_a_plan_to_a_run_exist():
+    """Catches a renamed flag or subcommand of launcher.sh or main.py in the blocks that no test runs, which are for
+    chips that we don't have."""
+    blocks = re.findall(r"(?s)```text\n(.*?)```", (ROOT / "docs/plan_to_run.md").read_text())
+    lines = [line.partition("  #")[0] for block in blocks for line in block.splitlines() if line.startswith("./")]
+    settings, launcher = {*fields.flatten(Config().to_dict())}, launcher_help()
+    for line in lines:
+        script, *words = line.split()
+        assert (ROOT / script).exists(), line
+        if script == "./launcher.sh" and not words[0].startswith("-"):
+            assert re.search(rf"^  {words[0]}\b", launcher, re.MULTILINE), line
+        for flag in re.findall(r" --(\w[\w.-]*)", line):
+            known = flag in settings if "." in flag else f"--{flag}" in launcher or flag in ELSEWHERE | OF_MAIN
+            assert known or flag in ("tokenizer", "batch_tokens"), f"--{flag}: {line}"
+    assert len(lines) >= 10
