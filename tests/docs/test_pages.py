@@ -17,8 +17,8 @@ CHAINS = (
     ("docs/get_started.md", "README.md", "docs/generate.md", "docs/loop.md", "docs/checkpoints.md", "docs/evaluate.md"),
 )
 # Pages whose commands take more than 20 s on 2 cores.
-SLOW = {"README.md", "docs/get_started.md", "docs/pipelines.md", "docs/meshes.md", "docs/finetune.md",
-        "docs/objectives.md", "docs/encoder_decoder.md"}  # fmt: skip
+SLOW = {"README.md", "docs/get_started.md", "docs/pipelines.md", "docs/check_a_mesh.md", "docs/choose_a_mesh.md",
+        "docs/finetune.md", "docs/objectives.md", "docs/encoder_decoder.md"}  # fmt: skip
 
 
 def chains():
