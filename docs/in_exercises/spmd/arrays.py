@@ -230,8 +230,12 @@ operators()
 # Sums and shapes ------------------------------------------------------------------------------------------------------
 
 
-def along(function, x, axis: int | None, keepdims: bool, pullback=None) -> Array:
-    """Reduce one dim, or all. pullback: (gradient with the dim kept, x) -> the gradient of x."""
+def along(function, x, axis: int | tuple[int, ...] | None, keepdims: bool, pullback=None) -> Array:
+    """Reduce some dims, or all. pullback: (gradient with the dim kept, x) -> the gradient of x."""
+    if isinstance(axis, tuple):
+        for one in sorted((d % asarray(x).ndim for d in axis), reverse=True):
+            x = along(function, x, one, keepdims, pullback)
+        return x
     x = asarray(x) if axis is not None else reshape(x, (-1,))
     axis = (axis or 0) % max(x.ndim, 1)
     kept = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
@@ -253,8 +257,8 @@ def argmax(x, axis: int) -> Array:
 
 
 def mean(x, axis=None, keepdims=False) -> Array:
-    x = asarray(x)
-    return sum_(x, axis, keepdims) / (x.size if axis is None else x.shape[axis])
+    found = sum_(x, axis, keepdims)
+    return found * (found.size / asarray(x).size)
 
 
 def reshape(x, shape) -> Array:
