@@ -181,6 +181,7 @@ def _measure(args: Arguments, topology: hardware.Topology, text: str) -> tuple[d
         "flops": counted.flops,
         "mfu": counted.flops / found.seconds / topology.chip.peak_flops_per_s if found.seconds else 0.0,
         "unknown": counted.unknown,
+        "estimated_cycles": '"estimated_cycles":' in text,
         "sent": [{"axes": axes, "kind": kind, "wire_bytes": size} for (axes, kind), (_, size, _) in sent.items()],
         "lines": seconds_by_line(found, counted),
         "unordered": ledger.unordered_pairs(text),
@@ -206,16 +207,17 @@ def print_result(numbers: dict, most: int, console) -> None:
     topology = hardware.Topology.parse(numbers["topology"])
     note = lambda text: console.print(text, soft_wrap=True)
     how = ", inferred from the device groups; name the axes with --mesh" * numbers["mesh_inferred"]
-    which = "1 device" if numbers["devices"] == 1 else f"the {numbers['devices']} devices"
-    console.print(f"program    {numbers['program']} on {which} of {topology}")
+    devices = f"the {numbers['devices']} devices" if numbers["devices"] > 1 else "1 device"
+    console.print(f"program    {numbers['program']} on {devices} of {topology}")
     note(f"mesh       {numbers['mesh']}{how}")
     flops = amount(numbers["flops"], "FLOPs")
     note(f"simulated  {amount(numbers['step_s'], 's')}; {flops} on each device are {numbers['mfu']:.1%} of the peak")
     origin = "estimated from the schedule" if numbers["peak_estimated"] else "according to the compiler"
     has = amount(topology.chip.memory_bytes, "bytes")
     console.print(f"memory     {amount(numbers['peak_bytes'], 'bytes')} of {has} at the peak, {origin}")
-    pairs = numbers["unordered"]
-    if pairs:
+    if not numbers["estimated_cycles"]:
+        note("note       matmuls take their time at the peak, for lack of estimated cycles; compare with --at_peak")
+    if pairs := numbers["unordered"]:
         note(f"order      no data dependency orders {len(pairs)} pairs of collectives. TPUs follow the schedule, but "
              f"simulated CPU devices could deadlock. First pair: {pairs[0]}")  # fmt: skip
     else:
@@ -250,9 +252,8 @@ def main(argv: list[str] | None = None) -> None:
     numbers, found = measure(args)
     print_result(numbers, args.rows, console)
     if args.plot:
-        replayed.plot(
-            found, f"{numbers['program']} on {numbers['topology']}: simulated, {found.seconds:.3g} s", args.plot
-        )
+        title = f"{numbers['program']} on {numbers['topology']}: simulated, {found.seconds:.3g} s"
+        replayed.plot(found, title, args.plot)
         print(f"drew {args.plot}", file=sys.stderr)
     if args.json:
         print(json.dumps(numbers))

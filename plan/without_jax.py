@@ -79,7 +79,6 @@ def map_with_path(function, tree, path: tuple[str, ...] = ()):
 class DType(str):
     """`numpy.dtype`, as far as a plan needs it."""
 
-    __slots__ = ()
     name = property(str)
     itemsize = property(lambda self: {"bfloat16": 2, "float32": 4, "int8": 1}[str(self)])
 

@@ -84,6 +84,10 @@ def test_a_step_of_maxtext(capsys):
     matmuls = 8 * 6.607e9 * 4 * 2048
     assert 0.9 * matmuls < found["flops"] < 1.1 * matmuls
     assert matmuls / 197e12 < found["step_s"] < 1.5 * matmuls / 197e12
+    note = "matmuls take their time at the peak, for lack of estimated cycles; compare with --at_peak"
+    said = [command(capsys, file, "--topology", topology)[1].replace("\n", " ")
+            for file, topology in ((MAXTEXT, "v5e:4x4"), (FLASH, "v5p:2x2x2"))]  # fmt: skip
+    assert not found["estimated_cycles"] and [note in text for text in said] == [True, False]
     assert found["lines"][0]["source"].startswith("linears.py:") and "splash_mha" in "".join(found["unknown"])
     assert {row["kind"] for row in found["sent"]} == {"collective-permute", "all-gather", "all-to-all", "all-reduce"}
 
