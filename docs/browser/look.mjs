@@ -1,7 +1,7 @@
 // Open the built site in a headless Chromium and say, as JSON, what is there.
 //
 //   node look.mjs report URL PAGE...         what each page does: errors, requests to other hosts, widths
-//   node look.mjs picture URL PAGE FILE [WIDTH] [dark]
+//   node look.mjs picture URL PAGE FILE [WIDTH] [dark] [#ID]   all of a page, or the element with this id
 //   node look.mjs evaluate URL               run scripts in pages: JSON on standard input, see `evaluate`
 //
 // Needs: `make extra-browser`. Changes: unpacks the browser into $TMPDIR, once.
@@ -215,12 +215,13 @@ async function layerTimeline(base) {
   return log;
 }
 
-async function picture(url, file, width, dark) {
+async function picture(url, file, width, dark, id) {
   const log = { errors: [], foreign: [] };
   const page = await open(url, width < 600 ? { ...PHONE, width } : { ...DESK, width }, log);
   if (dark) await page.evaluate(() => { document.documentElement.dataset.theme = document.documentElement.dataset.mode = "dark"; });
   await new Promise((done) => setTimeout(done, 300));
-  await page.screenshot({ path: file, fullPage: process.env.FULL !== "0" });
+  const shown = id ? await page.$(id) : page;
+  await shown.screenshot({ path: file, ...(id ? {} : { fullPage: process.env.FULL !== "0" }) });
   return log;
 }
 
@@ -256,7 +257,7 @@ if (what === "report") {
   answer = [];
   for (const one of JSON.parse(readFileSync(0, "utf8"))) answer.push(await evaluate(base, one));
 } else {
-  answer = await picture(base + rest[0], rest[1], Number(rest[2] ?? 1280), rest.includes("dark"));
+  answer = await picture(base + rest[0], rest[1], Number(rest[2] ?? 1280), rest.includes("dark"), rest.find((one) => one.startsWith("#")));
 }
 console.log(JSON.stringify(answer));
 await browser.close();
