@@ -105,9 +105,9 @@ def cell(device: int, part: int, words: str, style: str, opacity: float = 1.0) -
 
 
 def ring_picture(kind: str, cells: list[str], alt: str, caption: str) -> str:
-    label = lambda x, y, text: f'<text x="{x}" y="{y}" font-size="11.5" fill="currentColor">{text}</text>'
-    devices = [label(4, 24 + d * ROW + 16, f"device {d}") for d in range(N)]
-    heads = [label(62 + p * CELL + 2, 14, f"chunk {p}") for p in range(N)]
+    label = lambda x, y, size, text: f'<text x="{x}" y="{y}" font-size="{size}" fill="currentColor">{text}</text>'
+    devices = [label(4, 24 + d * ROW + 16, 11.5, f"device {d}") for d in range(N)]
+    heads = [label(62 + p * CELL, 14, 10, f"chunk {p}") for p in range(N)]  # as wide as a chunk in a wide font
     slots = [f'<rect x="{62 + p * CELL}" y="{24 + d * ROW}" width="{CELL - 6}" height="{ROW - 10}" rx="3" fill="none" '
              'stroke="currentColor" stroke-opacity="0.3" stroke-dasharray="3 3"/>'
              for d in range(N) for p in range(N)]  # fmt: skip
