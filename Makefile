@@ -83,7 +83,8 @@ help: ## list every command
 # python bench/deadlock.py #: reproduce a deadlock of simulated devices with JAX alone
 # python -m docs.eight_meshes #: train one model on eight meshes, and plot the figure in the README
 # python -m docs.settings #: write docs/settings.md from config/
-# python -m docs.readme #: write the table of chapters and the public addresses in README.md and CITATION.cff
+# python -m docs.readme #: write the table of chapters in README.md, and the public addresses there, in CITATION.cff and in docs/
+# python -m docs.previews #: write the pictures and tables that docs/*.md show outside of the site
 # python -m chapters #: run the chapters of the guide, and print how long each takes
 # python -m docs.pages #: build the site, and commit it to a local branch; needs extra-site
 # python -m docs.build #: build the guide's site from its chapters, and serve it; needs extra-site

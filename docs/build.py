@@ -48,6 +48,9 @@ def put(path: Path, text: str) -> None:
 
 # Pages ----------------------------------------------------------------------------------------------------------------
 
+# A part of a page that the site generates. docs/previews.py writes what a viewer of the file shows in its place.
+GENERATED = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+
 
 def pages() -> dict[str, str]:
     """Return every page that is not a chapter, by its path in the source folder."""
@@ -55,6 +58,7 @@ def pages() -> dict[str, str]:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     overview = re.sub(r"\A# .*", "# Overview", re.sub(r"<!--.*?-->\n?", "", readme))
     found["trainer.md"] = overview.replace("](docs/", "](").replace("](chapters/", "](../chapters/")
+    found = {name: GENERATED.sub(r":::{generated} \1\n:::", text) for name, text in found.items()}
     found = {name: re.sub(r"\]\(\.\./([^)#]+)", to_page, text) for name, text in found.items()}
     return found | {f"api/{name.replace('/', '_')}.md": reference.api_page(name) for name in reference.API}
 

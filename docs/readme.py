@@ -1,10 +1,10 @@
-"""Write the table of chapters and the public addresses in README.md and CITATION.cff. `python -m docs.readme`."""
+"""Write the table of chapters in README.md, and the public addresses everywhere. `python -m docs.readme`."""
 
 import re
 import sys
 from pathlib import Path
 
-from docs import address
+from docs import address, previews
 from docs.notebooks import ROOT, chapters
 from docs.reference import head
 from utils import UserError, exit_status
@@ -84,7 +84,7 @@ def citation(text: str) -> str:
 def main() -> None:
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     CITATION.write_text(citation(CITATION.read_text(encoding="utf-8")), encoding="utf-8")
-    print("wrote README.md and CITATION.cff")
+    print(*["wrote README.md", "CITATION.cff", *(path.relative_to(ROOT) for path in previews.write_pages())], sep=", ")
 
 
 if __name__ == "__main__":
