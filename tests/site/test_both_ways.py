@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from docs import notebooks
+from docs import build, notebooks
 from docs.notebooks import ROOT
 
 pytestmark = pytest.mark.site
@@ -41,6 +41,18 @@ def test_a_page_has_the_address_of_the_site(repository, tmp_path):
     assert (out / "_static/cards/index.png").exists()
     assert re.findall('<link rel="canonical" href="([^"]*)"', page) == ([f"{site}index.html"] if repository else [])
     assert ("somebody.github.io" in page) == bool(repository)
+
+
+def test_the_site_replaces_a_picture_by_what_it_stands_for(tmp_path):
+    """Catches a page of the site with the picture that GitHub shows, without the interactive figure."""
+    source, out = tmp_path / "source", tmp_path / "html"
+    source.mkdir()
+    (source / "index.md").write_text(build.pages()["index.md"].partition("**Predictions")[0])
+    done = subprocess.run([sys.executable, "-c", BUILD, "", source, out], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    article = (out / "index.html").read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
+    assert '<div id="hero"' in article and article.count('<figure class="falling">') == 2
+    assert "images/" not in article and "<img" not in article and "make read" not in article
 
 
 def test_a_notebook_with_outputs_has_the_cells_of_a_readers_notebook(tmp_path):
