@@ -63,8 +63,9 @@ right.text(1.45, 1, "red: tensor, activations", size=8, va="center")
 
 # %% [markdown]
 # One layer of Llama 3 8B, 8,192 tokens, eight H100s. Times are arithmetic at peak speed. Blue is
-# communication along `fsdp` (weights W, gradients dW), red along `tensor`. With `tensor=2`, a device gathers
-# half of W. While a layer computes, the next one's W is gathered; the next layer waits for both.
+# communication along `fsdp` (weights W, gradients dW), red along `tensor`. While a layer computes, the next
+# layer's W is gathered. The next layer starts when both have ended. With `tensor=2`, a device gathers only
+# half of W.
 #
 # ## Three coordinates per device
 #
@@ -152,11 +153,11 @@ for ax, (name, down, across, holders, colour) in zip(panels, drawn, strict=True)
 # | sharded, and used as a shard (`tensor`, `stage`) | anything | is complete: each device computes the whole gradient of its shard |
 # | sharded, and gathered before use (`fsdp`) | different tokens | is summed by the reduce-scatter, which is the backward pass of the all-gather |
 # | replicated | different tokens | must be summed along the axis |
-# | replicated | the same tokens | is complete on each device, if the output's gradient is complete there; a sum over the n devices would make it n times too large |
+# | replicated | the same tokens | is already complete if the output's gradient is; a sum over n devices would be n times too large |
 #
-# The gain is replicated along `fsdp`,
-# where each device has different sequences, *and* along `tensor`, where each has different positions. So its
-# gradient must be summed over both.
+# The gain is replicated along `fsdp`, where each device has different sequences, *and* along `tensor`, where
+# each has different positions. So its gradient must be summed over both. (To compute the gradient norm, sum
+# the squares over the axes that *shard* the gradient.)
 #
 # ## The program by hand
 #
@@ -252,116 +253,6 @@ assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "unlike one d
 # but x_btD is not. So JAX casts the gain before it multiplies the two, and the backward pass of this cast
 # is a sum over both axes (02). Megatron-LM has an explicit all-reduce
 # ([#443](https://github.com/NVIDIA/Megatron-LM/issues/443)).
-#
-# ## 1F1B with two more axes
-#
-# GPipe can leave the whole backward pass to JAX, but 1F1B (05) calls `jax.vjp` for each microbatch. With more
-# axes, two lines are new. `before` the loop, cast the gain, so that its gradient stays a local sum: otherwise
-# JAX sums it over devices in every tick. `after` it, sum this gradient over `fsdp` and `tensor`, once per
-# step. The matrices need neither: each reduce-scatter along `fsdp` completes their gradients.
-
-
-# %%
-BOTH = "fsdp", "tensor"
-cast = lambda gain: lax.pcast(gain, BOTH, to="varying")
-total = lambda d_gain: lax.psum(d_gain, BOTH)
-stage = lambda w, x_btD: lax.scan(layer, x_btD, w)[0]
-error = lambda y, target, counted: jnp.sum(counted * jnp.sum((y - target) ** 2, -1))
-empty = lambda shape: lax.pcast(jnp.zeros(shape), AXES, to="varying")
-add = lambda on, a, b: jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), a, b)
-
-
-def send(x, step):
-    n = lax.axis_size("stage")
-    return lax.ppermute(x, "stage", [(s, (s + step) % n) for s in range(n)])
-
-
-def empty_carry(w, slots, x_btD):
-    kept = empty((slots, *x_btD.shape))
-    return kept[0], kept[0], kept, empty(()), jax.tree.map(jnp.zeros_like, w)
-
-
-# %%
-def one_f_one_b(w, *batch, before=cast, after=total, start=empty_carry):
-    here, last = lax.axis_index("stage"), lax.axis_size("stage") - 1
-    x_ZbtD, target_ZbtD, counted_Zbt = (a.reshape(Z, -1, *a.shape[1:]) for a in batch)
-    slots, count = 2 * last + 1, lax.psum(counted_Zbt.sum(), BOTH)
-    w = w | {"gain_LD": before(w["gain_LD"])}
-
-    def tick(carry, i):
-        inbox_btD, back_btD, kept, lost, dw = carry
-        m_f, m_b = i - here, i - 2 * last + here  # microbatches of F and B
-        m, has_b = jnp.clip(m_b, 0, Z - 1), (m_b >= 0) & (m_b < Z)
-        x_btD = jnp.where(here == 0, x_ZbtD[jnp.clip(m_f, 0, Z - 1)], inbox_btD)
-        kept = kept.at[m_f % slots].set(x_btD)
-        y_btD, backward = jax.vjp(stage, w, kept[m_b % slots])
-        value, dy_btD = jax.value_and_grad(error)(y_btD, target_ZbtD[m], counted_Zbt[m])
-        dw_m, dx_btD = backward(jnp.where(here == last, dy_btD / count, back_btD))
-        dw, lost = add(has_b, dw, dw_m), add(has_b & (here == last), lost, value)
-        return (send(stage(w, x_btD), 1), send(dx_btD, -1), kept, lost, dw), None
-
-    ticks, carry = jnp.arange(Z + 2 * last), start(w, slots, x_ZbtD[0])
-    *_, lost, dw = lax.scan(tick, carry, ticks)[0]
-    dw["gain_LD"] = after(dw["gain_LD"])
-    return lax.psum(lost, AXES) / count, dw
-
-
-# %%
-def outcome(sizes=(2, 2, 2), **lines):
-    """Run 1F1B, and say how the gain's gradient differs from one device's."""
-    grid = jax.make_mesh(sizes, AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
-    specs_of = {"in_specs": (specs, *[P(BOTH)] * 3), "out_specs": (P(), specs)}
-    step = jax.shard_map(partial(one_f_one_b, **lines), mesh=grid, **specs_of)
-    try:
-        program = jax.jit(step).lower(w, *batch).compile()
-    except (TypeError, ValueError) as error:
-        told = str(error).partition("This might")[0].splitlines()
-        told = [line for line in told if "carry" in line or "'gain" in line]
-        return textwrap.fill(" ".join([f"{type(error).__name__}:", *told]), 88)
-    loss, grads = program(w, *batch)
-    gain, gain_alone = grads.pop("gain_LD"), wants["gain_LD"]
-    matrices = {name: wants[name] for name in grads}
-    assert lesson.same((loss, grads), (want, matrices), 1e-5), "unlike one device"
-    found = lesson.ledger.read(program.as_text(), grid).collectives
-    sums = (one.count for one in found if one.axes == BOTH and one.payload_bytes > 4)
-    return f"{lesson.ratio(gain, gain_alone)}, sums: {sum(sums)}"
-
-
-# %%
-nothing = lambda x: x
-ROWS = (cast, total), (nothing, nothing), (nothing, total), (cast, nothing)
-outcomes = [outcome(before=before, after=after) for before, after in ROWS]
-for row, said in zip(ROWS, outcomes, strict=True):
-    is_there = [f"{line is not nothing!s:5}" for line in row]
-    print("cast", is_there[0], "sum", is_there[1], said)
-
-# %% tags=["remove-cell"]
-assert outcomes[:2] == ["equal, sums: 1", "equal, sums: 12"]
-assert outcomes[2] == "4 times too big, sums: 13" and "ValueError" in outcomes[3]
-assert outcome((4, 2, 1)).startswith("equal")
-
-# %% [markdown]
-# In the three rows that run, the loss and the matrices' gradients are right:
-#
-# | cast before | sum after | what happens |
-# |---|---|---|
-# | yes | yes | right: one sum per step |
-# | no | no | right, but slow: JAX sums in each `jax.vjp`, for 2 layers in each of 6 ticks |
-# | no | yes | **silently wrong**: the sum after the loop adds 2 x 2 equal, complete gradients |
-# | yes | no | an error: the gradient is a local sum, and the spec of the gain promises that it is not |
-#
-# The carry keeps its types. If you make its zeros before the cast, JAX refuses:
-
-
-# %%
-def made_too_early(w, *rest):
-    """Zeros for the gain's gradient that vary along `stage` only, like the gain."""
-    *carry, dw = empty_carry(w, *rest)
-    d_gain = lax.pcast(jnp.zeros(dw["gain_LD"].shape), "stage", to="varying")
-    return *carry, dw | {"gain_LD": d_gain}
-
-
-print(outcome(start=made_too_early))
 
 # %% [markdown]
 # ## How much each axis communicates
@@ -371,8 +262,8 @@ print(outcome(start=made_too_early))
 # > **Predict.** How many times does a device send activations or their gradients along `stage` in one step?
 #
 # > **Predict.** Along `tensor`, each layer all-gathers positions and reduce-scatters partial sums, and the
-# > backward pass does both again. How many times as many bytes as along `stage` does a device send? (Each
-# > send along `stage` is one x_btD. To all-gather x_bTD, a device sends (n - 1)/n of it.)
+# > backward pass does both again. Divide the bytes that a device sends along `tensor` by those along `stage`.
+# > (A send along `stage` is one x_btD. To all-gather x_bTD, a device sends (n - 1)/n of it.)
 
 # %%
 my_prediction, my_ratio = None, None  # sends; bytes of tensor / bytes of stage
@@ -390,11 +281,16 @@ assert (sent["stage"].count, ratio) == (2 * 5, 4), "sizes were changed"
 assert sent["fsdp"].count == 4 + 4 * 5, "gathers before the loop, a scatter per tick"
 
 # %% [markdown]
-# Along `tensor`, each of the 2 layers needs 4 collectives per tick. Each sends half of x_bTD, as much as
-# one send along `stage`. So per tick, `tensor` sends 4 x 2 = 8 of these halves, and `stage` sends 2. **In
-# general, the ratio is 2 (n - 1) times the number of matmul pairs in a stage**, with n devices along
-# `tensor`. A transformer layer has two pairs, one in attention and one in the MLP, so with 16 layers per
-# stage and n = 2 the ratio is 64.
+# Each collective along `tensor` sends half of x_bTD, which is one x_btD. So count copies of x_btD per tick:
+#
+# | axis | copies of x_btD |
+# |---|---|
+# | `tensor` | 2 layers x 4 collectives = 8 |
+# | `stage` | one forward, one backward = 2 |
+#
+# **In general, the ratio is 2 (n - 1) times the number of matmul pairs in a stage**, with n devices along
+# `tensor`. A transformer layer has two pairs: attention and the MLP. So with 16 layers per stage and n = 2,
+# the ratio is 64.
 #
 # Along `fsdp`, JAX moves the all-gathers out of the loop: each matrix is gathered once.
 #
@@ -480,30 +376,8 @@ print("context, then tensor:", gather_in_order("context", "tensor"))
 
 # %% [markdown]
 # **Gather first along the axis that splits last.** In the other order, the shape is right, but the positions
-# are scrambled. This order also sends less: after the all-gather along `tensor`, a device computes keys for
-# only its own heads, and sends only these along `context`.
-#
-# <details><summary>One layer with attention and experts, on three axes</summary>
-#
-# Take a layer with attention and experts, sharded over `fsdp`, `expert` and `tensor`. It has E experts
-# of width M, and H heads of dim K. An expert receives A token vectors.
-#
-# | step | result | communication of activations | weight, and how it is gathered |
-# |---|---|---|---|
-# | norm | `x_btD` | | `gain_D`, replicated |
-# | query | `q_bThK` | all-gather positions along `tensor` | `query_DhK`: D over `fsdp` and `expert` |
-# | attention output | `x_btD` | reduce-scatter positions along `tensor` | `out_hKD`: D over `fsdp` and `expert` |
-# | norm, router | `h_bTD` | all-gather positions along `tensor` | `gain_D`, replicated; `router_DE`: D over `fsdp` and `expert` |
-# | dispatch | `rows_eAD` | all-to-all along `expert` | |
-# | experts | `rows_eAD`, a partial sum | | `up_eDm`, `down_emD`: D over `fsdp` |
-# | combine | `y_bTD`, a partial sum | all-to-all along `expert` | |
-# | add | `x_btD` | reduce-scatter positions along `tensor` | |
-#
-# Devices along `expert` have different sequences, as along `fsdp`. So outside the experts, the two act as
-# one long axis, and dense weights are sharded over both. For expert weights, `expert` determines *which*
-# experts a device stores, and `fsdp` shards each of them. After `down_emD`, y is a partial sum over m, and
-# is sent back as such. The sum along `tensor` comes last, so it is sent once per token, not once per expert.
-# </details>
+# are scrambled. Gathering along `tensor` first also sends fewer bytes in attention. The device then computes
+# keys for only its own heads, and gathers only these along `context`.
 #
 # ## Hybrid sharding (HSDP): `data` x `fsdp`
 #
@@ -537,9 +411,9 @@ def hsdp(early):
 
 
 # %% [markdown]
-# > **Predict.** Both versions give the same gradient. With `early` off, JAX casts w along `data` only at
-# > the matmul: inside the loop and after the all-gather. How many times as many bytes cross between the
-# > replicas as with `early` on? (The backward pass runs in reverse order.)
+# > **Predict.** Both versions give the same gradient. With `early` off, JAX itself casts w along `data` at
+# > the matmul. So the cast is inside the loop, after the all-gather. How many times as many bytes cross
+# > between the replicas as with `early` on? (The backward pass runs in reverse order.)
 
 # %%
 my_prediction = None  # times
@@ -561,14 +435,21 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 #
 # ### What HSDP saves
 #
-# For 8.03 billion float32 gradients, a device of `data=2,fsdp=8` sends 4 x 8.03e9/8 = 4.0 GB between
-# replicas: 0.08 s on H100s (50 GB/s each), 0.64 s between v5p slices (6.25 GB/s per chip). `fsdp=16` over
-# both would send as much: half of the weights in bfloat16, forward and backward, and half of the gradients in
-# float32, (2 + 2 + 4) x 8.03e9/2 bytes over 8 devices. (Chapters 00 and 03 count 2 + 2 + 2, because they send
-# gradients in bfloat16.) So for one microbatch, HSDP sends no fewer bytes. But it sends them once per step, and
-# `fsdp` over both slices gathers the weights again for each microbatch. `stage` sends activations for each
-# microbatch, and has a bubble. The planner (09) adds it up for two v5p slices of 8 chips; `across` names the
-# axis that spans them:
+# Llama 3 8B has 8.03 billion parameters. On two slices of 8 chips, a device sends over the slow network:
+#
+# | mesh | what crosses | bytes of a device | how often |
+# |---|---|---|---|
+# | `data=2,fsdp=8` | gradients in float32 | 4 x 8.03e9/8 = 4.0 GB | once per step |
+# | `fsdp=16` | half of: weights in bfloat16, forward and backward; gradients in float32 | (2 + 2 + 4)/2 x 8.03e9/8 = 4.0 GB | per microbatch |
+# | `stage=2,fsdp=8` | activations of 8,192 tokens, forward and backward | 2 x 2 x 8,192 x 4,096 = 0.13 GB | per microbatch |
+#
+# 4.0 GB take 0.08 s on H100s (50 GB/s each), and 0.64 s between v5p slices (6.25 GB/s per chip). (Chapters 00
+# and 03 count 2 + 2 + 2 bytes, because they send gradients in bfloat16.) So for one microbatch, HSDP sends no
+# fewer bytes.
+#
+# The planner (09) adds up a step on two v5p slices of 8 chips. `across` names the axis that spans both slices.
+# The first two batches force one sequence per device and microbatch (`work.device_batch=1`), and gather each
+# layer's weights in every microbatch (`work.gather=layer`):
 
 # %%
 ACROSS = "data=2,fsdp=8", "fsdp=16,across=fsdp", "stage=2,fsdp=8,across=stage"
@@ -699,10 +580,113 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 # The mesh matches a single-device run.
 # ```
 #
+# ## 1F1B with two more axes
+#
+# GPipe can leave the whole backward pass to JAX, but 1F1B (05) calls `jax.vjp` for each microbatch. So 1F1B
+# must treat the gain's gradient itself, in two lines:
+#
+# - Before the loop, `before` casts the gain, so that each microbatch's gradient stays a local sum. Without the
+#   cast, JAX sums it over devices in every tick.
+# - After the loop, `after` sums this gradient over `fsdp` and `tensor`, once per step.
+#
+# The matrices need neither: each reduce-scatter along `fsdp` completes their gradients.
+
+
+# %%
+BOTH = "fsdp", "tensor"
+cast = lambda gain: lax.pcast(gain, BOTH, to="varying")
+total = lambda d_gain: lax.psum(d_gain, BOTH)
+stage = lambda w, x_btD: lax.scan(layer, x_btD, w)[0]
+error = lambda y, target, counted: jnp.sum(counted * jnp.sum((y - target) ** 2, -1))
+empty = lambda shape: lax.pcast(jnp.zeros(shape), AXES, to="varying")
+add = lambda on, a, b: jax.tree.map(lambda a, b: a + jnp.where(on, b, 0), a, b)
+
+
+def send(x, step):
+    n = lax.axis_size("stage")
+    return lax.ppermute(x, "stage", [(s, (s + step) % n) for s in range(n)])
+
+
+def empty_carry(w, slots, x_btD):
+    kept = empty((slots, *x_btD.shape))
+    return kept[0], kept[0], kept, empty(()), jax.tree.map(jnp.zeros_like, w)
+
+
+# %%
+def one_f_one_b(w, *batch, before=cast, after=total):
+    here, last = lax.axis_index("stage"), lax.axis_size("stage") - 1
+    x_ZbtD, target_ZbtD, counted_Zbt = (a.reshape(Z, -1, *a.shape[1:]) for a in batch)
+    slots, count = 2 * last + 1, lax.psum(counted_Zbt.sum(), BOTH)
+    w = w | {"gain_LD": before(w["gain_LD"])}
+
+    def tick(carry, i):
+        inbox_btD, back_btD, kept, lost, dw = carry
+        m_f, m_b = i - here, i - 2 * last + here  # microbatches of F and B
+        m, has_b = jnp.clip(m_b, 0, Z - 1), (m_b >= 0) & (m_b < Z)
+        x_btD = jnp.where(here == 0, x_ZbtD[jnp.clip(m_f, 0, Z - 1)], inbox_btD)
+        kept = kept.at[m_f % slots].set(x_btD)
+        y_btD, backward = jax.vjp(stage, w, kept[m_b % slots])
+        value, dy_btD = jax.value_and_grad(error)(y_btD, target_ZbtD[m], counted_Zbt[m])
+        dw_m, dx_btD = backward(jnp.where(here == last, dy_btD / count, back_btD))
+        dw, lost = add(has_b, dw, dw_m), add(has_b & (here == last), lost, value)
+        return (send(stage(w, x_btD), 1), send(dx_btD, -1), kept, lost, dw), None
+
+    ticks, carry = jnp.arange(Z + 2 * last), empty_carry(w, slots, x_ZbtD[0])
+    *_, lost, dw = lax.scan(tick, carry, ticks)[0]
+    dw["gain_LD"] = after(dw["gain_LD"])
+    return lax.psum(lost, AXES) / count, dw
+
+
+# %%
+def outcome(sizes=(2, 2, 2), **lines):
+    """Run 1F1B, and say how the gain's gradient differs from one device's."""
+    grid = jax.make_mesh(sizes, AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    specs_of = {"in_specs": (specs, *[P(BOTH)] * 3), "out_specs": (P(), specs)}
+    step = jax.shard_map(partial(one_f_one_b, **lines), mesh=grid, **specs_of)
+    try:
+        program = jax.jit(step).lower(w, *batch).compile()
+    except (TypeError, ValueError) as error:
+        told = str(error).partition("This might")[0].splitlines()
+        told = [line for line in told if "carry" in line or "'gain" in line]
+        return textwrap.fill(" ".join([f"{type(error).__name__}:", *told]), 88)
+    loss, grads = program(w, *batch)
+    gain, gain_alone = grads.pop("gain_LD"), wants["gain_LD"]
+    matrices = {name: wants[name] for name in grads}
+    assert lesson.same((loss, grads), (want, matrices), 1e-5), "unlike one device"
+    found = lesson.ledger.read(program.as_text(), grid).collectives
+    sums = (one.count for one in found if one.axes == BOTH and one.payload_bytes > 4)
+    return f"{lesson.ratio(gain, gain_alone)}, sums: {sum(sums)}"
+
+
+# %%
+nothing = lambda x: x
+ROWS = (cast, total), (nothing, nothing), (nothing, total), (cast, nothing)
+outcomes = [outcome(before=before, after=after) for before, after in ROWS]
+for row, said in zip(ROWS, outcomes, strict=True):
+    is_there = [f"{line is not nothing!s:5}" for line in row]
+    print("cast", is_there[0], "sum", is_there[1], said)
+
+# %% tags=["remove-cell"]
+assert outcomes[:2] == ["equal, sums: 1", "equal, sums: 12"]
+assert outcomes[2] == "4 times too big, sums: 13" and "ValueError" in outcomes[3]
+assert outcome((4, 2, 1)).startswith("equal")
+
+# %% [markdown]
+# In the three rows that run, the loss and the matrices' gradients are right:
+#
+# | cast before | sum after | what happens |
+# |---|---|---|
+# | yes | yes | right: one sum per step |
+# | no | no | right, but slow: JAX sums in each `jax.vjp`, for 2 layers in each of 6 ticks |
+# | no | yes | **silently wrong**: the sum after the loop adds 2 x 2 equal, complete gradients |
+# | yes | no | an error: the gradient differs between devices, and the gain's spec says that it is equal on them |
+#
 # ## Exercise 1: choose the sharding
 #
-# Shard a layer with experts over `stage`, `fsdp`, `expert` and `tensor`, as in "One layer with attention
-# and experts". Which axis shards each dim of each weight? Write a name, a tuple of names, or None.
+# Shard a layer with attention and experts over `stage`, `fsdp`, `expert` and `tensor`. It has H heads of dim
+# K, and E experts of width M. Devices along `expert` store different experts, and have different sequences,
+# as devices along `fsdp` have. Which axis shards each dim of each weight? Write a name, a tuple of names, or
+# None.
 
 
 # %%
@@ -782,6 +766,20 @@ print(check_layout(layout))
 # "fsdp")`. In each pair of matmuls, `tensor` shards the inner dim, which the second matmul sums over (H in
 # attention, M in an expert). `expert` shards E if the weight has that dim. D is sharded over `fsdp`, and
 # also over `expert` if the weight has no dim E: along both axes, devices have different sequences.
+#
+# The layer then runs in these steps. An expert receives A token vectors:
+#
+# | step | result | communication of activations | weights |
+# |---|---|---|---|
+# | norm, query | `q_bThK` | all-gather positions along `tensor` | `gain_D`, `query_DhK` |
+# | attention output | `x_btD` | reduce-scatter positions along `tensor` | `out_hKD` |
+# | norm, router | `h_bTD` | all-gather positions along `tensor` | `gain_D`, `router_DE` |
+# | dispatch | `rows_eAD` | all-to-all along `expert` | |
+# | experts | `rows_eAD`, a partial sum over m | | `up_eDm`, `down_emD` |
+# | combine | `y_bTD`, a partial sum | all-to-all along `expert` | |
+# | add | `x_btD` | reduce-scatter positions along `tensor` | |
+#
+# The sum along `tensor` comes last, so it is sent once per token, not once per expert.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -941,9 +939,10 @@ lesson.expect(check_better, ("stage=2,context=4,tensor=2",
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague trains the four layers on `data=2,context=2,tensor=2`: `context` shards positions, as `tensor`
-# does, and without attention no layer communicates over it. As in PyTorch, every device stores its own
-# arrays (dim 0 of each weight is the device), and the program sums gradients itself, once per step.
+# A colleague trains the four layers on `data=2,context=2,tensor=2`. `context` shards positions, as `tensor`
+# does. The layers have no attention, so none communicates over `context`. As in PyTorch, each device has its
+# own arrays: dim 0 of each weight is the number of the device. The program sums gradients itself, once per
+# step.
 
 
 # %%
@@ -1105,23 +1104,22 @@ print(check_all_reduce(all_reduce))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `all_reduce` sums over the last and the first axis in use. On two axes that is right, and all 20 losses
-# match one device. The matrices are replicated along two axes, so for them that is right. The gain is
-# replicated along three, and its gradient is never summed over the middle one, `context`. `lax.psum(grad,
-# tuple(axes))` is right. From the first step, the gains of the two `context` halves drift apart, each trained
-# on its own positions. A checkpoint saves one of the copies. When it is restored, the other half gets gains
-# that it was never trained with. JAX's check finds nothing, because arrays that belong to a device may
-# differ. If the gain had the spec `P()`, JAX would refuse the program, and name the axis.
+# Return `lax.psum(grad, tuple(axes))`. `all_reduce` sums over the last and the first axis in use. That is
+# enough for the matrices, which are replicated along two axes. The gain is replicated along three, and its
+# gradient is never summed over the middle one, `context`. So the gains of the two `context` halves drift
+# apart, each trained on its own positions. A checkpoint saves one of the copies. When it is restored, the
+# other half gets gains that it was never trained with. JAX's check finds nothing, because arrays that belong
+# to a device may differ. If the gain had the spec `P()`, JAX would refuse the program, and name the axis.
 #
 # Three published bugs are of this kind. In NeMo Automodel, weights replicated along `tensor` drifted apart,
 # and a reload from a checkpoint showed it
 # ([#3822](https://github.com/NVIDIA-NeMo/Automodel/pull/3822), September 2026). In NeMo RL, a new training
 # loop did not call the function that sums the gradients of query and key norms
 # ([#3716](https://github.com/NVIDIA-NeMo/RL/issues/3716)); 500 steps with `tensor` = 2 had stayed within the
-# noise between runs ([#2683](https://github.com/NVIDIA-NeMo/RL/pull/2683)). For Megatron Core, a report made
-# with a checker of such types, like JAX's, lists combinations of axes that are wrong together (its author has
-# not verified every one). One is a norm gain whose gradient is summed over `tensor` only if sequence
-# parallelism is on ([#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452), September 2026).
+# noise between runs ([#2683](https://github.com/NVIDIA-NeMo/RL/pull/2683)). Somebody ran a checker like JAX's
+# on Megatron Core. The report lists settings that are wrong together, not all of them verified. One is a norm
+# gain whose gradient is summed over `tensor` only if sequence parallelism is on
+# ([#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452), September 2026).
 # </details>
 
 # %% tags=["remove-cell"]
@@ -1171,8 +1169,7 @@ assert resumed[0] > on[0] * 1.02, "the loss no longer jumps"
 # ## Three lines to keep
 #
 # 1. For each weight and each axis, ask: sharded or replicated? If the weight is replicated and the tokens
-#    differ, sum its gradient along the axis. For the gradient norm, sum the squares over the axes that
-#    shard the gradient.
+#    differ, sum its gradient along the axis.
 # 2. The order of the axes determines which axis crosses the slow network. Choose an axis that sends once per
 #    step or once per microbatch, and reduce-scatter over the fast axis before you all-reduce over the slow
 #    one.
