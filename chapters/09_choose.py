@@ -59,9 +59,9 @@ ratio = (8 * exchange_ms / 8) / (3 * gather_ms)  # of the first prediction
 opening.before_after(slow, fast, "Two valid meshes: same loss, other time", "fsdp")
 
 # %% [markdown]
-# The figure shows one layer of Llama 3 8B, 65,536 tokens and eight H100s, at peak speed. Both meshes shard the
-# 16 bytes per parameter, but `fsdp` also stores gathered weights and unsharded gradients. With `tensor` (red),
-# the matmuls wait for activations. With `fsdp` (blue), the next weights are sent during the matmuls.
+# One layer of Llama 3 8B, 65,536 tokens, eight H100s, at peak speed. Both meshes shard the 16 bytes per
+# parameter, but `fsdp` also stores gathered weights and gradients. With `tensor` (red), the matmuls wait for
+# activations. With `fsdp` (blue), the next weights are sent during the matmuls.
 #
 # > **Predict.** Here `tensor=8` sends for 8 x 1.04 ms, and `fsdp=8` for 3 x 0.85 ms. With an eighth of the
 # > tokens, how many times as long as `fsdp` would `tensor` send?
@@ -98,8 +98,9 @@ assert 18.9 < now < 19.4 and 10.7 < 6 * pair_ms < 11
 # | H100, 8 per node | 989e12 | 59.7 GiB (64.1 GB) | NVLink 450e9, network card 50e9 |
 # | B200, 8 per node | 2,250e12 | 134 GiB | NVLink 900e9, network card 50e9 |
 #
-# JAX takes 75% of a GPU's memory. All eight network cards of a node share an all-gather, because each weight
-# enters a node only once: together 400 GB/s ([scaling book](https://jax-ml.github.io/scaling-book/gpus)).
+# JAX takes 75% of a GPU's memory. In an all-gather between nodes, each weight enters a node once, through one
+# of its eight network cards. So a node receives over all eight, with 400 GB/s together ([scaling
+# book](https://jax-ml.github.io/scaling-book/gpus)).
 
 # %%
 P, TOKENS, T = 405e9, 2**24, 8192  # parameters, tokens per step, tokens per sequence
@@ -111,26 +112,10 @@ for n in (512, 2048, 6787, 16384):
     each = TOKENS / n
     print(f"{n:7,} {each:12,.0f} {each / T:15.3g} {compute:11.2f} {comm:16.2f}")
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds per step against devices, both logarithmic: compute falls as a line, communication stays at 6.1 seconds and crosses it near 6,787 devices; from 2,048 devices on there is less than one sequence per device."}}
-figure, axes = plt.subplots(figsize=(6, 3.2))
-ns = np.array([256, 512, 1024, 2048, 4096, 8192, 16384])
-blue = lesson.COLORS["fsdp"]
-axes.loglog(ns, 6 * P * TOKENS / ns / H100, color=lesson.NEUTRAL, label="compute")
-axes.loglog(ns, np.full(7, 6 * P / ACROSS), color=blue, label="communication of fsdp")
-axes.axvspan(2048, 16384, color=lesson.NEUTRAL, alpha=0.15)
-axes.text(2150, 60, "less than one\nsequence each")
-axes.plot(P * 6 * TOKENS / H100 * ACROSS / (6 * P), 6 * P / ACROSS, "ko", ms=5)
-axes.set_xticks(ns[::2], [f"{n:,}" for n in ns[::2]])
-axes.set_yticks([3, 10, 30, 100], ["3", "10", "30", "100"])
-axes.minorticks_off()
-axes.set(xlabel="number of H100s", ylabel="seconds per step")
-axes.set_title("More devices share the compute, but not the communication")
-axes.legend(loc="lower left")
-
 # %% [markdown]
-# At 2,048 devices, each has one sequence, so `fsdp` cannot split the batch further. At 6,787 devices, each has
-# 2,472 tokens, and compute takes as long as communication. Llama 3 had 1,024 tokens per device, which is
-# below both limits, so you need other axes.
+# At 2,048 devices, each has one sequence, so `fsdp` cannot split the batch further. At 6,787, with 2,472 tokens
+# each, compute takes as long as communication. Llama 3 had 1,024 tokens per device, below both limits, so you
+# need other axes.
 #
 # > **Predict.** With `fsdp` over several nodes of B200s, how many tokens per B200 make compute take as long as
 # > communication?
@@ -155,11 +140,12 @@ assert edge == 5625, "the chips of plan/chips/hardware.py have changed"
 # ## What each axis costs
 #
 # A *pass* is the forward and backward pass of one microbatch, the sequences that a device processes together.
-# From here on, **N is the tokens of a device per pass**: the tokens of a microbatch, divided by the devices
-# along `tensor` and `context` that share them. A step has Z passes. The sizes of the axes are n_s (`stage`),
-# n_f (`fsdp`), n_t (`tensor`), n_c (`context`) and n_e (`expert`), and n is their product. A layer has W
-# parameters and model dim D, and there are L layers, L/n_s of them on each device. **Per device, layer and
-# pass:**
+# A step has Z passes. **N is the tokens of a device per pass**. For example, if eight devices
+# along `tensor` share a sequence of 8,192 tokens, N is 1,024.
+#
+# The sizes of the axes are n_s (`stage`), n_f (`fsdp`), n_t (`tensor`), n_c (`context`) and n_e (`expert`), and
+# n is their product. A layer has W parameters and model dim D. There are L layers, L/n_s of them on each
+# device. **Per device, layer and pass:**
 #
 # | item | amount | what it is |
 # |---|---|---|
@@ -171,10 +157,12 @@ assert edge == 5625, "the chips of plan/chips/hardware.py have changed"
 # | `context` | 12 G K T bytes per sequence | keys and values of a device's G heads: two all-gathers, a reduce-scatter (06) |
 # | `expert` | 8 N D top_k bytes | dispatch and combine, forward and backward (07) |
 #
-# All axes shard the state, 16 P/n bytes: weight, gradient and Adam's two moments in float32. If the pipeline
-# interleaves single layers, the bubble takes (n_s - 1)/(Z L/n_s) of the time without it. And `fsdp` can keep
-# the gathered weights for the whole step. Then Z passes need only one gather, but 6 P/(n_s n_t) more bytes of
-# memory: weights in bfloat16, gradients in float32. Stages make this affordable.
+# Three more amounts are per device and step:
+#
+# - **State:** 16 P/n bytes, for weight, gradient and Adam's two moments in float32. All axes shard it.
+# - **Bubble:** a stage runs Z L/n_s layers. If they are interleaved singly, it idles for n_s - 1 more.
+# - **One gather:** `fsdp` can keep the gathered weights for all Z passes. That needs 6 P/(n_s n_t) more bytes:
+#   weights in bfloat16, gradients in float32.
 #
 # ## The lower bound by hand
 #
@@ -255,25 +243,24 @@ for size in ((16, 8), (16, 4), (1, 8), (4, 2)):
 #
 # 1. **Does the state fit?** You need 16 P/n bytes, plus activations and the temporary arrays of one layer.
 #    Otherwise no mesh helps: use more devices or lower precision. *405B: 0.4 GB of 64, so it fits.*
-# 2. **`fsdp` alone**, if each device has a sequence, N is above peak/bandwidth, **and the gathers overlap with
-#    compute** ([not on v5p](../waits.md#the-rules-of-the-planner)). Exposed gathers cost 6 P/bandwidth per
-#    pass for any N. *405B: no, because a device has an eighth of a sequence, and 1,024 tokens are below
-#    2,472.*
+# 2. **`fsdp` alone**, if each device has a sequence and N is above peak/bandwidth. This assumes that gathers
+#    overlap with compute. Where they are exposed ([v5p](../waits.md#the-rules-of-the-planner)), they add 2/3 ·
+#    (peak/bandwidth)/N to the compute time, so N must be several times as large. *405B: no, because a device
+#    has an eighth of a sequence, and 1,024 tokens are below 2,472.*
 # 3. **`tensor`** otherwise: on TPUs the whole torus axis nearest to the minimum (below), on GPUs at most the
-#    node. *405B: `tensor=8`, so that eight devices share a sequence. `fsdp` takes as long as before, 6.07 s,
-#    because each GPU has an eighth of the bytes, but also only one of the node's eight network cards.*
+#    node. *405B: `tensor=8`, so that eight devices share a sequence. `fsdp` still takes 6.07 s: a GPU gathers
+#    an eighth of the bytes, but through one network card instead of eight.*
 # 4. **Stages**, on several GPU nodes, if N is below peak/bandwidth or gathers are exposed. A stage has only
 #    1/n_s of the weights, so `fsdp` sends less. Use at least n_s microbatches if layers are interleaved, 4 n_s
 #    otherwise. *405B: `tensor=8` leaves Z = n_s microbatches for any n_s, which is enough. `stage=16` has the
 #    smallest sum of `fsdp` and bubble.*
-# 5. **`expert`** for a sparse model, if N is below 2.25 E M/top_k, or an eighth of it if an expert group (the
-#    devices that together have all experts of a layer) spans GPU nodes. Use as few nodes as memory allows.
-#    Weights are still gathered over the other devices, so if these are on other nodes, add stages.
+# 5. **`expert`** for a sparse model, if N is below 2.25 E M/top_k (derived below). An *expert group* is the
+#    devices that together have all experts of a layer. If it spans GPU nodes, the limit is an eighth. Use as
+#    few nodes as memory allows. Each expert is still gathered over the devices outside the group. If these are
+#    on other nodes, add stages.
 # 6. **`context`**, if the activations of one sequence do not fit, or if `fsdp` or the stages need more
 #    sequences.
 # 7. **`data`** over the slowest network, between pods or buildings, because it sends once per step (03).
-#
-# Finally, let the planner compare a few similar meshes.
 #
 # ## The planner
 #
@@ -357,16 +344,14 @@ handles = [*patches, cross, line], [*names, "lower bound by hand", "measured"]
 axes.figure.legend(*handles, ncols=4, loc="outside lower center")
 
 # %%
-kept = plan_llama("stage=8,fsdp=256,tensor=8", **{"work.gather": "step"})
-print(kept.refusal().split("; try")[0])
 share = 6 * P * TOKENS / 16384 / H100 / plans[16, 8].step_s
 print(f"6 P FLOPs per token: {share:.1%} of the peak; Meta: {400e12 / H100:.1%}")
 
 # %% [markdown]
 # **Does the planner choose Meta's mesh?** Yes. Its step is 23% longer than the measured one, because it
-# recomputes layers, and Meta did not (3.3.2). Its `stage` is 0.49 s instead of 0.17 s, because its schedule
-# also sends in both directions in every tick, and moves layers between stages. At `stage=8`, the lower bound
-# keeps the gathered weights, which do not fit in the plan.
+# recomputes layers, and Meta did not (3.3.2). Its `stage` takes 0.49 s instead of 0.17 s, because the planned
+# schedule sends in both directions in every tick. At `stage=8`, the lower bound keeps the gathered weights,
+# which do not fit in the plan.
 #
 # ## Days and dollars
 #
@@ -476,8 +461,8 @@ at_12 = np.interp(12, n_t, both)
 print(f"minimum at tensor={lowest:.1f}: {both.min():.1f} s; at 12: {at_12:.1f} s")
 
 # %% [markdown]
-# The minimum is flat: 12 instead of 7 costs a sixth more. The plans have 12 or 48 KV heads instead of one, and
-# 2,064 positions, which 12 divides.
+# The minimum is flat: 12 instead of 7 costs a sixth more. PaLM has one KV head, and `tensor=12` must divide KV
+# heads and positions, so the plans have 12 or 48 KV heads, and 2,064 positions.
 
 # %% tags=["hide-input"]
 PALM = {"model.d_model": 18432, "model.n_layers": 118, "model.n_heads": 48,
@@ -525,26 +510,47 @@ axes.set_title("Splitting a torus axis costs more than missing the minimum")
 axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=3, fontsize=9)
 
 # %% [markdown]
-# Crosses include all overlapped time, the printed seconds a part. Next to each is the bandwidth of `fsdp`. At
-# 12, the formula and the planner agree. At 6, `tensor` uses half of a torus axis, so neighbors along `fsdp`
-# are six links apart. **Compute the minimum, then take the nearest whole torus axis**, or on GPUs, the node.
-# The planner also chooses 12. Its step has 48% MFU; PaLM measured 46.2% on two pods.
+# Crosses include overlapped communication, which the printed seconds leave out. The number next to each is the
+# bandwidth of `fsdp`. At 12, the formula and the planner agree. At 6, `tensor` uses half of a torus axis, so
+# neighbors along `fsdp` are six links apart. **Compute the minimum, then take the nearest whole torus axis**,
+# or on GPUs, the node. The planner also chooses 12. Its step has 48% MFU; PaLM measured 46.2% on two pods.
+#
+# ### Do the gathers overlap?
+#
+# Test rule 2 with a 70B model on `fsdp` alone. The thresholds are 850 tokens for v5p and 2,550 for v6e:
+
+# %%
+for topology, n in (("v5p:4x4x4", 64), ("v6e:16x16", 256)):
+    for each in (1024, 4096, 8192):
+        batch = {"data.batch_size": n, "data.seq_len": each, "mesh": f"fsdp={n}"}
+        print(f"{topology}, N = {each:,}:", end=" ")
+        show_plan(planner.plan(config.preset("llama3_70b", **batch), topology))
+
+# %% [markdown]
+# On v5p, the two gathers are exposed. They take about 4 P/bandwidth = 0.52 s for any N: 27% of the step with
+# 1,024 tokens, and 4% with 8,192. On v6e, most communication overlaps above the threshold: 0.39 s of 6
+# P/bandwidth = 1.18 s are exposed.
 #
 # ## Sparse models: send tokens or weights
 #
-# DeepSeek-V3 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3) has P = 671B parameters, and 37B of
-# them are active per token. Nearly all parameters are in E = 256 experts per layer, with hidden dim M =
-# 2,048, and a token uses top_k = 8 experts. It was trained on 2,048 H800s: 16 stages, expert groups of 64
-# devices (8 nodes), no `tensor`, and ZeRO-1 data parallelism. With `fsdp` alone, a device would need 2,472 ·
-# 671/37 = 45,000 tokens per pass. So send the tokens to the experts, instead of gathering the weights. A
-# layer's weights are 6 · 3 D M E bytes per pass. A token is sent in 4 all-to-alls of top_k vectors of 2 D
-# bytes.
+# DeepSeek-V3 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3) has P = 671B parameters, and 37B of them
+# are active per token. Nearly all parameters are in E = 256 experts per layer, with hidden dim M = 2,048, and a
+# token uses top_k = 8 experts. It was trained on 2,048 H800s: 16 stages, expert groups of 64 devices (8 nodes),
+# no `tensor`, and `data` with sharded optimizer state (ZeRO-1). With `fsdp` alone, a device would need 2,472 ·
+# 671/37 = 45,000 tokens per pass. So send the tokens to the experts, instead of gathering the weights. Compare
+# the bytes of a layer and pass:
 #
-# Sending tokens needs fewer bytes while N < 18 D M E/(8 D top_k) = **2.25 E M/top_k**. Between GPU nodes,
-# divide this by eight to compare times, because an all-to-all uses one network card per GPU, and an all-gather
-# all eight of the node. For DeepSeek-V3 that is 147,456/8 = 18,432 tokens, and a pass of one sequence has
-# 4,096, so send tokens. The paper reports 180,000 GPU-hours per trillion tokens. These plans use its 160 GB/s
-# of NVLink, and 64 sparse layers instead of 58, for equal stages:
+# | a device sends | bytes |
+# |---|---|
+# | weights: three matrices per expert, two gathers and a reduce-scatter | 6 · 3 D M E |
+# | tokens: top_k vectors of 2 D bytes, in four all-to-alls | 4 · 2 D top_k · N |
+#
+# Sending tokens needs fewer bytes if N < **2.25 E M/top_k**, which is 147,456 for DeepSeek-V3. Between GPU
+# nodes, divide this by eight to compare times, because an all-to-all uses one network card per GPU, and an
+# all-gather all eight of the node. That leaves 18,432 tokens. A pass of one sequence has 4,096, so send tokens.
+#
+# The paper reports 180,000 GPU-hours per trillion tokens. These plans use its 160 GB/s of NVLink, and 64 sparse
+# layers instead of 58, for equal stages:
 
 # %% tags=["hide-input"]
 chip = dataclasses.replace(hardware.CHIPS["h100"], name="H800", link_bytes_per_s=160e9)
@@ -581,15 +587,17 @@ assert 2.25 * c.n_experts * c.d_expert / c.top_k == 147_456
 
 # %% [markdown]
 # **Does the planner choose DeepSeek's mesh?** In part. It sends tokens, over as few nodes as memory allows:
-# `expert=8` would be faster, but does not fit. However, its step takes 16% less time with half as many
-# stages, because in its program every stage also computes the three dense layers. And its best mesh takes 3.6
-# times the measured time, because it sends a token to its 8 experts in bfloat16, on any node, and again when
-# it recomputes a layer. DeepSeek-V3 sends it in FP8 to at most 4 nodes, overlapped with compute (DualPipe),
-# and computes matmuls in FP8.
+# `expert=8` would be faster, but does not fit. Two things differ:
 #
-# The threshold compares tokens with *all* expert weights. But as rule 5 says, weights are still gathered over
-# the devices outside the expert group. Mixtral 8x7B on 64 H100s shows why that matters: its 32,768 tokens per
-# pass are far below 2.25 · 8 · 14,336/2 = 129,024, and yet `fsdp=8,expert=8` is no faster than `fsdp` alone.
+# - With half as many stages, its step takes 16% less time, because in its program every stage also computes
+#   the three dense layers.
+# - Its best mesh takes 3.6 times the measured time. It sends tokens in bfloat16 to any node, and again when it
+#   recomputes a layer. DeepSeek-V3 sends them in FP8 to at most 4 nodes, overlapped with compute, and computes
+#   matmuls in FP8.
+#
+# The threshold compares tokens with *all* expert weights. But weights are still gathered over the devices
+# outside the expert group (rule 5). Take Mixtral 8x7B on 64 H100s. Its 32,768 tokens per pass are far below
+# 2.25 · 8 · 14,336/2 = 129,024, and yet `fsdp=8,expert=8` is no faster than `fsdp` alone.
 
 # %%
 MIXTRAL = {"data.batch_size": 1024, "data.seq_len": 4096, "model.capacity_factor": 1.0,
@@ -601,10 +609,10 @@ for mesh in ("fsdp=64", "fsdp=8,expert=8", "data=2,stage=4,expert=8"):
     show_plan(mixtral[mesh])
 
 # %% [markdown]
-# `expert=8` inside each node divides the bytes of these gathers by eight. But now each GPU of a node gathers
-# different experts from the other nodes, through one network card instead of eight. So the gathers take
-# almost as long as before, and the all-to-alls come on top. Only stages avoid the gathers, for a bubble of
-# 0.62 s.
+# With `expert=8` inside each node, a GPU gathers an eighth of the bytes. But each GPU of a node now gathers
+# different experts, each through its own network card, where eight cards shared the bytes before. So the
+# gathers take almost as long as before, and the all-to-alls come on top. Only stages avoid the gathers, for a
+# bubble of 0.62 s.
 #
 # ## One long sequence
 #
@@ -650,13 +658,12 @@ assert round(contexts[32].step_s / contexts[16].step_s, 2) == 0.97, "the text sa
 
 # %% [markdown]
 # Meta used `context=16` (table 4), which narrowly has the smallest lower bound. The planner's step is 3%
-# shorter with 32. Each doubling of `context` about halves the bubble and doubles the bytes of keys and
-# values. With 16, the 16 microbatches are enough to interleave layers.
+# shorter with 32. With twice the `context`, there are twice as many microbatches. So the bubble is about half
+# as long, and a step sends twice the bytes of keys and values.
 #
 # ## One sheet of thresholds
 #
-# *peak* is the FLOP/s of a device, *bandwidth* its bytes/s in one direction, and N the tokens of a device per
-# pass.
+# *peak* is a device's FLOP/s, *bandwidth* its bytes/s in one direction, and N its tokens per pass.
 #
 # | threshold | what it assumes | example | chapter |
 # |---|---|---|---|
@@ -671,9 +678,9 @@ assert round(contexts[32].step_s / contexts[16].step_s, 2) == 0.97, "the text sa
 # | `expert`: N < 2.25 E M/top_k | compares bytes; an eighth of it across GPU nodes | Mixtral 8x7B: 129,024; across nodes 16,128 | 07 |
 # | latency: bytes per message > 1 us x bandwidth | 1 us per message takes longer than a smaller message's bytes | v4 45 kB, v5p 90 kB, card 50 kB, NVLink 450 kB | 00, 06, 07 |
 #
-# NVLink is counted at its specified 450 GB/s. At the measured 369 GB/s, the 2,198 tokens of an H100 node become
-# 2,680 (10). For other chips, and a layer of a 70B model (W = 856M, D = 8,192, 8 KV heads of 128), the rows are
-# as follows. On GPUs, `tensor` is at most the node's 8.
+# NVLink is counted at its specified 450 GB/s. At the measured 369 GB/s, the 2,198 tokens of an H100 node
+# become 2,680 (10). For other chips, and a layer of a 70B model (W = 856M, D = 8,192, 8 KV heads of 128), the
+# rows are:
 
 # %%
 W, D_, GK = 855.6e6, 8192, 1024
@@ -696,6 +703,8 @@ print(f"{'':9}", *(f"{name:>8}" for name in COLUMNS))
 for topology, whole, split in (
     ("v4:4x4x4", "fsdp=64", "context=16,tensor=4"),
     ("v5p:4x4x4", "fsdp=64", "context=16,tensor=4"),
+    ("v5e:16x16", "fsdp=256", "context=16,tensor=16"),
+    ("v6e:16x16", "fsdp=256", "context=16,tensor=16"),
     ("h100:8", "fsdp=8", "context=2,tensor=4"),
     ("h100:16", "fsdp=16", "context=2,tensor=8"),
     ("b200:16", "fsdp=16", "context=2,tensor=8"),
@@ -799,7 +808,8 @@ print(check_mesh(mesh_on_v5p, "v5p:4x4x4"))
 #
 # N = 2,048 is above 850, but 32 sequences are enough for only `fsdp=32`. So `tensor` is at least 2. The
 # minimum is at (3 · 856e6 · 180 / (11 · 2048 · 8192 · 360))^0.5 = 2.6, and the nearest whole torus axis is
-# 4: `fsdp=16,tensor=4`. `tensor=2` would use half an axis, and `fsdp` would lose links.
+# 4: `fsdp=16,tensor=4`. `tensor=2` would use half an axis, and `fsdp` would lose links. Even with 64 sequences,
+# the exposed gathers of `fsdp=64` would add 2/3 · 850/2,048 = 28% to the compute time.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -827,9 +837,9 @@ print(check_mesh(mesh_on_h100, "h100:64"))
 # No. 32 sequences are enough for only `fsdp=32`, and `context=2` costs less than `tensor=2`:
 # `fsdp=32,context=2` takes 2.23 s. The best mesh for v5p takes 19% longer.
 #
-# The rule says stages, because N = 2,048 is below 2,472. `stage=8,context=2,tensor=4` has a smaller lower
-# bound (1.66 s, not 1.96 s), but its step takes 2.63 s. With the fitted constants, the threshold is 2,472 ·
-# 0.60/1.42, or about 1,045. Near a threshold, measure both.
+# The rule says stages, because N = 2,048 is below 2,472. The best mesh with stages,
+# `stage=8,context=2,tensor=4`, has a smaller lower bound (1.66 s, not 1.96 s). But its step takes 2.63 s: with
+# the fitted constants, the threshold is only 2,472 · 0.60/1.42, or about 1,045. Near a threshold, measure both.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -981,8 +991,8 @@ print(check_batch_size(batch_size))
 # axolotl had this bug ([#3444](https://github.com/axolotl-ai-cloud/axolotl/pull/3444), March 2026): with
 # `context_parallel_size: 2` on two GPUs, half of the data set was used per epoch. An earlier workaround
 # multiplied the steps by the context size, so the trainer reported 5.4 epochs instead of one. That number is
-# what a user noticed ([#3218](https://github.com/axolotl-ai-cloud/axolotl/issues/3218)). `tensor` needed the same
-# fix ([#3462](https://github.com/axolotl-ai-cloud/axolotl/pull/3462)). In verl, the opposite happened: the
+# what a user noticed ([#3218](https://github.com/axolotl-ai-cloud/axolotl/issues/3218)). `tensor` needed the
+# same fix ([#3462](https://github.com/axolotl-ai-cloud/axolotl/pull/3462)). In verl, the opposite happened: the
 # tokens of a batch were summed without the context group, so the loss was divided by too few
 # ([#6049](https://github.com/verl-project/verl/pull/6049)).
 # </details>
@@ -1000,17 +1010,14 @@ assert [*lengths.values()] == [32, 32, 16]
 # %% [markdown]
 # ## In one table
 #
-# Shapes and bytes are per device, layer and pass, without recomputation. *peak* is the FLOP/s of a device,
-# *bandwidth* its bytes/s. The limits of `tensor` and `context` are for the 70B model.
-#
-# | axis | JAX, PyTorch | Megatron-LM | a device stores | forward | backward | bytes | exposed? | when |
-# |---|---|---|---|---|---|---|---|---|
-# | `data` | `psum` of gradients; DDP, outer dim of HSDP | DP | `x_bD`, all weights | nothing | sum of gradients | 8 W/(n_f n_t) per step, with `fsdp` inside | at the end of a step | slowest network: pods |
-# | `fsdp` | `all_gather`; `fully_shard` (FSDP2), ZeRO-3 | Megatron-FSDP | `x_bD`, `w_dF` | all-gather `w_DF` | all-gather, reduce-scatter | 6 W/n_t | if N < (peak/bandwidth) P/active, or not prefetched | N above: v4 1,019, v5p 850, one H100 node 2,198, two 2,472 |
-# | `tensor` | `all_gather`, `psum_scatter`; `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` | TP with `--sequence-parallel` | `x_btD`, `w_Df` | all-gather `x`, reduce-scatter `y` | the same | 16 N D (n_t - 1) | yes: needed at once | fewer sequences or tokens; v4, v5p: 4 to 16; H100: up to 8 |
-# | `stage` | `ppermute`; `Schedule1F1B`, `ScheduleInterleaved1F1B` | PP | L/n_s layers | `x` to the next | `dx` to the previous | 4 N D at most | its bubble is | GPU nodes, if N < peak/bandwidth or gathers are exposed |
-# | `context` | `ppermute` ring; `context_parallel` | CP | `x_btD`, `t = T/n` | all-gather keys, values | reduce-scatter their gradients | 12 G K T per sequence | a ring overlaps some | fewer sequences than groups; n_c < 273 (v4), 328 (v5p), 190 (node), 21 (two) |
-# | `expert` | `all_to_all`; `ExpertParallel` (torchtitan) | EP | E/n experts | dispatch, combine | the same | 8 N D top_k | yes | sparse; N < 2.25 E M/top_k, an eighth of it across GPU nodes |
+# | axis | JAX, PyTorch | Megatron-LM | exposed? | when |
+# |---|---|---|---|---|
+# | `data` | `psum` of gradients; DDP, outer dim of HSDP | DP | at the end of a step | slowest network: pods |
+# | `fsdp` | `all_gather`; `fully_shard` (FSDP2), ZeRO-3 | Megatron-FSDP | if N < (peak/bandwidth) P/active, or not prefetched | enough sequences and tokens |
+# | `tensor` | `all_gather`, `psum_scatter`; `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` | TP with `--sequence-parallel` | yes: needed at once | fewer sequences or tokens; inside a torus axis or node |
+# | `stage` | `ppermute`; `Schedule1F1B`, `ScheduleInterleaved1F1B` | PP | its bubble is | GPU nodes, if N < peak/bandwidth or gathers are exposed |
+# | `context` | `ppermute` ring; `context_parallel` | CP | a ring overlaps some | a sequence that does not fit, or too few sequences |
+# | `expert` | `all_to_all`; `ExpertParallel` (torchtitan) | EP | yes | sparse; N < 2.25 E M/top_k, an eighth of it across GPU nodes |
 #
 # ## Three lines to keep
 #
