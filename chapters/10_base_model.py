@@ -149,9 +149,8 @@ w = {"table_VD": draw("table_VD", 1), "layers": layers, "head_DV": draw("head_DV
 # root mean square. (Real models also multiply by a learned gain.)
 #
 # *Rotary position embeddings* (RoPE) give attention the positions of tokens. Entries i and i + K/2 of a
-# query or key form one complex number, which is rotated by an angle proportional to the position. An
-# attention score multiplies a query's complex number by the conjugate of a key's, so their angles are
-# subtracted. The score therefore depends only on the distance between the two positions.
+# query or key form a pair, which is rotated by an angle proportional to the position. If query and key are
+# rotated by the same angle, their score does not change. So it depends only on the distance between them.
 
 
 # %% tags=["by-hand"]
@@ -212,9 +211,9 @@ print("data=8: loss and gradients agree with one device")
 # %% [markdown]
 # ## Initialization
 #
-# Each weight is initialized with variance 1/fan-in; fan-in is the number of terms that the matmul sums for
-# each output. If the inputs have variance 1, so do the outputs. Output projections are also divided by
-# √(2L), because attention and MLP of L layers add 2L terms to the residual stream.
+# The *fan-in* of a weight is the number of terms that its matmul sums for one output. With variance 1/fan-in,
+# inputs of variance 1 give outputs of variance 1. Output projections are also divided by √(2L), because
+# attention and MLP of L layers add 2L terms to the residual stream.
 #
 # Random tokens cannot be predicted. The best possible model for them gives every token the same
 # probability, and has a loss of ln V = 5.55 nats.
@@ -233,9 +232,9 @@ lesson.predicted("untrained", my_prediction, untrained, "nats", within=0.02)
 assert abs(untrained - np.log(V) - 0.5) < 0.1, "not 1/2 above ln V any more"
 
 # %% [markdown]
-# The loss is half a nat above that of the uniform model. After the last norm, the logits are random
-# numbers of variance 1, and the mean of their exponentials is e^(1/2). So a healthy initial loss is ln V +
-# 1/2. A much higher loss means that some weight is initialized too large. On a mesh, the usual cause is a
+# The loss is half a nat above that of the uniform model. The logits are normal random numbers of variance 1.
+# Their exponentials have the mean e^(1/2), so the log of their sum is ln V + 1/2, a healthy initial loss.
+# A much higher loss means that some weight is initialized too large. On a mesh, the usual cause is a
 # fan-in computed from the *shard*: the matmul with `down_FD` sums over all F, even if a device stores only
 # f = F/n rows.
 #
@@ -248,9 +247,9 @@ assert abs(untrained - np.log(V) - 0.5) < 0.1, "not 1/2 above ln V any more"
 # - `mixed` combines the RoPE code of two libraries.
 #   [`transformers`](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py)
 #   pairs entry i with i + K/2, like this page. [Meta's Llama
-#   3](https://github.com/meta-llama/llama3/blob/main/llama/model.py) pairs adjacent entries. `mixed` pairs
-#   entry i with i + K/2 like the first library, but puts the angles in the order of the second, 0 0 1 1 2 2. So
-#   the two entries of a pair get different angles, and the result is not a rotation.
+#   3](https://github.com/meta-llama/llama3/blob/main/llama/model.py) pairs adjacent entries. `mixed` has the
+#   pairs of the first and the angles of the second: entries get the angles 0 0 1 1 2 2. So the two entries of
+#   a pair get different angles, and the result is not a rotation.
 
 # %%
 from pathlib import Path
@@ -431,9 +430,8 @@ print(check_positions(positions))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return jax.lax.axis_index("context") * t + jnp.arange(t)`. If you add 1 to all positions, the checker
-# rightly accepts the answer: scores and mask depend only on differences. An offset that is the same on all
-# devices changes nothing, but one that differs between devices does.
+# `return jax.lax.axis_index("context") * t + jnp.arange(t)`. Scores and mask depend only on differences of
+# positions. So an offset that is the same on all devices changes nothing, but one that differs does.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -482,9 +480,9 @@ assert partial_sums("F")[0] == llama["D"] and partial_sums("D")[0] == 8.5 * llam
 # - **H and F** are output dims of one matmul, and a later matmul sums over them. Everything in between stays on
 #   its device, so attention and the MLP each need one all-reduce of D elements. This is tensor parallelism
 #   (04). G is sharded with H; with G = 8, more than 8 devices would need copies of the keys.
-# - **D** is summed over in most matmuls, so sharding it would send 8.5 times as many elements as sharding H
-#   (34,816/4,096). It is sharded only for storage: `fsdp` shards D of each *weight*, and all-gathers the weight
-#   before use (03).
+# - **D** is summed over in most matmuls. Sharding it would all-reduce 34,816 elements, and sharding H only
+#   4,096, so D is sharded only for storage: `fsdp` shards D of each *weight*, and all-gathers the weight before
+#   use (03).
 # - **K** is summed over for each pair of positions, and nobody shards it.
 # - **T**, the positions of queries, is never summed over. **S**, the positions of keys and values, is. So
 #   `context` (06) shards T and sends keys and values, 2GK = 2,048 elements per token.
@@ -537,9 +535,9 @@ for chip, bandwidth in ((h100, nvlink), (v5p, ring)):
 
 # %% [markdown]
 # On both chips, the all-reduce takes more than 70% as long as the matmuls before it. So `tensor` uses
-# the fastest links. With few tokens, latency dominates instead: a ring all-reduce over 8 devices has 14 hops of
-# about 1 µs on a v5p, and one token's 2 · 7/8 · 8,192 bytes take 0.08 µs at 180 GB/s. So below about 14/0.08 =
-# 176 tokens, as in decoding (14), the hops take longer than the bytes.
+# the fastest links. With few tokens, as in decoding (14), latency dominates. On a v5p, the 14 hops of a ring
+# over 8 devices take about 14 µs, and one token's 2 · 7/8 · 8,192 bytes 0.08 µs at 180 GB/s. So below about
+# 14/0.08 = 176 tokens, the hops take longer than the bytes.
 #
 # ## Where the FLOPs are
 #
@@ -585,8 +583,7 @@ assert 57_000 < P_ / (L_ * H_ * K_) <= crossing < P_ / (L_ * H_ * K_) + 1024
 
 # %% [markdown]
 # Per token, attention adds 12LHK · T/2 FLOPs. This equals 6P at **T = P/(LHK)**, here 57,256 tokens. (The
-# planner tried multiples of 1,024.) From there on, devices with equal chunks of a row have very unequal work
-# (06).
+# planner tried multiples of 1,024.) In longer rows, later positions cost much more than earlier ones (06).
 #
 # ## Exercise 2: count the FLOPs
 #
@@ -683,10 +680,9 @@ lesson.expect(check_flops, *COUNTS, (flops(), "Right"),
 #
 # The last matmul computes V logits per token. For 8,192 tokens of Llama 3 8B on one device, that is 8,192 ·
 # 128,256 · 4 bytes = 4.2 GB in float32, and the backward pass needs more arrays of that size. Yet the loss
-# needs only two values per token: the logit of the target, and the log-sum-exp of all logits. You can
-# compute both in chunks of u vocabulary entries, because the log-sum-exp of all logits is the log-sum-exp
-# of the chunks' log-sum-exps. With `jax.checkpoint`, a chunk's logits are not saved, but recomputed in the
-# backward pass.
+# needs only two values per token: the logit of the target, and the log-sum-exp (the log of the sum of
+# exponentials) of all logits. You can add up both over chunks of u vocabulary entries. With
+# `jax.checkpoint`, a chunk's logits are not saved, but recomputed in the backward pass.
 
 
 # %%
@@ -783,8 +779,8 @@ assert each == [16_384, 70_272]
 
 # %% [markdown]
 # It stores C + R elements per token and layer, for any number of heads: about half as much as Llama 3 8B in
-# total. But all heads use the same latent, so `tensor` cannot shard it: each of 8 devices stores all 70,272
-# bytes, and of Llama's eight KV heads only one, 16,384 bytes.
+# total. But all heads use the same latent, so `tensor` cannot shard it. With `tensor=8`, each device stores all
+# 70,272 bytes of a token; with Llama's cache, one of eight KV heads, 16,384 bytes.
 #
 # **Experts** (07) replace the feed-forward layer by E smaller ones. All experts need memory, but a token
 # uses only a few: 37 of 671 billion parameters in DeepSeek-V3. The axis `expert` shards E, and tokens are
@@ -1099,7 +1095,7 @@ print(check_run(run_on))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# In `start`, all devices use the same random key, so all have the *same* shard. Shards that start equal get
+# In `start`, all devices use the same random key, so all have the *same* shard. Equal shards get
 # equal gradients and stay equal. The model behaves like one with 3 heads and F = 40, but costs as much as
 # one with 12 heads and F = 160. One line is missing after `n = ..`:
 #
@@ -1108,7 +1104,7 @@ print(check_run(run_on))
 # ```
 #
 # Then split `keys` from `own_seed`. `check_vma` cannot detect the bug, because shards may have equal
-# values. Parity tests cannot either, because they give all meshes the same first weights. It is even better
+# values. Parity tests cannot either: they start all meshes with the same weights. It is even better
 # to compute each random entry from its index in the unsharded array, as `parameters.init` does. Then the
 # weights are the same on every mesh, and you can compare the first losses. Here they differ by 0.1 nats, as
 # they would with a different seed.
@@ -1148,9 +1144,9 @@ lesson.expect(check_run, (changed(own_key), "Fixed"), (changed(whole), "Fixed"),
 # ## In one table
 #
 # The table is for Llama 3 8B in bfloat16. Amounts are per token and layer unless the table says otherwise.
-# The MLP's partial sum is `h_bTf @ w_fD -> x_bTD`, over f.
+# *Exposed* communication does not overlap with compute.
 #
-# | letter | sharded over | PyTorch, Megatron-LM | a device stores | sent forward | sent backward | exposed? (09) |
+# | letter | sharded over | PyTorch, Megatron-LM | a device stores | sent forward | sent backward | exposed? |
 # |---|---|---|---|---|---|---|
 # | B rows | `data`, `fsdp` | DDP, DP | its rows | nothing | gradients, once per step | at the end of a step |
 # | D = 4,096, of weights | `fsdp` | `fully_shard`, Megatron-FSDP | 1/n of each weight | a layer's weights | weights again, their gradients | with few tokens, or if not prefetched |
