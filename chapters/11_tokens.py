@@ -80,8 +80,9 @@ lesson.predicted("fraction never a target", my_prediction, never, within=0.05)
 assert abs(never - np.exp(-1)) < 0.02
 
 # %% [markdown]
-# N is the number of tokens, T the length of a sequence. One random sequence misses a given token with
-# probability `1 - T/N`. All N/T of them miss it with probability `(1 - T/N)^(N/T)`, close to 1/e.
+# The text has N tokens, and a sequence has T. One random sequence misses a given token with probability
+# `1 - T/N`. The loader has drawn N/T sequences. All of them miss the token with probability
+# `(1 - T/N)^(N/T)`, which is close to 1/e.
 
 # %% tags=["hide-input"]
 print(f"{np.mean(one > 1):.1%} of the tokens were a target more than once")
@@ -93,11 +94,11 @@ print(f", after 3: {np.mean(three == 0):.1%}")
 #
 # ## A run that is interrupted three times
 #
-# The text is part of the Python standard library on your machine, so your numbers differ a little from
-# ours. For now, tokens are bytes. The token stream is split into training sequences of T = 256 tokens,
+# The text is part of the Python standard library on your machine, so your numbers differ a little.
+# For now, tokens are bytes. The token stream is split into training sequences of T = 256 tokens,
 # called *windows*. Each step reads a batch of B = 8 windows, the *rows* of the batch.
 #
-# The loader is a seeded generator that shuffles the windows and yields each of them once.
+# The loader is a seeded generator that shuffles the windows and yields each once.
 
 # %%
 library = Path(sysconfig.get_path("stdlib"))
@@ -172,8 +173,7 @@ assert np.mean(stopped[-10:]) < np.mean(whole[-10:]) and stopped_other > whole_o
 # Held-out files show the damage.
 #
 # In a translation toolkit, a run that was interrupted after its first epoch
-# resumed with the batches of that epoch, in the same order ([joeynmt
-# 125](https://github.com/joeynmt/joeynmt/issues/125)).
+# resumed with the same batches ([joeynmt 125](https://github.com/joeynmt/joeynmt/issues/125)).
 #
 # ## One sample order for all epochs
 #
@@ -206,13 +206,14 @@ axes.set_xlabel("row; each shade is a host: four before the stop, two after")
 #
 # ## A function of the step
 #
-# `order(i)` is the i-th window of the endless order. You can compute it without a list of all windows. A
-# shuffle never maps two indices to the same window. To get one, use a *Feistel network*: split the bits of i
-# into two halves, XOR one half with a hash of the other, swap the halves, and repeat. The same XOR undoes a
-# round, so each round is invertible and two indices never collide. If the result is not below the number of
-# windows, feed it back in until it is. This stays a permutation, because you can invert it: undo the rounds
-# until the result is again below the number of windows. For example, 5 windows need halves of 2 bits, so the
-# network permutes 16 slots. If it maps 3 to 11, 11 to 7 and 7 to 1, then `order(3)` is window 1.
+# `order(i)` is the i-th window of the endless order. You can compute it without a list of all windows:
+#
+# 1. A shuffle never maps two indices to the same window. A *Feistel network* has this property: split the bits
+#    of i into two halves, XOR one half with a hash of the other, swap the halves, and repeat. The same XOR
+#    undoes a round, so two indices never collide.
+# 2. The network permutes a power of 4. If the result is not below the number of windows, feed it back in until
+#    it is. For example, 5 windows need halves of 2 bits, so 16 slots. If the network maps 3 to 11, 11 to 7 and
+#    7 to 1, then `order(3)` is window 1. (This is a permutation too: undo the rounds to invert it.)
 #
 # To check a loader, give it a stream in which **every token is its own serial number**. Then each batch
 # shows what was read, and `np.bincount` counts each target (token to predict). Here is the loader with this
@@ -269,7 +270,8 @@ print(f"index 7 in an order of 10**12 windows: {shuffled(7, 10**12, key=0):,}")
 #
 # ## Tokenization: text to ids
 #
-# A tokenizer decides how long the stream of the loader is.
+# A tokenizer decides how long the stream of the loader is. (For the loader alone, skip to "Files and a
+# manifest".)
 #
 # With one token per byte, sequences are long. *Byte-pair encoding* (BPE) shortens them: count all pairs of
 # adjacent tokens, give the most common pair a new id, and repeat. A regular expression first splits the
@@ -328,10 +330,10 @@ print("first ids:", *list(ranks)[256:268])
 print("longest:  ", *sorted(ranks, key=len)[-3:])
 
 # %% [markdown]
-# A token is a string of bytes, and its
-# id, or *rank*, tells in which order the merges created it. To encode text, repeatedly merge the two
-# adjacent tokens whose concatenation has the lowest rank, until no concatenation has a rank. The first k
-# merges do not depend on later ones, so one training run gives you all smaller tokenizers.
+# A token is a string of bytes. Its id, or *rank*, tells in which order the merges created it. Two adjacent
+# tokens can merge if their concatenation is a token. To encode text, merge the pair with the lowest rank, and
+# repeat until no pair can merge. The first k merges do not depend on later ones, so one training run gives
+# you all smaller tokenizers.
 
 
 # %% tags=["hide-input"]
@@ -412,9 +414,9 @@ for V, *row in zip(sizes_V, bytes_a_token, nats, bits, strict=True):
 assert (np.diff(nats) > 0).all() and (np.diff(bits) < 0).all()
 
 # %% [markdown]
-# By loss per token, the byte tokenizer is the best. By bits per byte, it is the worst. Only bits per byte
-# measure how well the model predicts the text. The probability of the text is the product of its tokens'
-# probabilities, so their losses in nats *add up*, and the number of bytes does not depend on the tokenizer:
+# The byte tokenizer has the lowest loss per token, but needs the most bits per byte. Only bits per byte
+# measure how well the model predicts the text. The losses of its tokens *add up*, and the number of bytes
+# does not depend on the tokenizer:
 #
 # bits per byte = nats per token / ln 2 / bytes per token
 #
@@ -479,8 +481,8 @@ print(f", unigram {m['unigram_nats']:.2f}, bigram {m['bigram_nats']:.2f}")
 # previous token.
 #
 # Next, the stream is split into windows. Window i has tokens `i*T .. i*T + T - 1` as inputs, and the token
-# after each input as its target. The last target of a window is the first input of the next window, so
-# every token but the first is a target once. Windows ignore the boundaries of documents and files.
+# after each input as its target. The last target of a window is the first input of the next window. So each
+# token of the stream, except the first, is a target once. Windows ignore the boundaries of documents and files.
 #
 # ## What is in a batch
 #
@@ -523,9 +525,9 @@ panels[1].set_xlabel("index in the window")
 # the end: segment 0, and weight 0 in `weights_BT`. If you drop the last window, you lose text. If you
 # count the padding, the loss is wrong.
 #
-# If a window ends inside a document, the rest is in another row, where it starts at position 0 and cannot
-# attend to the text before it. Best-fit packing
-# (`--data.packing documents`) takes the longest documents first, puts each into the fullest row that still
+# If a window ends inside a document, the rest of the document is in another row. There it starts at position
+# 0, and cannot attend to the text before it. Best-fit packing (`--data.packing documents`) splits only
+# documents that are longer than a row. It takes the longest first, puts each into the fullest row that still
 # has space, and pads. Here are the same lines in rows of 128:
 
 # %% tags=["hide-input"]
@@ -630,7 +632,7 @@ lesson.predicted("8 hosts, then 4: never read", my_prediction, never, within=0.1
 assert 0.15 < never < 0.35
 
 # %% [markdown]
-# Half of the windows that the four hosts read were read before, because four hosts have a different order.
+# Four hosts have a different order than eight. Half of the windows that they read had been read before.
 
 # %% tags=["hide-input"]
 print(f"windows read twice: {np.mean(reads == 2):.0%}, never: {never:.0%}")
@@ -638,9 +640,9 @@ print(f"windows read twice: {np.mean(reads == 2):.0%}, never: {never:.0%}")
 # %% [markdown]
 # MaxText with Grain stores a state for each loading host. A run that resumed with twice as many hosts kept 64
 # loading hosts, and the others loaded nothing ([maxtext
-# 2537](https://github.com/AI-Hypercomputer/maxtext/pull/2537)). `expansion_factor_real_data` now
-# adapts the states. MosaicML Streaming calls the desired
-# property *elastic determinism* ([docs](https://docs.mosaicml.com/projects/streaming)).
+# 2537](https://github.com/AI-Hypercomputer/maxtext/pull/2537)). `expansion_factor_real_data` now adapts the
+# states. MosaicML Streaming calls this *elastic determinism*
+# ([docs](https://docs.mosaicml.com/projects/streaming)).
 #
 # With the endless order, the rows of a batch do not depend on the hosts. A host looks up which rows its
 # devices store (`sharding.own_rows`, exercise 3), and reads only those rows. `sharding.put` copies them
@@ -674,7 +676,7 @@ for second in (8, 4):
     assert np.array_equal(whole, targets(46))
 
 # %% [markdown]
-# **Mixtures.** Several corpora, each shuffled separately, also form one endless order, if the index of a
+# **Mixtures.** Several corpora also form one endless order. Each is shuffled separately, and the number of a
 # row determines its corpus. Here are two corpora, one with ids below 5,000 and one with ids from 5,000 on.
 # Every 7 rows of the first come with 3 rows of the second:
 
@@ -714,9 +716,10 @@ for one in both:
 # %% [markdown]
 # ## What it costs, and when not to use it
 #
-# A host creates only its own rows, so its work does not grow with the number of hosts. (JAX's guide to
-# [distributed data loading](https://docs.jax.dev/en/latest/distributed_data_loading.html) warns that rows
-# on the wrong devices raise no error.)
+# A host creates only its own rows. If it created the whole batch, a batch for twice as many hosts would be
+# twice the work for each of them. (JAX's guide to [distributed data
+# loading](https://docs.jax.dev/en/latest/distributed_data_loading.html) warns that rows on the wrong devices
+# raise no error.)
 #
 # Is one core per host enough? The next cell measures CPU time on this machine, for `moe1b`, the project's
 # main run, with 256 sequences of 1,024 tokens. The planner estimates the step time on 32 TPU v4 chips, four
@@ -742,10 +745,10 @@ for chips in (32, 512, 4096):
 assert made > 4 * a_host and big.model.vocab_size > 2**16, "a core no longer keeps up"
 
 # %% [markdown]
-# An id takes 4 bytes here, because a vocabulary of 100,352 ids needs uint32. If the batch grew with the chips
-# and every host created all of it, the total bytes read would grow with the *square* of the number of chips.
-# `dataset.prefetch` creates batches in a thread while the chips compute, so the chips never wait if
-# a core is faster than they are.
+# An id takes 4 bytes here, because a vocabulary of 100,352 ids needs uint32. `dataset.prefetch` creates
+# batches in a thread while the chips compute, so the chips never wait if a core is faster than they are. On
+# TPUs, tokens are usually [in a bucket](../data.md#read-tokens-from-a-bucket); a host downloads only its
+# rows.
 #
 # ## Exercise 1: the last window
 #
@@ -842,10 +845,10 @@ print(check_first_index(first_index))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return min(step, change) * before + max(step - change, 0) * after`. So "a function of the step" really
-# means "a function of the number of sequences before it". `dataset.batch` multiplies the step by the
-# *current* batch size, which is correct only if the batch size never changes. Therefore this project does
-# not resume with a different `data.batch_size` (`train.directory.result_settings` lists what may change).
+# `return min(step, change) * before + max(step - change, 0) * after`. A batch depends on how many sequences
+# were read before it. `dataset.batch` takes this to be the step times the *current* batch size, which is
+# correct only if the batch size never changes. Therefore this project does not resume with a different
+# `data.batch_size` (`train.directory.result_settings` lists what may change).
 # OLMo stores the number of sequences in the checkpoint for this reason ([OLMo
 # 182](https://github.com/allenai/OLMo/pull/182)).
 # </details>
@@ -1092,12 +1095,10 @@ print(check_loader(Loader))
 #     return {"batches": self.first + self.batches}
 # ```
 #
-# (The batches that were made ahead are not counted, and must not be: they are made again.) This happened in a
-# training library: 30 batches, stop, 10 more, stop, and the third run skipped 10 batches
-# instead of 40 ([KempnerForge 57](https://github.com/KempnerInstitute/KempnerForge/issues/57)). The fix
-# came with a test of three runs in a row, because with one stop you cannot tell "since the last start" from
-# "since the first". The best fix needs no `state`: pass the step, which is in the checkpoint anyway, to
-# `__iter__`.
+# (The batches that were made ahead must not be counted: they are made again.) This happened in a training
+# library: 30 batches, stop, 10 more, stop, and the third run skipped 10 batches instead of 40 ([KempnerForge
+# 57](https://github.com/KempnerInstitute/KempnerForge/issues/57)). The fix came with a test of three runs in a
+# row. The best fix needs no `state`: pass the step, which is in the checkpoint anyway, to `__iter__`.
 # </details>
 
 
