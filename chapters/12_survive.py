@@ -67,8 +67,9 @@ lesson.predicted("seconds for a checkpoint", my_prediction, write_405B_s, within
 
 # %% [markdown]
 # A checkpoint has 12 bytes per parameter (weights and Adam's two moments; gradients are not saved). That is 4.9
-# TB, which takes almost six minutes. And this run was interrupted unexpectedly 419 times in 54 days, once every
-# three hours ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4).
+# TB, which this disk writes in almost six minutes. The run of Llama 3 405B was interrupted unexpectedly 419
+# times in 54 days, once every three hours
+# ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), section 3.3.4).
 #
 # ## The program by hand: a loop that you can kill
 #
@@ -494,8 +495,8 @@ assert times[64] < 1.1 and times[late] > 1.3, "the text describes another spike"
 # steps, a fifth is left. The run recovers slowly, because the second moment is too large and decays by only
 # 1% per step, so each update is too small.
 #
-# The last 20 losses determine which steps are skipped. So they are *state* and belong in the checkpoint.
-# Otherwise a resumed run skips different batches.
+# The rule compares a loss with the last 20. So these 20 losses are *state*, and belong in the checkpoint:
+# without them, a resumed run skips different batches.
 #
 # If you discover a spike late, go back to a checkpoint before it, and skip the bad batches. The loss of
 # PaLM spiked about 20 times, in spite of gradient clipping. Each time, training restarted from a checkpoint
@@ -609,9 +610,9 @@ assert seen == [25, 30], "with another weight, other bits are visible"
 # %% [markdown]
 # <details><summary>Why</summary>
 #
-# In the exponent, bits 25 and 30 are 0. If one of them flips, the weight becomes 16 times as large, or -4e37.
-# Any other flip changes one of 1,024 small weights by at most twice its size (the sign), which the loss does
-# not show.
+# In this weight's exponent, bits 25 and 30 are 0. If bit 25 flips, the weight becomes 16 times as large. If bit
+# 30 flips, it becomes -4e37. Any other flip changes one of 1,024 small weights by at most twice its size (the
+# sign), which the loss does not show.
 # </details>
 #
 # The damage does not go away:
@@ -674,9 +675,9 @@ for chip in (hardware.CHIPS["v5p"], hardware.CHIPS["h100"]):
     print(f"{chip.name}: read all weights {read * 1e3:.0f} ms; gather all {sent:.0f} s")
 
 # %% [markdown]
-# The second number is the time to send all weights over the network between TPU slices or GPU nodes, where
-# `data` is usually placed. Nobody does that. Sending four bytes only costs latency. (These times are
-# computed; simulated devices cannot measure time.)
+# `data` usually crosses the network between TPU slices or GPU nodes. The second number is the time to send all
+# weights over it, which nobody does. Sending four bytes only costs latency. (These times are computed;
+# simulated devices cannot measure time.)
 #
 # The method has two limits. Shards along `fsdp` have no replicas to compare with. And if a chip *computes*
 # wrongly, the all-reduce adds its wrong gradient on every replica, so all replicas agree on a wrong number.
@@ -768,9 +769,9 @@ of_2048_h = host_mtbf_s / 2048 / 3600
 print(f"{host_mtbf_s / DAY:.0f} days, and one of 2,048 in {of_2048_h:.1f} h")
 
 # %% [markdown]
-# Suppose that a save stops training for c = 60 s (840 GB, a 70-billion-parameter model with its two moments
-# in float32, to a disk that writes 14 GB/s). A restart takes r = 600 s. MTBF is the mean time between
-# failures of all hosts together. **Goodput** is the fraction of time spent on steps that are not lost.
+# Suppose that a save stops training for c = 60 s, and a restart takes r = 600 s. (In 60 s, a disk of 14 GB/s
+# writes 840 GB: 70 billion parameters and their moments in float32.) MTBF is the mean time between failures
+# of all hosts together. **Goodput** is the fraction of time spent on steps that are not lost.
 #
 # > **Predict.** With 1,024 hosts, MTBF = 6.2 h. How many minutes should you train between two saves?
 
@@ -841,8 +842,9 @@ assert abs(best / (young(c, host_mtbf_s / 1024) / 60) - 1) < 0.2
 
 # %% [markdown]
 # The dotted lines show the rule. The maximum is flat: half or twice the interval costs little, but a tenth
-# of the interval costs a lot. On 8 hosts, one save in five hours is enough (but save more often to survive
-# your own mistakes, which MTBF does not include).
+# of the interval costs a lot. On 8 hosts, one save in five hours is enough for failures. (MTBF does not include
+# your own mistakes, so save more often.) `python -m plan` [computes the interval with
+# `--goodput`](../planner.md#how-long-will-it-take-and-what-will-it-cost). Set it with `--run.checkpoint_every`.
 #
 # At 1,024 hosts, a tenth of the machine time is lost, most of it to saves and lost steps. If a save stops
 # training for only 2 s, to copy the state to host memory, and the file is written in the background, you
@@ -906,13 +908,11 @@ lesson.expect(check_interval, *INTERVAL_HINTS, (by_rule, "Right"),
 # %% [markdown]
 # ## A bug to find
 #
-# To save memory on the devices, this trainer keeps Adam's moments on the host, and it writes checkpoints in
-# the background. Its test is strict: a run that is killed and resumed must be bitwise identical to an
-# uninterrupted one. The test passes on a workstation. On the cluster, where the disk is busy (`slow`), runs
-# that resume follow another curve than before. No save fails, every sha256 is right, and the number of
-# devices is the same. Fix the program. (`Writer` writes `slow` steps later. It replaces a thread, so that
-# this page prints the same numbers every time. `batch`, `save` and `load` are those of the program by
-# hand.)
+# This trainer keeps Adam's moments on the host, and writes checkpoints in the background. Its test is strict: a
+# run that is killed and resumed must be bitwise identical to an uninterrupted one. The test passes on a
+# workstation. On the cluster, where the disk is busy, a resumed run follows another curve. No save fails, every
+# sha256 is right, and the number of devices is the same. Fix the program. (`Writer` replaces a thread, and
+# writes `slow` steps later. `batch`, `save` and `load` are those of the program by hand.)
 
 
 # %%
@@ -1095,9 +1095,9 @@ assert not resumed[0].any() and np.abs(resumed[5]).max() > 0.01, "no visible sym
 # | position in the data | the step; Grain | torchdata's `StatefulDataLoader`, one per rank | `consumed_train_samples` |
 #
 # **When.** Save every sqrt(2 c MTBF). With the failures above and c = 60 s, that is five hours on 8 nodes of
-# 8 H100s, and 27 minutes on 1,024 nodes. Hosts of v5p have their own failure rate. If the interval is
-# only a few minutes, reduce c rather than the interval. A save's stop, lost steps and restarts are on the
-# critical path; writing in the background is not.
+# 8 H100s, and 27 minutes on 1,024 nodes. For TPU hosts we know of no published rate; use your own. If the
+# interval is only a few minutes, reduce c rather than the interval. A save's stop, lost steps and restarts are
+# on the critical path; writing in the background is not.
 #
 # ## Three lines to keep
 #
