@@ -50,9 +50,9 @@ opening.before_after(equal, uneven, "One slow host slows down all of them", **la
 # %% [markdown]
 # The figure shows a step of 32 layers of Llama 3 8B on eight hosts with eight H100s each. The weights are
 # sharded inside each host (`fsdp=8`), and the batch over the hosts (`data=8`). A step ends with a sum of the
-# gradients over all hosts, so the slowest host sets the pace. (The times are arithmetic at peak speed. The sum
-# takes 61 ms: each H100 sends 2 x 7/8 of its 1.7 GB shard of the bfloat16 gradients over its own 50 GB/s
-# network card. Communication inside a host is not drawn.)
+# gradients over all hosts, so the slowest host sets the pace. (The times are arithmetic at peak speed. Each
+# H100 has 1.7 GB of bfloat16 gradients. To sum them, it sends 2 x 7/8 of that over its own 50 GB/s network
+# card, in 61 ms. Communication inside a host is not drawn.)
 #
 # > **Predict.** Each host pauses in 1% of its steps, at random, for example to load data. In what
 # > fraction of the steps do 128 hosts wait for at least one of them?
@@ -270,9 +270,9 @@ if hosts:
 # %% [markdown]
 # <details><summary>Why</summary>
 #
-# None. The closed connection immediately raises an exception in another process, whose log ends there. But
-# a JAX process does not exit alone: it tells the coordinator and waits for the others, and these wait in
-# the `psum` for the dead process. So judging by exit statuses, one process is dead and three are healthy.
+# None. The closed connection immediately raises an exception in another process, and its log ends there. But
+# a JAX process does not exit alone: it waits for the other two. These two wait in the `psum` for the dead
+# process. So judging by exit statuses, one process is dead and three are healthy.
 # </details>
 #
 # When the coordinator has received no heartbeat from a process for 5 s, it tells all processes, and C++ code
@@ -282,8 +282,8 @@ if hosts:
 #
 # So when one process dies, all die. This is intended, because a collective cannot work with some of its
 # processes missing. Something outside the processes has to restart them. Here each supervisor restarts its
-# process 7 s after it ended. Because 7 s is longer than the heartbeat timeout of 5 s, all processes have
-# ended before the first one starts again.
+# process 7 s after it ended. The heartbeat timeout is shorter, 5 s, so all processes have ended before the
+# first one starts again.
 
 # %%
 if hosts:
@@ -365,8 +365,8 @@ if hosts:
 #
 # Then the disk answered, and the run continued. If a watchdog had killed the run, it would have cost a
 # restart. So the limit must be longer than the longest healthy pause, including compilation, evaluation and
-# saving. The project's default is 1,800 s. The limit can be shorter if each batch of an evaluation also
-# counts as progress.
+# saving. The project's default is 1,800 s. On several TPU slices, the TPU's runtime has [its own, shorter
+# limit](../what_to_do_when.md#the-run-hangs).
 #
 # ## A process is frozen
 #
@@ -429,9 +429,9 @@ if hosts:
 # %% [markdown]
 # A killed process closes its connections, so another process gets an exception at once (the diamond on the
 # left). A frozen process closes nothing: on the right, the others wait without an exception, and only the
-# missing heartbeat ends the wait. A process sends a heartbeat every 2.5 s, half the timeout, and the 5 s count
-# from its last one. So the others end 2.5 to 5 s after the freeze, plus the time in which the coordinator
-# notices it. The cell printed what was measured. They had no restart left.
+# missing heartbeat ends the wait. A process sends a heartbeat every 2.5 s, and the 5 s count from its last one.
+# That was up to 2.5 s before the freeze, so the others end 2.5 to 5 s after it, plus the time until the
+# coordinator notices.
 #
 # Nothing ends the frozen process. It keeps its memory, and on a TPU its chips, so the next start on this host
 # would fail. Something *on that host* must kill it. Here `stop --now` made its supervisor kill it.
@@ -506,8 +506,8 @@ if hosts:
 # only network latency, which is negligible compared with the seconds of the start, on any chip.
 #
 # A real fingerprint includes the settings, the commit, the versions of packages, the tokens, and the number
-# of devices per process. It excludes everything that *must* differ, such as the rank. (All processes are
-# compared with process 0. If process 0 is the wrong one, the other three are reported.)
+# of devices per process. It excludes everything that *must* differ, such as the rank. (If process 0 is the
+# wrong one, the other three are reported, because each is compared with process 0.)
 #
 # The fingerprint in this program does not include the program itself. Now somebody edits a line on one
 # host, so that its step uses 3 rows instead of 2. The processes all-reduce a gradient of four numbers,
@@ -742,10 +742,10 @@ for count in (32, 1024):
 # %% [markdown]
 # With 32 hosts, a failure happens about once in eight days. What matters is that it is detected *at all*:
 # an unnoticed night costs more than any timeout. With 1,024 hosts, there are about four failures per day,
-# and a timeout of 1,800 s costs three times as much as the restart. There, a heartbeat timeout of 10 s
-# gains little over 100 s, and it ends a healthy run whenever the network is down for 11 s. Only r depends
-# on the chip. (These costs are computed. The processes on this page run on two cores, so they show what
-# waits for what, but not how long a real network takes.)
+# and a timeout of 1,800 s costs three times as much as the restart. But a heartbeat timeout of 10 s instead
+# of 100 s gains little, and a network outage of 11 s then ends a healthy run. Only r depends on the chip.
+# (These costs are computed. The processes on this page run on two cores, so they show what waits for what,
+# but not how long a real network takes.)
 
 # %% [markdown]
 # ## A bug to find
@@ -935,11 +935,10 @@ print(check_best(train))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `reduce` returns the sum on host `to` only, and on the others their own numbers. So `evaluate` returns the
-# mean of all rows on host 0, and the mean of its own rows on any other host. Then some hosts have a new
-# best and call `gather`, while the others continue to the next `psum`. At the first evaluation, any loss is
-# below infinity, so all hosts agree. Use `hosts.psum` in `evaluate`. The lines with `rank == 0` are
-# harmless, because they contain no collective.
+# Use `hosts.psum` in `evaluate`. `reduce` returns the sum on host `to` only. So `evaluate` returns the mean of
+# all rows on host 0, and the mean of its own rows on any other host. Then some hosts have a new best and call
+# `gather`, while the others continue to the next `psum`. At the first evaluation, any loss is below infinity,
+# so all hosts agree. The lines with `rank == 0` are harmless, because they contain no collective.
 #
 # An FSDP run at Meta hung this way in its later epochs. It summed the losses with `reduce` instead of
 # `all_reduce`, so each rank compared a different number with its own
