@@ -53,8 +53,7 @@ opening.before_after(alone, in_batch, title, **labels)
 # %% [markdown]
 # The figure shows one decode step in one layer of Llama 3 8B, for sequences of 2,048 tokens on eight H100s of
 # `tensor=8`, at peak speed. Sixteen times as many tokens take 1.3 times as long, because the devices wait for
-# memory and hardly compute. (The two all-reduces of the layer are not drawn. They are only a few kB, but their
-# latency is about 14 us each, as the table below shows.)
+# memory and hardly compute. (Not drawn: two all-reduces of a few kB, with a latency of about 14 us each.)
 #
 # ## Prefill and decode
 #
@@ -99,8 +98,8 @@ for chip in (v5e, v5p, h100):
 #
 # With B rows, compute takes 2 P B / (FLOP/s), and reading the weights takes 2 P / (bytes/s). The two are equal
 # at **B\* = FLOP/s divided by bytes/s**, the ridge point of the chip's roofline. So **more sequences per step
-# are free, up to B\* of them**: 295 on an H100, 243 on a TPU v5e, 164 on a v5p. (With one byte per weight,
-# both B\* and the time are halved.) The cache is different.
+# are free, up to B\* of them**: 295 on an H100, 243 on a TPU v5e, 164 on a v5p. (With one byte per weight, B\*
+# is half as large, and the step takes half as long.) The cache is different.
 
 # %% tags=["remove-cell"]
 ridges = [round(c.peak_flops_per_s / c.hbm_bytes_per_s) for c in (h100, v5e, v5p)]
@@ -120,12 +119,12 @@ assert ridges == [295, 243, 164], "the page says these ridges"
 # | I | query heads that share a key-value head | - |
 # | F | hidden dim of the feed-forward layer | both |
 #
-# Position p is stored on device p % n along `context`, so the shards stay equal while a sequence grows. One
-# function does prefill and decode: it first writes the new keys and values, then attends to the whole cache.
+# Position p is stored on device p % n along `context`: with n = 2, even positions on device 0, and odd ones on
+# device 1. So the shards stay equal while a sequence grows. One function does prefill and decode: it first
+# writes the new keys and values, then attends to the whole cache.
 #
-# A device must not write positions that other devices store. The usual `dynamic_update_slice` silently
-# clamps an out-of-range start, and would overwrite the last slot. So the program uses a scatter that drops
-# such writes.
+# A device must skip the positions that another device stores. The program uses a scatter, which drops
+# out-of-range writes. (`dynamic_update_slice` would move them to the last slot, silently.)
 
 # %% tags=["by-hand"]
 import os
@@ -209,10 +208,11 @@ for compiled, t in ((one_step, 1), (prefill, T)):
 
 # %% [markdown]
 # The bytes grow with the number of new tokens, but not with the cache: keys and values are never sent.
-# Along `context`, a device all-reduces the largest score, the sum, and K numbers of output for each of its
-# query heads: 4 bytes x 3 sequences x 2 heads x (K + 2) = 240 per step. Each of the two other all-reduces is 3
-# sequences x D = 32 x 4 = 384 bytes. These are four exposed all-reduces per layer, while `tensor` alone has
-# two.
+# A layer has four exposed all-reduces, where `tensor` alone has two:
+#
+# - Two combine the partial softmaxes along `context`: the largest score, and then the sum and K numbers of
+#   output per query head. Together they are 4 bytes x 3 sequences x 2 heads x (K + 2) = 240 bytes.
+# - Two sum the outputs of attention and MLP, 3 sequences x D = 32 x 4 = 384 bytes each.
 #
 # ## The KV cache
 #
@@ -260,17 +260,15 @@ assert round(equal) == 15, "the page says 15"
 # enough, far fewer than B\*.
 # </details>
 #
-# **The sequences of a batch share the weights, but each has its own cache.** H/G query heads use each value of
-# the cache, with 2 FLOPs (a multiplication and an addition) per 2 bytes. That is H/G FLOPs per byte, 4 for
-# Llama 3 8B, so reading the cache is memory-bound at any batch size. A step of B sequences of S tokens takes
-# about
+# **The sequences of a batch share the weights, but each has its own cache.** A value of the cache has 2 bytes,
+# and each of the H/G query heads that use it needs 2 FLOPs. That is H/G FLOPs per byte, 4 for Llama 3 8B. So
+# reading the cache is memory-bound at any batch size. A step of B sequences of S tokens takes about
 #
 # $$t = \max\left(\frac{2PB}{\text{FLOP/s}}, \frac{2P}{\text{bytes/s}}\right) +
 # \frac{B\,S \cdot \text{cache bytes per token}}{\text{bytes/s}}$$
 #
 # The first term is constant up to B\*, and the second grows from the first sequence on. They add up, because a
-# layer reads its cache after the matmul that computes its queries, and before the next one. (A kernel that
-# prefetches the cache could overlap them.)
+# layer reads weights and cache one after the other. (A kernel that prefetches the cache could overlap them.)
 #
 # How does throughput grow with the batch size, and how does it change the latency of each sequence?
 
@@ -325,8 +323,8 @@ assert curve(2048)[0][-1] < 295, "the page says that only S = 512 reaches B*"
 # (The large dots mark the largest batch that fits into the 64 of 80 GB that JAX can use. B\* is 295.) On the
 # steep part of a curve, reading the weights takes most of the time. On the flat part, each sequence adds the
 # time for its own cache, and throughput cannot exceed bytes/s divided by the cache bytes of a sequence. Only
-# sequences of 512 tokens are short enough that B\* of them fit. Above B\*, each sequence adds 16.2 us of
-# compute to the 20.0 us for its cache, so throughput stays at 27,570 tokens/s, not 49,919.
+# sequences of 512 tokens are short enough that B\* of them fit. Each takes 20.0 us for its cache, a limit of
+# 49,919 tokens/s. Above B\*, each also takes 16.2 us of compute, so the limit is 27,570 tokens/s.
 #
 # That is decode only. A server also has to process the prompts.
 #
@@ -466,16 +464,16 @@ assert stored[1] + more_GB < v5e.memory_bytes / 1e9, "the program would not fit"
 # %% [markdown]
 # For each token, the all-gather of `fsdp` sends 15/16 of the weights per device, 132 GB, which takes 1.5
 # seconds on these v5e chips. In an H100 node it sends 7/8, 123 GB, in 274 ms. In training, one gather is used
-# for thousands of rows. `tensor=16` alone does not fit, because each head's cache is stored twice. With the
-# cache sharded over both axes, the step fits, and is the fastest. On 8 devices, `tensor` alone is enough. (The
-# `stage` row is the time of one token through all stages.)
+# for thousands of rows. `tensor=16` alone does not fit, because with 8 KV heads, two devices store each head's
+# cache. With the cache also sharded over `context`, the step fits, and is the fastest. On 8 devices, `tensor`
+# alone is enough. (The `stage` row is the time of one token through all stages.)
 #
-# **Where do the weights live along `context`?** The last row of each table divides them over all n devices, and
-# each device multiplies its own shard, as the feed-forward layer in the program above does. No weight is
-# gathered. (Devices with the same key-value head first all-gather their queries, [as in
-# vLLM](https://github.com/vllm-project/vllm/pull/24864). The program above replicates the attention weights
-# along `context` instead.) A training program may store them differently. Here are three ways on
-# `tensor=8,context=2`:
+# **Where do the weights live along `context`?** In the last row of each table, all n devices store different
+# shards of the weights, and each device multiplies its own, as the feed-forward layer in the program above
+# does. (vLLM [does this](https://github.com/vllm-project/vllm/pull/24864) for attention too, and first
+# all-gathers queries between devices with the same key-value head. The program above replicates these
+# weights.) **This project cannot do it:** `generate/` replicates weights along `context`. Here are three ways
+# on `tensor=8,context=2`:
 
 # %%
 links = layout(config.MeshConfig(tensor=8, context=2), Topology.parse("v5e:4x4"))
@@ -498,10 +496,9 @@ assert 380 < gather_ms < 400, "the page says about 390 ms"
 assert full == "" and W70 / 8 + cache > v5e.memory_bytes, "the page says which fit"
 
 # %% [markdown]
-# Only the first way reaches the time of the table. Weights that are sharded over `context` as `fsdp` shards
-# them fit too, but their gather takes about 390 ms per token, because the two devices along `context` are two
-# hops apart, and get a quarter of a torus axis, 22.5 GB/s. Replicated weights need no gather, but no longer fit
-# on 16 of these chips.
+# Only the first way reaches the time of the table. Replicated weights need no gather, but do not fit on 16 of
+# these chips. Weights that are gathered, as `fsdp` does, fit. But the gather takes about 390 ms per token: the
+# two devices along `context` are two hops apart, and get 22.5 GB/s, a quarter of a torus axis.
 #
 # The communication of `tensor` is latency-bound, because it has 160 all-reduces per token. On a 4x4 slice
 # without wraparound links, an all-reduce is a reduce-scatter and an all-gather of 3 hops along each side, 12
@@ -523,12 +520,11 @@ assert round(wire_bytes("all-gather", W70, 16) / 1e9) == 132
 # %% [markdown]
 # ## Absorbed latent attention
 #
-# With multi-head latent attention (MLA), a layer stores c, a latent of C numbers, and computes the keys w c
-# of all heads from it. Done directly, this would be a matmul for each earlier token in each step. But a
-# score is $q \cdot (w c) = (w^\top q) \cdot c$, so **you can apply w to the query instead**, once, and use
-# the latents themselves as keys. The values work the same way, after the weighted sum. The matmul with w is
-# *absorbed*. This is why the rotary key of R numbers is separate: RoPE would put a rotation between w and
-# the query.
+# With multi-head latent attention (MLA), a layer stores c, a latent of C numbers per token. The keys of all
+# heads are w c. To compute them in each step, you would need a matmul for each earlier token. But a score is
+# $q \cdot (w c) = (w^\top q) \cdot c$, so **you can apply w to the query instead**, once, and use the latents
+# themselves as keys. The matmul with w is then *absorbed*. The values work the same way, after the weighted
+# sum. (RoPE would put a rotation between w and the query, so the rotary key of R numbers is separate.)
 #
 # All H heads then use each number of the latent, as a key and as a value. So each byte of cache is used for
 # H (2C + R)/(C + R) FLOPs, and decode moves from memory-bound to near the ridge:
@@ -624,9 +620,8 @@ print(f"logits of up to {np.abs(whole).max():.2f}, which differ by {off:.0e} at 
 
 # %% [markdown]
 # `generate/engine.py` uses this function for continuous batching: one cache has a fixed number of rows for
-# requests, and long prompts are processed in chunks between decode steps. There is no paging. Weights are
-# replicated along `context`, the second of the three ways above. `fsdp` shards them and costs the all-gather
-# for every token (see `python -m plan --inference`).
+# requests, and long prompts are processed in chunks between decode steps. There is no paging. `fsdp` shards
+# weights, and costs the all-gather for every token (see `python -m plan --inference`).
 
 # %% [markdown]
 # ## Exercise 1: the cache of a device
@@ -964,11 +959,10 @@ print(check_sequences(sequences_on))
 #
 # <details><summary>Solution</summary>
 #
-# In `generate`, the random key is folded with the device's index along both axes, so no two devices use the
-# same random numbers. But the devices along `tensor` have shards of *one* model, and generate the same
-# sequences. After the first sample, each device continues with a different word, and the all-reduce adds
-# partial sums for different sequences. `jax.lax.axis_index("data")` fixes this. You also have to remove
-# `pcast`, because the words no longer differ along `tensor`.
+# Fold only `jax.lax.axis_index("data")` into the random key, and remove `pcast`, because the words no longer
+# differ along `tensor`. In `generate`, the key is folded with the index along both axes. But devices along
+# `tensor` have shards of *one* model, and must generate the same sequences. With different keys, each continues
+# with a different word, and the all-reduce adds partial sums for different sequences.
 #
 # Two lines hid the bug. JAX tracks that the words differ along `tensor`, and raises an error in the scan
 # unless `pcast` declares this as intended. And `[0]` in `sequences_on` returns only one of the copies. The test
