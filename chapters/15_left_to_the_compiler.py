@@ -84,10 +84,10 @@ lesson.predicted("collectives", my_prediction, len(found.collectives))
 lesson.listed(found)
 
 # %% [markdown]
-# Two. The matmul by rows leaves a partial sum of every element on each device of `model`, so 16 x 64 elements
-# are all-reduced. Then the mean needs one value over `data`. A person would notice that a mean is a sum too,
-# and send one value over both axes. But the partitioner decides operation by operation, and does not reorder
-# the program.
+# Two. After the second matmul, each device along `model` has a partial sum of all 16 x 64 elements, so these
+# are all-reduced. The mean then all-reduces one value over `data`. A person would take the mean first, and
+# send one value over both axes. But the partitioner decides operation by operation, and does not reorder the
+# program.
 #
 # ## One program, written in three ways
 #
@@ -97,8 +97,8 @@ lesson.listed(found)
 #
 # 1. **Constraints.** The mesh axes have the type `Auto`. The compiler derives the sharding of every array
 #    from those of the inputs, and `with_sharding_constraint` pins a few of them.
-# 2. **Explicit sharding.** The axes have the type `Explicit`, and the sharding is part of an array's
-#    type, like its dtype. JAX checks every operation while it traces. If a result could be sharded in two
+# 2. **Explicit sharding.** The axes have the type `Explicit`, and each array's type includes its sharding, as
+#    it includes its dtype. JAX checks every operation while it traces. If a result could be sharded in two
 #    ways, you must choose one with `out_sharding`.
 # 3. **shard_map.** The function is the program of one device, and you write every collective.
 
@@ -165,8 +165,8 @@ for function, axis_type in ways.items():
 # all-to-all. The result is one program that every device runs: SPMD, single program, multiple data. GSPMD
 # was the first partitioner of this kind in XLA; its successor is Shardy.
 #
-# All three have one all-reduce here. The first two are still the program of one device. If you delete
-# their annotations, they compute the same, with whatever communication the partitioner chooses.
+# All three have one all-reduce here. The first two are still programs of one device: without their
+# annotations, they give the same result, but the partitioner may choose other communication.
 #
 # ## Logical axis names
 #
@@ -205,12 +205,14 @@ panels[1, 0].set_ylabel("x\nB", rotation=0, labelpad=12)
 
 # %% [markdown]
 # These are the four partitionings of the T5X paper ([arXiv:2203.17189](https://arxiv.org/abs/2203.17189),
-# section
-# 2.2), named by the mesh axes over which *parameters / activations* are sharded. **1D parameters** are sharded
-# over `model` only, as in tensor parallelism, and **2D parameters** also over `data`, and gathered for each
-# layer, as in FSDP. Between layers, **1D activations** are replicated over `model`, and **2D activations** are
-# sharded over it too, by width. That saves as much memory as sharding positions, as Megatron's sequence
-# parallelism does.
+# section 2.2). In a name like 1D/2D, the first part is about parameters, the second about activations:
+#
+# | | 1D | 2D |
+# |---|---|---|
+# | parameters | sharded over `model`, as in tensor parallelism | also over `data`, and gathered for each layer, as in FSDP |
+# | activations between layers | sharded over `data`, replicated over `model` | also over `model`, by width |
+#
+# (2D activations save as much memory as Megatron's sequence parallelism, which shards positions.)
 #
 # ## Four partitionings, three ways
 #
@@ -238,9 +240,12 @@ layer_y = jax.jit(jax.shard_map(layer, **specs))(layer_x, layer_w)
 assert np.allclose(layer_y, plain(layer_x, up, down), rtol=1e-4, atol=1e-5)
 
 # %% [markdown]
-# In a step, the backward pass and the recomputation add to that. Over `model=4`, activations of 12,288 bytes
-# are all-gathered three times and reduce-scattered twice. Over `data=2`, weights of 24,576 bytes are
-# all-gathered twice, and their gradients reduce-scattered once.
+# In a step, the backward pass and the recomputation add to that. Per layer:
+#
+# | over | array | all-gathers | reduce-scatters |
+# |---|---|---|---|
+# | `model=4` | activations of 12,288 bytes | 3 | 2 |
+# | `data=2` | weights of 24,576 bytes | 2 | 1, of the gradients |
 #
 # > **Predict.** The partitioner of the CPU compiler cannot make a reduce-scatter. It all-reduces instead, and
 # > then each device takes its shard. How many times as many bytes does the program with explicit sharding send?
@@ -264,11 +269,15 @@ what = "explicit over shard_map"
 lesson.predicted(what, my_prediction, times, "times", within=0.03)
 
 # %% [markdown]
-# An all-reduce sends twice as much as a reduce-scatter. By hand, a device sends 5 · 3/4 · 12,288 + 3 · 1/2 ·
-# 24,576 = 82,944 bytes per layer. With all-reduces that becomes 7 · 3/4 · 12,288 + 4 · 1/2 · 24,576 = 113,664
-# bytes, 1.37 times as many. Constraints send another 6,144 bytes per layer, because the compiler gathers one of
-# the two weights a third time: 32 all-gathers in four layers instead of 28. (The TPU compiler does make
-# reduce-scatters, as you will see.)
+# An all-reduce sends twice as much as a reduce-scatter, so it counts as two:
+#
+# | a layer | sent by a device |
+# |---|---|
+# | by hand | 5 · 3/4 · 12,288 + 3 · 1/2 · 24,576 = 82,944 bytes |
+# | explicit | 7 · 3/4 · 12,288 + 4 · 1/2 · 24,576 = 113,664 bytes, 1.37 times as many |
+# | constraints | 6,144 bytes more: one of the two weights is gathered a third time |
+#
+# (The TPU compiler does make reduce-scatters, as you will see.)
 
 # %% tags=["remove-cell"]
 assert abs(sent[2, 2, "shard_map"] / 4 - 82_944) < 4
@@ -341,15 +350,15 @@ legend = axes.legend(boxes, fills, loc="upper left", ncols=2, fontsize=9)
 # - **1D/1D** (parameters over `model`, activations over `data`): the same collectives three times. Explicit
 #   sharding takes 0.5% longer, because its matmuls are cut differently.
 # - **1D/2D** (activations also over `model`): constraints win by 3%. The compiler splits gathers into chunks
-#   (`collective-permute`) and sends them during the matmuls, so it sends a quarter more bytes than the
-#   hand-written program, but exposes 44% fewer.
+#   (`collective-permute`) and sends them during the matmuls. It sends a quarter more bytes than the
+#   hand-written program, but 44% fewer are exposed.
 # - **2D/1D** (parameters also over `data`): explicit sharding and the hand-written program are within 1%. With
 #   constraints the step takes 5.3% longer than by hand, and 6.4% longer than with explicit sharding.
 # - **2D/2D** (both): the hand-written program wins, by 3% over explicit sharding and 4% over constraints, which
 #   also need 31% more memory. They took three times as long to compile: 92 s against 31 s, on 2 cores.
 #
-# The hand-written layer asks for a whole gather and then for the matmul, so of its five transfers of
-# activations per layer, only one overlaps. Chapter 04's ring exchange, written by hand, is the answer to that.
+# The hand-written layer gathers everything before it multiplies, so only one of its five transfers of
+# activations overlaps. Chapter 04's ring exchange, written by hand, is the answer to that.
 #
 # The whole training step of the preset `dense_124m`, 480 sequences on `fsdp=16`: explicit sharding
 # (`bench/explicit.py`) against this trainer's `shard_map`, both with `remat=full`. The table is printed by
@@ -362,8 +371,8 @@ legend = axes.legend(boxes, fills, loc="upper left", ncols=2, fontsize=9)
 #
 # The layers send the same bytes. Only the vocabulary table differs: by hand, tokens go to its shards, and
 # its gradients are summed in bfloat16. The first version of the explicit program sent 47.9 GB and took
-# 763 ms, with the right loss. Its norm broadcast the gain to the shape of the activations. That array had
-# an unsharded type, and so had its gradient: the compiler gathered the activations of all devices.
+# 763 ms, with the right loss. Its norm broadcast the gain to the shape of the activations, with an unsharded
+# type. So the gradient was unsharded too, and the compiler gathered the activations of all devices.
 #
 # ## When to leave it to the compiler
 #
@@ -373,6 +382,9 @@ legend = axes.legend(boxes, fills, loc="upper left", ncols=2, fontsize=9)
 # ring attention (06), the exchange of tokens between experts (07). The partitioner decides operation by
 # operation, and each of these spans many operations. `shard_map` works inside `jit`, so one program can
 # use both.
+#
+# Why then does `model.py` write dense layers by hand? This guide shows every collective. Also, v5e is a mild
+# test: there, weight gathers overlap, and [on v5p they are exposed](../waits.md#the-rules-of-the-planner).
 #
 # Whichever you choose, count what the compiled program sends. A wrong `psum` changes the result, and
 # parity with one device finds it. A missing constraint changes only the bytes.
@@ -464,11 +476,11 @@ lesson.expect(check_names, *NAME_HINTS, (solution_1, "Right"),
 # %% [markdown]
 # ## Exercise 2: the bytes of each partitioning
 #
-# Return the bytes that a device sends in one step of the hand-written program: L layers, `tokens` tokens per
-# group of `data`, width D, hidden width F, float32, a mesh of `data=d` and `model=m`. With activation
-# checkpointing a layer runs forward twice. Collectives run on rings. Leave out the loss. (For 2D/2D, the count
-# is above. 1D parameters are not gathered, and 1D activations are all-reduced. What does the recomputed layer
-# need?)
+# Return the bytes that a device sends in one step of the hand-written program, in float32, without the loss.
+# There are L layers of width D and hidden width F, on a mesh of `data=d` and `model=m`. Each of the d groups
+# has `tokens` tokens. With activation checkpointing, a layer runs forward twice. Collectives run on rings.
+# (For 2D/2D, the count is above. 1D parameters are not gathered, and 1D activations are all-reduced. What does
+# the recomputed layer need?)
 
 
 # %% tags=["hide-input"]
@@ -522,11 +534,14 @@ print(check_bytes(step_bytes))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# Over `model`, with A = 4 tokens · D bytes per activation and a factor (m - 1)/m: two all-reduces for 1D
-# activations, forward and backward, 4 A. The recomputed layer does not repeat its sum, as only the next
-# layer would read it. For 2D activations: a gather forward, when recomputed, and backward (of the
-# reduce-scatter), and two reduce-scatters, 5 A. Over `data`, with W = 4 · 2 · D · F / m bytes of weights
-# and a factor (d - 1)/d: an all-reduce, 2 W, or two gathers and a reduce-scatter, 3 W. Times L.
+# Per layer, with A = 4 tokens · D bytes per activation and W = 4 · 2 · D · F / m bytes of weights:
+#
+# | | 1D | 2D |
+# |---|---|---|
+# | activations, times (m - 1)/m | 4 A: all-reduces, forward and backward | 5 A: gathers forward, recomputed and backward, two reduce-scatters |
+# | weights, times (d - 1)/d | 2 W: an all-reduce of gradients | 3 W: two gathers, a reduce-scatter |
+#
+# The recomputed layer does not repeat its sum, as only the next layer would read it.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -834,9 +849,6 @@ lesson.expect(check_program, (program, "Print the sharding"),
 # | a mistake shows as | more bytes | an error, or more bytes | an error or a wrong result |
 # | PyTorch | DTensor with `parallelize_module` | DTensor placements | `torch.distributed` calls |
 # | Megatron | | | its column- and row-parallel layers |
-#
-# The partitionings: 1D parameters and 1D activations are tensor parallelism; 1D/2D also shards the
-# activations between layers, as sequence parallelism does; 2D/1D adds FSDP; 2D/2D has both.
 #
 # ## Three lines to keep
 #
