@@ -343,10 +343,6 @@ patches = [plt.Rectangle((0, 0), 1, 1, color=shown[name]) for name in names]
 handles = [*patches, cross, line], [*names, "lower bound by hand", "measured"]
 axes.figure.legend(*handles, ncols=4, loc="outside lower center")
 
-# %%
-share = 6 * P * TOKENS / 16384 / H100 / plans[16, 8].step_s
-print(f"6 P FLOPs per token: {share:.1%} of the peak; Meta: {400e12 / H100:.1%}")
-
 # %% [markdown]
 # **Does the planner choose Meta's mesh?** Yes. Its step is 23% longer than the measured one, because it
 # recomputes layers, and Meta did not (3.3.2). Its `stage` takes 0.49 s instead of 0.17 s, because the planned
