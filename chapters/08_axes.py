@@ -249,12 +249,10 @@ assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "unlike one d
 # %% [markdown]
 # Each gradient matches to within a millionth of its largest entry. Yet no line of the program sums the gain's
 # gradient: JAX adds that sum. With `check_vma` (the default), `shard_map` tracks along which axes each value
-# can differ. The gain is the same along `fsdp` and `tensor`,
-# but x_btD is not. So JAX casts the gain before it multiplies the two, and the backward pass of this cast
-# is a sum over both axes (02). Megatron-LM has an explicit all-reduce
-# ([#443](https://github.com/NVIDIA/Megatron-LM/issues/443)).
-
-# %% [markdown]
+# can differ. The gain is the same along `fsdp` and `tensor`, but x_btD is not. So JAX casts the gain before it
+# multiplies the two, and the backward pass of this cast is a sum over both axes (02). Megatron-LM has an
+# explicit all-reduce ([#443](https://github.com/NVIDIA/Megatron-LM/issues/443)).
+#
 # ## How much each axis communicates
 #
 # Count the communication of one step, with L/n = 2 layers per stage and Z + n - 1 = 5 ticks.

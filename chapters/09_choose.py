@@ -260,7 +260,8 @@ for size in ((16, 8), (16, 4), (1, 8), (4, 2)):
 #    on other nodes, add stages.
 # 6. **`context`**, if the activations of one sequence do not fit, or if `fsdp` or the stages need more
 #    sequences.
-# 7. **`data`** over the slowest network, between pods or buildings, because it sends once per step (03).
+# 7. **`data`** over the slowest network, between TPU slices or buildings, because it sends once per step (03).
+#    If a step is one microbatch, also try `fsdp` (08).
 #
 # ## The planner
 #
@@ -506,10 +507,10 @@ axes.set_title("Splitting a torus axis costs more than missing the minimum")
 axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=3, fontsize=9)
 
 # %% [markdown]
-# Crosses include overlapped communication, which the printed seconds leave out. The number next to each is the
-# bandwidth of `fsdp`. At 12, the formula and the planner agree. At 6, `tensor` uses half of a torus axis, so
-# neighbors along `fsdp` are six links apart. **Compute the minimum, then take the nearest whole torus axis**,
-# or on GPUs, the node. The planner also chooses 12. Its step has 48% MFU; PaLM measured 46.2% on two pods.
+# Crosses include overlapped communication, which the printed seconds leave out. The numbers are the bandwidth
+# of `fsdp`. At 12, the formula and the planner agree. At 6, `tensor` uses half of a torus axis, so neighbors
+# along `fsdp` are six links apart. **Compute the minimum, then take the nearest whole torus axis**, or on
+# GPUs, the node. The planner also chooses 12. Its step has 48% MFU; PaLM measured 46.2% on two pods.
 #
 # ### Do the gathers overlap?
 #
@@ -606,9 +607,8 @@ for mesh in ("fsdp=64", "fsdp=8,expert=8", "data=2,stage=4,expert=8"):
 
 # %% [markdown]
 # With `expert=8` inside each node, a GPU gathers an eighth of the bytes. But each GPU of a node now gathers
-# different experts, each through its own network card, where eight cards shared the bytes before. So the
-# gathers take almost as long as before, and the all-to-alls come on top. Only stages avoid the gathers, for a
-# bubble of 0.62 s.
+# different experts, each through one network card instead of all eight. So the gathers take almost as long as
+# before, and the all-to-alls come on top. Only stages avoid the gathers, for a bubble of 0.62 s.
 #
 # ## One long sequence
 #
