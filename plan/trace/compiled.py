@@ -212,7 +212,9 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
         outer_state = jax.tree.leaves((state.params, state.optimizer))
         held = sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in outer_state)
     lower_s, begin = time.perf_counter() - begin, time.perf_counter()
-    say(f"lowered in {lower_s:.1f} s; compiling for {mesh.size} x {mesh.devices.flat[0].device_kind} ...")
+    device = mesh.devices.flat[0]
+    usually = ", usually 1 to 3 minutes" * (device.platform == "tpu")
+    say(f"lowered in {lower_s:.1f} s; compiling for {mesh.size} x {device.device_kind}{usually} ...")
     step, warnings = compile_lowered(lowered, advice(cfg))
     compile_s = time.perf_counter() - begin
     say(f"compiled in {compile_s:.1f} s")
@@ -220,8 +222,7 @@ def compile_step(cfg: Config, mesh: Mesh, say=lambda text: None) -> Compiled:
     live = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + held
     # The TPU compiler reports the peak of live bytes, which determines whether the step fits, and may be less than
     # `temp_bytes`. The CPU compiler does not report it.
-    on_tpu = mesh.devices.flat[0].platform == "tpu"
-    peak_bytes = memory.peak_memory_in_bytes + held if on_tpu else live + memory.temp_size_in_bytes
+    peak_bytes = memory.peak_memory_in_bytes + held if device.platform == "tpu" else live + memory.temp_size_in_bytes
     known = shares(cfg, text)
     counted = ledger.read(text, mesh, known)
     for one in outer:
