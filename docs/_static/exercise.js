@@ -46,7 +46,7 @@
   function offer(cell, name) {
     const given = `${cell.querySelector(".cell_input pre").innerText.trimEnd()}\n`;
     const open = element("button", { type: "button", textContent: "Solve it on this page" });
-    const text = element("textarea", { value: stored.get(name) ?? given, spellcheck: false, wrap: "off", ariaLabel: "your answer" });
+    const text = element("textarea", { value: stored.get(name) ?? given, spellcheck: false, wrap: "off" });
     const check = element("button", { type: "submit", textContent: "check" }), reset = element("button", { type: "button", textContent: "start again" });
     const said = element("pre", { className: "said" });
     const note = element("p", {}, "Python runs in your browser here, with an emulation of JAX on as many devices as the exercise needs. It is 14 MB, and loads once. Ctrl-Enter checks too.");

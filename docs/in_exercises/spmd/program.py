@@ -48,7 +48,7 @@ class Mesh:
             device, places[axis] = divmod(device, self.shape[axis])
         return functools.reduce(lambda i, axis: i * self.shape[axis] + places[axis], as_tuple(axes), 0)
 
-    def groups(self, axes, devices=None) -> list[list[int]]:
+    def groups(self, axes) -> list[list[int]]:
         """Return the groups of devices that differ only along these axes, each in their order."""
         others, found = tuple(axis for axis in self.shape if axis not in as_tuple(axes)), {}
         for device in sorted(range(self.size), key=lambda device: self.index(device, axes)):
