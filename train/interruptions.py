@@ -50,7 +50,8 @@ class Interruptions:
             self.watchdog.on_end = self.restore
             self.watchdog.on_stop = lambda: signal.pthread_kill(threading.main_thread().ident, self.OTHER_PROCESS)
             self.wakeup = signal.set_wakeup_fd(self.writes)
-            threading.Thread(target=self.watch, args=(self.reads,), daemon=True).start()
+            self.watcher = threading.Thread(target=self.watch, args=(self.reads,), daemon=True)
+            self.watcher.start()
             self.patience = threading.Timer(self.PATIENCE_S, self.end_if_unresponsive)
             self.patience.daemon = True
         return self
@@ -62,11 +63,12 @@ class Interruptions:
             self.watchdog.on_stop = lambda: None
 
     def restore(self) -> None:
-        """Restore the handlers from before this context."""
+        """Restore the handlers from before this context. Wait for the thread to print its message."""
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        os.close(self.writes)  # ends the thread
+        os.close(self.writes)  # ends the thread once it has read every signal
+        self.watcher.join(self.PATIENCE_S)
 
     def handle(self, number, frame) -> None:
         self.note_sender(number)

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -71,7 +72,15 @@ def test_ctrl_c_is_not_preemption(partway, launch):
 
 
 def test_preemption_before_the_first_checkpoint(home, launch, tmp_path, monkeypatch):
-    """Catches a run that is abandoned because its host was preempted while it compiled."""
+    """Catches a run that is abandoned because its host was preempted while it compiled, and one that ends before the
+    thread that watches for signals has printed why."""
+    watch = Interruptions.watch
+
+    def watch_late(self, reads):
+        time.sleep(1)
+        watch(self, reads)
+
+    monkeypatch.setattr(Interruptions, "watch", watch_late)
     monkeypatch.setattr(main, "trace_step", lambda *_: signal.raise_signal(signal.SIGTERM))
     status, _, err = run(flags(home, tmp_path))
     assert (status, last_state(launch)) == (143, PREEMPTED)
