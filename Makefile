@@ -126,7 +126,7 @@ test-more: .venv/installed .venv/extra-serve .venv/extra-buckets .venv/extra-met
 test-all: .venv/installed ## run all tests that need no TPU compiler, including repeats; skip tests whose extras are missing
 	.venv/bin/python -m pytest $(ARGS)
 
-test-rotation: .venv/installed .venv/extra-tpu ## run a seventh of the repeats and of the tests that need a large package; DAY=1..7
+test-rotation: .venv/installed .venv/extra-tpu .venv/extra-site ## run a seventh of the repeats and of the tests that need a large package; DAY=1..7
 	extras=$$(.venv/bin/python -m tests.rotation $(DAY)); $(MAKE) .venv/installed $$extras
 	.venv/bin/python -m pytest -m rotation --day $(DAY) $(ARGS)
 
@@ -141,7 +141,7 @@ rehearse: .venv/installed ## test the launch scripts over ssh, on simulated host
 
 test-site: .venv/extra-browser ## run the chapters, build the guide, and test it in a headless browser (14 minutes)
 	.venv/bin/python -m docs.build --longest_s 0
-	.venv/bin/python -m pytest -m site -n 0 $(ARGS)
+	.venv/bin/python -m pytest -m "site and not repeat" -n 0 $(ARGS)
 
 lint: .venv/installed ## check style with ruff and shellcheck
 	.venv/bin/python -m ruff check
