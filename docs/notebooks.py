@@ -55,10 +55,14 @@ if root is None:
         "clone one by themselves, set REPOSITORY in docs/address.py, and write them again with `make notebooks`."
     )
     root = Path("axis-by-axis").resolve()
-    subprocess.run(["git", "clone", "--quiet", "--depth", "1", repository, str(root)], check=True)
-    install = [sys.executable, "-m", "pip", "install", "-qq", "--require-hashes", "--no-deps", "-r", "requirements.txt"]
-    subprocess.run(install, cwd=root, check=True)
-    importlib.invalidate_caches()
+    if not root.exists():
+        subprocess.run(["git", "clone", "--quiet", "--depth", "1", repository, str(root)], check=True)
+    installed = root / ".git" / "packages-are-installed"
+    if not installed.exists():  # it exists if Colab restarts the kernel, which starts in the folder above
+        install = [sys.executable, "-m", "pip", "install", "-qq", "--require-hashes", "--no-deps", "-r"]
+        subprocess.run([*install, "requirements.txt"], cwd=root, check=True)
+        installed.touch()
+        importlib.invalidate_caches()
 os.chdir(root)
 sys.path.insert(0, str(root))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

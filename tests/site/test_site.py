@@ -234,13 +234,15 @@ def test_a_notebook_runs_in_its_own_directory(tmp_path):
 
 
 def test_a_notebook_clones_the_project_elsewhere(tmp_path, monkeypatch):
-    """Catches a notebook that fails in an empty folder, such as on Colab, and a page without its link to Colab."""
+    """Catches a notebook that fails in an empty folder, such as on Colab, or after a restart of its kernel there, and a
+    page without its link to Colab."""
     cell = tmp_path / "first_cell.py"
     cell.write_text(notebooks.FIND_PROJECT.format(repository=str(ROOT)) + "from chapters import lesson\nprint(lesson)")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PIP_NO_INDEX": "1"}
-    done = subprocess.run([sys.executable, str(cell)], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert str(tmp_path / "axis-by-axis" / "chapters" / "lesson.py") in done.stdout
+    for _ in range(2):
+        done = subprocess.run([sys.executable, str(cell)], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert str(tmp_path / "axis-by-axis" / "chapters" / "lesson.py") in done.stdout
     monkeypatch.setattr(address, "REPOSITORY", "")
     assert "colab" not in build.run_box("03_fsdp")
     monkeypatch.setattr(address, "REPOSITORY", "https://github.com/a/b")
