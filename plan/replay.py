@@ -1,7 +1,6 @@
 """Simulate a TPU program that somebody else wrote, from its compiled text: the command `python -m plan.replay`.
 
-HELP explains how to get the text. `simulator.py` is the simulator, and `live.py` estimates memory. This is the only
-file of the package that uses the chips of `plan/`.
+HELP explains how to get the text. `simulator.py` is the simulator, and `live.py` estimates memory.
 """
 
 import collections
@@ -57,9 +56,6 @@ class Arguments:
     rows: int = 10  # number of source lines to print, those that take the most time first
     plot: str = ""  # draw the two most expensive computations, such as a layer's passes, to this png, svg or pdf file
     json: bool = False  # print only JSON, with all rows
-
-
-# The program ----------------------------------------------------------------------------------------------------------
 
 
 def read_text(path: str) -> str:
@@ -142,9 +138,6 @@ def reported_peak_bytes(path: str) -> int | None:
     return found and int(found[1])
 
 
-# The result -----------------------------------------------------------------------------------------------------------
-
-
 def measure(args: Arguments) -> tuple[dict, simulator.Replay]:
     """Simulate a file. Returns the numbers, and the simulation for a plot."""
     topology, text = hardware.Topology.parse(args.topology), read_text(args.file)
@@ -167,9 +160,8 @@ def _measure(args: Arguments, topology: hardware.Topology, text: str) -> tuple[d
         raise UserError(f"mesh {mesh} has {mesh.devices} devices, and the program was compiled for {devices}")
     counted = ledger.read(text, mesh.sizes)
     machine = replayed.machine_at(topology, topology.torus, device_places(mesh, topology), args.latency_us / 1e6)
-    found = simulator.replay(text, mesh.sizes, machine, at_peak=args.at_peak)
-    reported = reported_peak_bytes(args.file)
-    sent = sum_collectives(counted.collectives, "axes", "kind")
+    found, slow = (simulator.replay(text, mesh.sizes, machine, None, args.at_peak, cycles) for cycles in (False, True))
+    reported, sent = reported_peak_bytes(args.file), sum_collectives(counted.collectives, "axes", "kind")
     return replayed.to_json(found) | {
         "program": program.name,
         "devices": devices,
@@ -182,6 +174,7 @@ def _measure(args: Arguments, topology: hardware.Topology, text: str) -> tuple[d
         "mfu": counted.flops / found.seconds / topology.chip.peak_flops_per_s if found.seconds else 0.0,
         "unknown": counted.unknown,
         "estimated_cycles": '"estimated_cycles":' in text,
+        "by_cycles": {"step_s": slow.seconds, "other_s": slow.causes.get(simulator.OTHERS, 0.0)},
         "sent": [{"axes": axes, "kind": kind, "wire_bytes": size} for (axes, kind), (_, size, _) in sent.items()],
         "lines": seconds_by_line(found, counted),
         "unordered": ledger.unordered_pairs(text),
@@ -207,7 +200,7 @@ def print_result(numbers: dict, most: int, console) -> None:
     topology = hardware.Topology.parse(numbers["topology"])
     note = lambda text: console.print(text, soft_wrap=True)
     how = ", inferred from the device groups; name the axes with --mesh" * numbers["mesh_inferred"]
-    devices = f"the {numbers['devices']} devices" if numbers["devices"] > 1 else "1 device"
+    devices = "1 device" if numbers["devices"] == 1 else f"the {numbers['devices']} devices"
     console.print(f"program    {numbers['program']} on {devices} of {topology}")
     note(f"mesh       {numbers['mesh']}{how}")
     flops = amount(numbers["flops"], "FLOPs")
@@ -217,6 +210,9 @@ def print_result(numbers: dict, most: int, console) -> None:
     console.print(f"memory     {amount(numbers['peak_bytes'], 'bytes')} of {has} at the peak, {origin}")
     if not numbers["estimated_cycles"]:
         note("note       matmuls take their time at the peak, for lack of estimated cycles; compare with --at_peak")
+    else:
+        step, other = (amount(numbers["by_cycles"][name], "s") for name in ("step_s", "other_s"))
+        note(f"cycles     {step} if other operations take the compiler's cycles ({other}), not the time of their bytes")
     if pairs := numbers["unordered"]:
         note(f"order      no data dependency orders {len(pairs)} pairs of collectives. TPUs follow the schedule, but "
              f"simulated CPU devices could deadlock. First pair: {pairs[0]}")  # fmt: skip
@@ -248,9 +244,8 @@ def main(argv: list[str] | None = None) -> None:
         check_picture(args.plot)
     if args.latency_us < 0:
         raise UserError(f"--latency_us {args.latency_us}: must be at least 0; about 1 on a TPU")
-    console = make_console(args.json)
     numbers, found = measure(args)
-    print_result(numbers, args.rows, console)
+    print_result(numbers, args.rows, make_console(args.json))
     if args.plot:
         title = f"{numbers['program']} on {numbers['topology']}: simulated, {found.seconds:.3g} s"
         replayed.plot(found, title, args.plot)

@@ -58,7 +58,7 @@ ROOMS = {
     "plan.time": (906, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
     "plan.answer": (2440, "utils config compile sharding architectures parameters pipeline local_steps generate "
                           "plan.chips plan.trace plan.count plan.time"),
-    "plan": (1545, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
+    "plan": (1540, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
                    "plan.simulate plan.time plan.answer"),
     "startup": (255, "utils devices config compile sharding pipeline optimizer dataset data.reading data plan.chips "
                       "plan.answer plan train.hosts train generate weights"),

@@ -4,8 +4,8 @@
 
 - A matmul takes the compiler's own `estimated_cycles` or, with `at_peak`, its FLOPs at the chip's peak. The compiler
   has no estimate for a kernel, which takes the longer of its FLOPs at the peak and its bytes at full memory bandwidth.
-- Any other instruction takes the time of its main-memory reads and writes at full bandwidth. Asynchronous copies and
-  slices run one after the other, and overlap with everything else.
+- Any other instruction takes the time of its main-memory reads and writes at full bandwidth or, with `by_cycles`, the
+  compiler's estimate. Asynchronous copies and slices run one after the other, and overlap with everything else.
 - A collective uses links (`links.py`) from its start on, shared with all other collectives in flight. At its end the
   device waits for it. All devices are assumed to be at the same point of the program.
 - A loop runs as often as its trip count. A conditional runs its longest branch, in all executions or in the fraction
@@ -85,12 +85,13 @@ class Replay:
 
 
 def replay(text: str, mesh: Mesh | dict[str, int], machine: Machine, shares: dict[str, Share] | None = None,
-           at_peak: bool = False) -> Replay:  # fmt: skip
+           at_peak: bool = False, by_cycles: bool = False) -> Replay:  # fmt: skip
     """Simulate a scheduled program.
 
-    mesh     the mesh that the program was compiled for, or the sizes of its axes, outermost first
-    shares   named scope -> fraction of a conditional's executions in which devices wait for its longest branch
-    at_peak  matmuls run at the chip's peak, instead of the compiler's estimate
+    mesh       the mesh that the program was compiled for, or the sizes of its axes, outermost first
+    shares     named scope -> fraction of a conditional's executions in which devices wait for its longest branch
+    at_peak    matmuls run at the chip's peak, instead of the compiler's estimate
+    by_cycles  other operations take the compiler's estimate, instead of the time of their bytes
     Raises: ValueError if the program is not scheduled, or if mesh and machine have different numbers of devices; and
     the errors of `ledger.read`.
     """
@@ -99,7 +100,7 @@ def replay(text: str, mesh: Mesh | dict[str, int], machine: Machine, shares: dic
         raise ValueError("the program is not scheduled; pass the text of a compiled program, compiled.as_text()")
     if (devices := math.prod(n for _, n in sizes)) != len(machine.places):
         raise ValueError(f"mesh {dict(sizes)} has {devices} devices, but the machine has {len(machine.places)} places")
-    player = Simulator(Program(text), sizes, machine, at_peak)
+    player = Simulator(Program(text), sizes, machine, at_peak, by_cycles)
     calls = {name: player.simulate(name) for name in player.program.computations}  # each comes before its callers
     times = ledger.execution_counts(calls, player.program.entry, shares or {})
     causes = collections.Counter()
@@ -113,8 +114,9 @@ def replay(text: str, mesh: Mesh | dict[str, int], machine: Machine, shares: dic
 class Simulator:
     """Simulates the computations of a program, each once."""
 
-    def __init__(self, program: Program, sizes: tuple, machine: Machine, at_peak: bool):
-        self.program, self.sizes, self.machine, self.at_peak = program, sizes, machine, at_peak
+    def __init__(self, program: Program, sizes: tuple, machine: Machine, at_peak: bool, by_cycles: bool):
+        self.program, self.sizes, self.machine = program, sizes, machine
+        self.at_peak, self.by_cycles = at_peak, by_cycles
         self.memory, self.played, self.loads, self.rates = Memory(program), {}, {}, {}
         self.seconds = {}  # of each computation, including calls
         self.parts = {part for c in program.computations.values() for one in c.values() for part in one.contents}
@@ -161,13 +163,15 @@ class Simulator:
         moving = self.memory.bytes_moved(computation, one) / machine.hbm_bytes_per_s
         own = ledger.matmul_work(computation, one)
         work = ledger.add_work([own, *map(self.work, one.contents)])
-        if not work.flops and not work.unknown:
-            return OTHERS, 0.0 if self.is_fused_collective(one) else moving
-        computing = work.flops / machine.peak_flops_per_s
         cycles = one.attribute('"estimated_cycles":', r'"(\d+)"')
+        estimate = int(cycles) / machine.cycles_per_s if cycles else None
+        if not work.flops and not work.unknown:
+            seconds = estimate if self.by_cycles and cycles else moving
+            return OTHERS, 0.0 if self.is_fused_collective(one) else seconds
+        computing = work.flops / machine.peak_flops_per_s
         if self.at_peak and not own.unknown:
             return MATMULS, computing
-        return MATMULS, int(cycles) / machine.cycles_per_s if cycles else max(computing, moving)
+        return MATMULS, max(computing, moving) if estimate is None else estimate
 
     def is_fused_collective(self, one: Instruction) -> bool:
         """Return True if a fusion contains a collective: then its time is the time on the links."""

@@ -9,6 +9,7 @@ model_name=llama2-7b per_device_batch_size=4 max_target_length=2048 ici_fsdp_par
 import gzip
 import json
 import lzma
+import re
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,8 @@ def test_a_step_of_maxtext(capsys):
     said = [command(capsys, file, "--topology", topology)[1].replace("\n", " ")
             for file, topology in ((MAXTEXT, "v5e:4x4"), (FLASH, "v5p:2x2x2"))]  # fmt: skip
     assert not found["estimated_cycles"] and [note in text for text in said] == [True, False]
+    assert [bool(re.search(r"cycles +\S+ m?s if other operations take", text)) for text in said] == [False, True]
+    assert found["by_cycles"] == {"step_s": found["step_s"], "other_s": found["seconds"]["other ops"]}
     assert found["lines"][0]["source"].startswith("linears.py:") and "splash_mha" in "".join(found["unknown"])
     assert {row["kind"] for row in found["sent"]} == {"collective-permute", "all-gather", "all-to-all", "all-reduce"}
 

@@ -101,6 +101,13 @@ def test_at_peak_ignores_the_estimate():
     assert play(PRODUCT("y") + ", " + TICKS, at_peak=True).causes == {"matmuls": FLOPS}
 
 
+def test_other_operations_can_take_the_estimate():
+    """Catches `by_cycles` being ignored, applied without an estimate, or applied to a matmul at the peak."""
+    lines = TANH + ", " + TICKS, TANH.replace("%t", "%u"), PRODUCT("y") + ", " + TICKS
+    assert play(*lines, at_peak=True).causes == pytest.approx({"other ops": 160, "matmuls": FLOPS})
+    assert play(*lines, at_peak=True, by_cycles=True).causes == pytest.approx({"other ops": 250 + 80, "matmuls": FLOPS})
+
+
 def test_a_branch_is_scaled_by_its_share():
     """Catches a share that is ignored, or applied to a loop's trip count."""
     assert play(BRANCH, shares={"slot": 0.25}).seconds == FLOPS / 4
