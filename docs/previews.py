@@ -108,7 +108,6 @@ def feed_forward_text() -> str:
 
 TEXTS = {
     "letters_table": reference.letters_table,
-    "axes_table": reference.axes_table,
     "chapter_cards": chapter_list,
     "feed_forward_source": feed_forward_text,
 }

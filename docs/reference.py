@@ -1,4 +1,4 @@
-"""Make parts of the site from the code: the API from docstrings, the letters, the axes, the list of chapters.
+"""Make parts of the site from the code: the API from docstrings, the letters, the list of chapters.
 
 All of it is read from the text of files. No module is imported, and no device is used.
 """
@@ -17,7 +17,7 @@ API = ("model", "encoder_decoder", "sharding", "parameters", "overlap", "kernels
        "evaluate", "main", "utils", "progress", "devices", "chapters")  # fmt: skip
 
 
-# Letters and axes -----------------------------------------------------------------------------------------------------
+# Letters --------------------------------------------------------------------------------------------------------------
 
 
 def letters() -> dict[str, str]:
@@ -37,12 +37,6 @@ def letters() -> dict[str, str]:
 def letters_table() -> str:
     rows = [f"| `{letter}` | {meaning} |" for letter, meaning in sorted(letters().items())]
     return "\n".join(["| letter | dim |", "|---|---|", *rows])
-
-
-def axes_table() -> str:
-    """Return the table of mesh axes in README."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.search(r"(?m)^\| axis \|.*\n(\|.*\n)+", text)[0]
 
 
 # Chapters -------------------------------------------------------------------------------------------------------------
