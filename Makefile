@@ -76,7 +76,7 @@ help: ## list every command
 # python -m bench.options #: print which compiler option overlaps which collective on which TPU; needs extra-tpu
 # python -m bench.partition #: compare hand-written collectives with those that the compiler chooses
 # python -m bench.plan #: compare planned step times with simulated compiled schedules; needs extra-tpu
-# python -m bench.published #: plan the steps that others measured, and write docs/published.md
+# python -m bench.published #: plan the steps that others measured, and write docs/published*.md
 # python -m bench.schedules #: measure each pipeline schedule, and compare it with its prediction
 # python -m bench.serve #: measure the serving engine and transformers' generate alternately; needs extra-parity and torch
 # python -m bench.soak #: kill and resume a run repeatedly, and check that results stay bitwise identical

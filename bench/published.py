@@ -1,8 +1,8 @@
 """Compare the planner with training steps that others measured and published.
 
 `python -m bench.published` plans every row of `published.csv`, fits the planner's constants to them (`speeds.py`), and
-writes docs/published.md and `plan/time/speeds.json`. With `--rows FILE` it plans another file instead, and prints
-errors, coverage and regret by source. It uses no device.
+writes docs/published.md, a page for each kind of step, and `plan/time/speeds.json`. With `--rows FILE` it plans another
+file instead, and prints errors, coverage and regret by source. It uses no device.
 """
 
 import csv
@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,14 +24,16 @@ from bench.speeds import Trial
 from config import Config, ModelConfig, preset, replace
 from plan import planner
 from plan.chips import hardware
-from plan.chips.units import amount
 from plan.time import measured
 from utils import UserError, exit_status
 from weights.published import WindowedConfig
 
 ROWS, PAGE = Path(__file__).parent / "published.csv", Path(__file__).parents[1] / "docs" / "published.md"
-KINDS = ("dense, one slice", "several slices", "context", "MoE", "GPUs", "GPUs without FlashAttention",
-         "GPUs, this trainer")  # fmt: skip
+KINDS = {  # the kinds of steps, and the page of each
+    "dense, one slice": "published_dense", "several slices": "published_slices", "context": "published_context",
+    "MoE": "published_moe", "GPUs": "published_gpus",
+    "GPUs without FlashAttention": "published_without_flash_attention", "GPUs, this trainer": "published_this_trainer",
+}  # fmt: skip
 SIZES = {"vocab": "vocab_size", **{name: name for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head")}}
 WINDOWS = {"gpt-oss": (128, 1 / 2), "gemma3": (1024, 5 / 6)}  # the two numbers of `WindowedConfig`, by name
 # FLOPs as the source counts them: per token and weight of a layer, and of attention per query-key pair and head width.
@@ -58,6 +61,11 @@ class Row:
     def link(self) -> str:
         """The row's name, with a link to its source; the source of our own steps is a file of this project."""
         return f"[`{self.name}`]({self.source})" if ":" in self.source else f"`{self.name}`"
+
+    @property
+    def address(self) -> str:
+        """The row's source, as a link or a file of this project."""
+        return f"[{speeds.name_of(self.source)}]({self.source})" if ":" in self.source else f"`{self.source}`"
 
     @property
     def ratio(self) -> float:
@@ -160,29 +168,34 @@ def regrets(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[int, float, floa
     return found
 
 
-# Page -----------------------------------------------------------------------------------------------------------------
+# Pages ----------------------------------------------------------------------------------------------------------------
 
 HEAD = """# Planned and published steps
 
-How far can you trust the planner's seconds? This page plans {rows} training steps that were measured, and compares the
-two. `python -m bench.published` writes it from `bench/published.csv`, which has the sizes, the mesh, the settings and
-the source of each step. Others measured and published all of them but {ours}: we measured the steps of *this trainer*
+How far can you trust the planner's seconds? `python -m bench.published` plans {rows} training steps that were measured,
+and writes these pages from `bench/published.csv`, which has the sizes, the settings and the source of each step. Others
+measured and published all of them but {ours}: we measured the steps of *this trainer*
 [on one H200](gpus.md#measured-on-one-h200), with small models, and [nothing on a TPU](where_it_ran.md).
 
 ## Errors
 
-*Planned* is the line `step` of `python -m plan`, with the `--trainer` of the source on GPUs. It is not a test, because
-the constants were fitted to these steps. *Left out* is the test: the constants were fitted again without all steps of
-the source. Expect these errors for a trainer of your own. The form of the formulas and the first values of the
-constants were chosen with all steps in view, though.
-
-Each cell has the mean error and in parentheses the mean bias (positive: the plan is too long). *Largest* is the error
-of the worst step. *Inside* is the fraction of the steps in the planner's interval, which should be 80%. For sources
-that the fit has not seen it is lower, above all on GPUs.
+Each cell has the mean error and in parentheses the mean bias (positive: the plan is too long). Each kind links to a
+page with its steps.
 
 | kind of step | steps | planned | largest | inside | left out | largest | inside |
 |---|---|---|---|---|---|---|---|
 {kinds}
+
+- *Planned* is the line `step` of `python -m plan`, with the `--trainer` of the source on GPUs. It is not a test,
+  because the constants were fitted to these steps.
+- *Left out* is the test: the constants were fitted again without all steps of the source. Expect these errors for a
+  trainer of your own. The form of the formulas and the first values of the constants were chosen with all steps in
+  view, though.
+- *Largest* is the error of the worst step.
+- *Inside* is the fraction of the steps in the planner's interval, which should be 80%. For sources that the fit has not
+  seen it is lower, above all on GPUs.
+
+## Calibration
 
 *Calibrated* shows what one measured step of your own is worth (`--measured`): the constants of *left out*, fitted to
 one step of the source, have this mean error of the other steps, averaged over all choices of the one. Sources with
@@ -192,9 +205,11 @@ fewer than three steps on a chip are not listed.
 |---|---|---|---|---|---|---|
 {sources}
 
-**Which mesh is the fastest?** For these models, a source measured several meshes on the same chips. *Regret* is how
-much longer than the best mesh the planner's choice takes, with the constants of *planned*. *Slowest* is how much longer
-the slowest mesh takes.
+## Regret
+
+Which mesh is the fastest? For these models, a source measured several meshes on the same chips. *Regret* is how much
+longer than the best mesh the planner's choice takes, with the constants of *planned*. *Slowest* is how much longer the
+slowest mesh takes.
 
 | model | chips | meshes | slowest | regret |
 |---|---|---|---|---|
@@ -215,44 +230,61 @@ with the spread that the constants begin with, and 10% in common.
 *stages* that between pipeline stages, and *stragglers* lengthens a step for each doubling of the slices. On GPUs,
 *layers* is in milliseconds for each layer of each microbatch, *memory* counts how often a layer's activations pass
 through memory, and *weights* is the communication of sharded weights and gradients. On TPUs, the parts are those of the
-simulated step ([How the planner estimates step time](seconds.md)), and *weights* is the fraction of the time of
-overlapped weight all-gathers for which they hold up the matmuls. Chips without measured steps use the constants of
-{similar}, and their plans have no interval.
+[simulated step](seconds.md), and *weights* is the fraction of the time of overlapped weight all-gathers for which they
+hold up the matmuls. Chips without measured steps use the constants of {similar}, and their plans have no interval.
 
-## About some of the rows
+## How to read the steps
 
-- **`1024b` on 1,024 v5p.** Its source contradicts itself. The table used here has 254 TFLOP/s, and [another page of the
-  same project](https://github.com/AI-Hypercomputer/maxtext/blob/9797b463d2893d1498056d23f0d4497c85147c0d/docs/advanced_docs/runtime_performance_results.md)
-  has an MFU of 64.05%, which is 294 TFLOP/s.
-- **`llama2-7b` with `context=16`.** The planner counts the all-gather of keys and values as exposed. The measured step
-  takes no longer than with all-to-all.
-- **torchtitan's H100s** were limited to 500 W, and have slower memory.
-- **GPT models without FlashAttention** (`gpt-1.7b` to `gpt-1008b`, `gpt-22b`, `gpt-neox-20b`). Runs of 2020 to 2022 are
-  a separate kind, because every plan has FlashAttention. Without it, each score of a query and a key passes through
-  memory several times: 13 bytes in the forward pass, 13 when it is recomputed, and 19 in the backward pass.
-  At 2.04 TB/s, that takes {small_scores:.2f} s of `gpt-1.7b`, {large_scores:.2f} s of
-  `gpt-145.6b`, and without dropout and at 1.6 TB/s {neox_scores:.1f} s of `gpt-neox-20b`. The constants of
-  `megatron-2021` are a mean over these models.
-- **ZeRO-3 on 768 and 1,536 A100s.** The step takes {zero_s:.0f} s on both, so communication limits it. A GPU receives
-  {zero_gb:.0f} GB of weights at least twice, and takes part in the reduction of as many bytes of gradients:
-  {zero_gb_s:.0f} GB/s. The planner expects the 200 GB/s of a node's eight network cards.
-- **`deepseek-v3` on 2,048 H100s** overlaps all-to-all with compute (DualPipe), and computes with FP8.
-- **`gptj-6b` on v3.** The source says "~5000 tokens/second", and no other step of a v3 is known.
-- **nanotron's logs** of 2024 have a microbatch of 32 sequences that takes four times as long as 8 sequences.
-- **`gpt-oss-120b` on tpu7x** stores the experts' outputs in the host's memory too, which no list of `work.remat` can
-  express. It is planned below, but nothing is fitted to it.
+On the pages of the steps, *error* is that of the planned step. What all rows of a table have in common is above it. The
+interval ×1.20 is from the planned step divided by 1.20 to the planned step times 1.20. The notes say what the plan does
+differently than the run. NVIDIA's recipes and MaxText have changed some of the tables since; the history of each file
+has the numbers used here.
 
 Not here are Llama 3.1 405B with sequences of 131,072 tokens (the paper does not say how it counts the FLOPs of
 attention, which changes the step from 11 to 15 s), OLMo (its README has neither the number of GPUs nor the batch), and
 BloombergGPT (its nodes have a quarter of the network bandwidth of the planner's A100s).
 
-NVIDIA's recipes and MaxText have changed some of the tables since; the history of each file has the numbers used here.
-In the tables below, *error* is that of the planned step, and *left out* that of the plan that has not seen the source.
-*Interval* ×1.20 is from the planned step divided by 1.20 to the planned step times 1.20.
+:::{{toctree}}
+:hidden:
+
+{pages}
+:::
 """
-COLUMNS = ("step", "mesh", "batch", "sequence", "measured", "planned", "error", "left out", "interval",
-           "planned differently")  # fmt: skip
-TABLE = "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, ("---",) * len(COLUMNS)))
+ABOUT = {
+    "dense, one slice": """\
+- **`1024b` on 1,024 v5p.** Its source contradicts itself. The table used here has 254 TFLOP/s, and [another page of the
+  same project](https://github.com/AI-Hypercomputer/maxtext/blob/9797b463d2893d1498056d23f0d4497c85147c0d/docs/advanced_docs/runtime_performance_results.md)
+  has an MFU of 64.05%, which is 294 TFLOP/s.
+- **`gptj-6b`** is the only known step of a v3.
+""",
+    "context": """\
+- **`llama2-7b` with `context=16`.** The planner counts the all-gather of keys and values as exposed. The measured step
+  takes no longer than with all-to-all.
+""",
+    "MoE": """\
+- **`gpt-oss-120b`** stores the experts' outputs in the host's memory too, which no list of `work.remat` can express. So
+  nothing is fitted to it.
+""",
+    "GPUs": """\
+- **torchtitan's H100s** were limited to 500 W, and have slower memory.
+- **`deepseek-v3`** overlaps all-to-all with compute (DualPipe), and computes with FP8.
+- **nanotron's logs** of 2024 have a microbatch of 32 sequences that takes four times as long as 8 sequences.
+""",
+    "GPUs without FlashAttention": """\
+- **A separate kind.** These are runs of 2020 to 2022, and every plan has FlashAttention. Without it, each score of a
+  query and a key passes through memory several times: 13 bytes in the forward pass, 13 when it is recomputed, and 19 in
+  the backward pass. At 2.04 TB/s, that takes {small_scores:.2f} s of `gpt-1.7b`, {large_scores:.2f} s of `gpt-145.6b`,
+  and without dropout and at 1.6 TB/s {neox_scores:.1f} s of `gpt-neox-20b`. The constants of `megatron-2021` are a mean
+  over these models.
+- **ZeRO-3 on 768 and 1,536 A100s.** The step takes {zero_s:.0f} s on both, so communication limits it. A GPU receives
+  {zero_gb:.0f} GB of weights at least twice, and takes part in the reduction of as many bytes of gradients:
+  {zero_gb_s:.0f} GB/s. The planner expects the 200 GB/s of a node's eight network cards.
+""",
+}
+COLUMNS = ("model", "chips", "mesh", "batch", "sequence", "measured, s", "planned, s", "error", "interval", "notes")
+SHARED = "chips", "mesh", "sequence"  # columns that become a line if all rows have the same value
+RULE = "|---"  # below the name of a column
+LEAST = 5  # rows of a source on a chip with its own table
 
 
 def percent(x: float) -> str:
@@ -263,24 +295,29 @@ def both(mean: float, bias: float) -> str:
     return f"{mean:.1%} ({bias:+.1%})"
 
 
-def kind_line(kind: str, ours: list[Trial], left: list[Trial]) -> str:
-    (n, mean, bias, worst, inside), (_, out, out_bias, out_worst, out_inside) = errors(ours), errors(left)
-    cells = (kind, n, both(mean, bias), f"{worst:.1%}", f"{inside:.0%}", both(out, out_bias), f"{out_worst:.1%}",
-             f"{out_inside:.0%}")  # fmt: skip
+def line(cells: Iterable) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def source_lines(rows: list[Row], left: list[Trial]) -> list[str]:
+def kind_line(kind: str, ours: list[Trial], left: list[Trial]) -> str:
+    (n, mean, bias, worst, inside), (_, out, out_bias, out_worst, out_inside) = errors(ours), errors(left)
+    return line((f"[{kind}]({KINDS[kind]}.md)", n, both(mean, bias), f"{worst:.1%}", f"{inside:.0%}",
+                 both(out, out_bias), f"{out_worst:.1%}", f"{out_inside:.0%}"))  # fmt: skip
+
+
+def name_and_chip(row: Row) -> tuple[str, str]:
+    return speeds.name_of(row.source), row.one.topology.chip.key
+
+
+def source_lines(rows: Iterable[Row], left: list[Trial]) -> list[str]:
     """Return a line for each source on each chip with at least three steps."""
-    key = lambda row: (speeds.name_of(row.source), row.one.topology.chip.key)
-    out, lines = grouped(left, lambda one: key(one.row)), []
-    for (name, chip), ones in sorted(grouped((row for row in rows if row.one), key).items()):
+    out, lines = grouped(left, lambda one: name_and_chip(one.row)), []
+    for (name, chip), ones in sorted(grouped((row for row in rows if row.one), name_and_chip).items()):
         if len(ones) < 3:
             continue
         (n, mean, bias, *_), (_, far, far_bias, _, inside) = errors(trials(ones)), errors(out[name, chip])
         once = speeds.calibrated(ones, speeds.constants_without(rows, name, ones[0]))
-        cells = (name, chip, n, both(mean, bias), both(far, far_bias), f"{inside:.0%}", f"{once:.1%}")
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        lines.append(line((name, chip, n, both(mean, bias), both(far, far_bias), f"{inside:.0%}", f"{once:.1%}")))
     return lines
 
 
@@ -289,26 +326,77 @@ def constants_tables() -> str:
     parts = []
     for names in (measured.TPU_TERMS, measured.GPU_TERMS):
         columns = ("chip", "trainer", "steps", *names)
-        lines = [columns, ("---",) * len(columns)]
+        lines = []
         for one in measured.table().values():
             if len(one.factors) == len(names):
                 spreads = (row[n] ** 0.5 for n, row in enumerate(one.covariance))
                 values = (f"{x:.3g} ±{y:.0%}" for x, y in zip(one.factors, spreads, strict=True))
                 gpu = names == measured.GPU_TERMS
                 lines.append((one.chip, one.trainer or ("any trainer" if gpu else "all"), str(one.steps), *values))
-        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parts.append("\n".join((line(columns), RULE * len(columns) + "|", *map(line, lines))))
     return "\n\n".join(parts)
 
 
-def table_line(one: Trial, left: Trial) -> str:
-    row, found = one.row, one.row.estimate
-    between = f"×{found.high / found.seconds:.2f}" if found.low else "none"
-    name = f"{row.link} on `{row.topology}`"
-    sizes = (f"{int(size):,}" for size in (row.batch, row.seq_len))
-    time = lambda s: f"{s:.2f} s" if s >= 1 else amount(s, "s")
-    times = time(row.measured_s), time(found.seconds), percent(one.ratio - 1), percent(left.ratio - 1)
-    lacks = "; ".join(part for part in row.lacks.split("; ") if part != "attention without FlashAttention")  # a kind
-    return f"| {' | '.join((name, f'`{row.mesh}`', *sizes, *times, between, lacks))} |"
+def notes_of(row: Row) -> list[str]:
+    """Return what the plan of a row does differently than the run, and whether it lacks an interval."""
+    found = [part for part in row.lacks.split("; ") if part not in ("", "attention without FlashAttention")]  # a kind
+    return found + ["no interval"] * (not row.estimate.low)
+
+
+def interval(low: float, high: float) -> str:
+    """Return the smallest and the largest interval, or one number if they are equal."""
+    return " to ".join(dict.fromkeys(f"×{x:.2f}" for x in (low, high)))
+
+
+def cells(row: Row, linked: bool, note: str) -> dict[str, str]:
+    """Return the cells of a step by column."""
+    found = row.estimate
+    time = lambda s: f"{s:.2f}" if s >= 1 else f"{s:.4g}"
+    width = found.high / found.seconds if found.low else 0
+    values = (row.link if linked else f"`{row.name}`", f"`{row.topology}`", f"`{row.mesh}`", f"{int(row.batch):,}",
+              f"{int(row.seq_len):,}", time(row.measured_s), time(found.seconds), percent(row.ratio - 1),
+              interval(width, width) if width else "none", note)  # fmt: skip
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Return a table of steps, the line above it with what its rows have in common, and the notes below it."""
+    parts, linked = [notes_of(row) for row in rows], len({row.source for row in rows}) > 1
+    common = [part for part in parts[0] if all(part in others for others in parts)] if len(rows) > 1 else []
+    left = ["; ".join(part for part in some if part not in common) for some in parts]
+    notes = [note for note in dict.fromkeys(left) if note]
+    numbers = [str(notes.index(note) + 1) if note else "" for note in left]
+    lines = [cells(row, linked, number) for row, number in zip(rows, numbers, strict=True)]
+    above, dropped = [], ["notes"] * (not notes)
+    if not linked:
+        above.append(f"Source: {rows[0].address}.")
+    for column in SHARED:
+        if len({one[column] for one in lines}) == 1:
+            above.append(f"{column.capitalize()}: {lines[0][column]}.")
+            dropped.append(column)
+    widths = [row.estimate.high / row.estimate.seconds for row in rows if row.estimate.low]
+    if widths and max(widths) / min(widths) < 1.02:
+        above.append(f"Interval: {interval(min(widths), max(widths))}.")
+        dropped.append("interval")
+    above += [f"Planned differently: {'; '.join(common)}."] * bool(common)
+    columns = [column for column in COLUMNS if column not in dropped]
+    found = [*textwrap.wrap(" ".join(above), 120, break_long_words=False, break_on_hyphens=False), ""] * bool(above)
+    found += [line(columns), RULE * len(columns) + "|"]
+    found += [line(one[column] for column in columns) for one in lines]
+    return found + [""] * bool(notes) + [f"{n}. {note}" for n, note in enumerate(notes, 1)]
+
+
+def tables(rows: list[Row]) -> list[str]:
+    """Return the tables of the steps of a kind: one for each source with several steps on a chip, and one of others."""
+    groups = grouped(rows, name_and_chip)
+    large = {key: ones for key, ones in groups.items() if len(ones) >= LEAST}
+    others = [row for key, ones in groups.items() if key not in large for row in ones]
+    lines = []
+    for (name, chip), ones in large.items():
+        lines += ["", f"## {name} on {chip}", "", *table(ones)]
+    if others:
+        lines += ["", "## Other sources"] * bool(large) + ["", *table(others)]
+    return lines
 
 
 def score_seconds(row: Row, score_bytes: int = 45, bytes_per_s: float = 2.039e12) -> float:
@@ -328,8 +416,20 @@ def unplanned_line(row: Row) -> str:
     return f"- {name}, `{row.mesh}`, {row.value} {row.unit}: {row.reason}"
 
 
-def page(rows: tuple[Row, ...]) -> str:
-    """Return docs/published.md."""
+def kind_page(kind: str, rows: tuple[Row, ...], numbers: dict[str, float]) -> str:
+    """Return the page with the steps of a kind. numbers: of all rows, for the text about some of them"""
+    ours = [row for row in rows if row.kind == kind]
+    planned, without = [row for row in ours if row.one], [row for row in ours if not row.one]
+    parts = [f"# Published steps: {kind}", "", f"{len(planned)} measured steps and their plans. [How to read the steps]"
+             "(published.md#how-to-read-the-steps) explains the columns."]  # fmt: skip
+    parts += ["", ABOUT[kind].format(**numbers).rstrip()] if kind in ABOUT else []
+    parts += tables(planned)
+    parts += ["", "## Not planned", "", *map(unplanned_line, without)] if without else []
+    return "\n".join(parts) + "\n"
+
+
+def pages(rows: tuple[Row, ...]) -> dict[Path, str]:
+    """Return docs/published.md, and a page for each kind, by their files."""
     ours, left = trials(rows), speeds.leave_out(rows)
     out = {id(one.row): one for one in left}
     kinds = grouped(ours, lambda one: one.row.kind)
@@ -337,31 +437,27 @@ def page(rows: tuple[Row, ...]) -> str:
     zero = next(row for row in rows if row.mesh == "fsdp=1536")
     zero_gb = 2 * zero.one.params_total / 1e9  # of weights, in bfloat16
     head = HEAD.format(
-        rows=len(rows), ours=len(kinds[KINDS[-1]]), constants=constants_tables(), similar=measured.SIMILAR.upper(),
+        rows=len(rows), ours=len(kinds["GPUs, this trainer"]), constants=constants_tables(),
         unusual=" and ".join((", ".join(speeds.UNUSUAL[:-1]), f"`{speeds.UNUSUAL[-1]}`")),
         kinds="\n".join(kind_line(kind, kinds[kind], [out[id(one.row)] for one in kinds[kind]]) for kind in KINDS),
-        sources="\n".join(source_lines(rows, left)),
-        regrets="\n".join(f"| {name} | {chips} | {n} | {slowest:.0%} | {choice:.0%} |"
+        sources="\n".join(source_lines(rows, left)), similar=measured.SIMILAR.upper(), pages="\n".join(KINDS.values()),
+        regrets="\n".join(line((name, chips, n, f"{slowest:.0%}", f"{choice:.0%}"))
                           for (name, chips), (n, slowest, choice) in sorted(regrets(rows).items())),
+    )  # fmt: skip
+    numbers = dict(
         small_scores=score_seconds(by_name["gpt-1.7b", "a100:32"]),
         large_scores=score_seconds(by_name["gpt-145.6b", "a100:1536"]),
         neox_scores=score_seconds(by_name["gpt-neox-20b", "a100:96"], 30, 1.555e12),
         zero_s=zero.measured_s, zero_gb=zero_gb, zero_gb_s=3 * zero_gb / zero.measured_s,
     )  # fmt: skip
-    parts = [head]
-    for kind in KINDS:
-        parts += ["", f"## {kind[0].upper()}{kind[1:]}", "", TABLE]
-        parts += [table_line(one, out[id(one.row)]) for one in kinds[kind]]
-        without = [row for row in rows if row.kind == kind and not row.one]
-        parts += ["", "Not planned:", ""] * bool(without) + [*map(unplanned_line, without)]
-    return "\n".join(parts) + "\n"
+    return {PAGE: head} | {PAGE.parent / f"{name}.md": kind_page(kind, rows, numbers) for kind, name in KINDS.items()}
 
 
 HELP = """e.g. python -m bench.published
      python -m bench.published --rows mine.csv   # plan steps of your own, with the columns of bench/published.csv
 
-Plan the steps in bench/published.csv, fit the planner's constants to them, and write docs/published.md and
-plan/time/speeds.json. Takes a few minutes."""
+Plan the steps in bench/published.csv, fit the planner's constants to them, and write docs/published.md, a
+page for each kind of step, and plan/time/speeds.json. Takes a minute."""
 
 
 @dataclasses.dataclass
@@ -381,8 +477,7 @@ def to_json(row: Row) -> dict:
 
 def print_errors(rows: list[Row]) -> None:
     """Print error, bias, coverage and calibration of each source, and the regret of each group of meshes."""
-    key = lambda row: (speeds.name_of(row.source), row.one.topology.chip.key)
-    for (name, chip), ones in sorted(grouped((row for row in rows if row.one), key).items()):
+    for (name, chip), ones in sorted(grouped((row for row in rows if row.one), name_and_chip).items()):
         n, mean, bias, worst, inside = errors(trials(ones))
         known = [*plan_rows(), *rows]
         once = speeds.calibrated(ones, speeds.constants_without(known, name, ones[0])) if n > 1 else None
@@ -422,8 +517,10 @@ def main(argv: list[str] | None = None) -> None:
         measured.table.cache_clear()
         plan_rows.cache_clear()
         rows = plan_rows()
-        PAGE.write_text(page(rows), encoding="utf-8")
-        print(f"wrote {PAGE.name} and {measured.SPEEDS.name}: {len(rows)} steps")
+        found_pages = pages(rows)
+        for path, text in found_pages.items():
+            path.write_text(text, encoding="utf-8")
+        print(f"wrote {len(found_pages)} pages and {measured.SPEEDS.name}: {len(rows)} steps")
     if args.json:
         listed = json.dumps([to_json(row) for row in rows], indent=1)
         print(listed) if args.json == "-" else Path(args.json).write_text(listed + "\n", encoding="utf-8")

@@ -1,5 +1,6 @@
 """The planner against training steps that others measured and published, and the page about them."""
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -26,7 +27,7 @@ def test_every_row_has_a_source_and_a_kind():
 def test_the_planner_predicts_published_steps():
     """Catches a change that makes plans of real runs worse, and an interval that is too narrow or too wide."""
     # Not here: a row that contradicts itself, a rounded number of the only v3, long sequences with windows, and arrays
-    # on the host that the plan does not know; see docs/published.md
+    # on the host that the plan does not know; see docs/published_*.md
     known = ("1024b", "v5p:8x8x16"), ("gptj-6b", "v3:2x2"), ("gemma3-12b", "v6e:16x16"), ("gpt-oss-120b", "tpu7x:4x4x4")
     rows = published.plan_rows(SLICE, "MoE")
     for kind, steps, most, largest, unseen in ((SLICE, 31, 0.04, 0.1, 0.06), ("MoE", 7, 0.08, 0.14, 0.09)):
@@ -140,10 +141,37 @@ def test_a_row_that_cannot_be_planned_has_the_reason():
 def test_the_page_states_the_batch_of_each_step():
     """Catches seconds of a step whose number of tokens the page does not say, and cells under the wrong heading."""
     row = next(row for row in published.plan_rows(SLICE) if (row.name, row.topology) == ("22b", "v4:4x4x4"))
-    (one,) = published.trials([row])
-    cells = dict(zip(published.COLUMNS, published.table_line(one, one).split(" | "), strict=True))
-    assert (cells["batch"], cells["sequence"], cells["measured"]) == ("832", "2,048", "26.80 s")
-    assert cells["mesh"] == "`fsdp=64`" and cells["planned"] == f"{row.estimate.seconds:.2f} s"
+    cells = published.cells(row, True, "3")
+    assert (cells["batch"], cells["sequence"], cells["measured, s"]) == ("832", "2,048", "26.80")
+    assert cells["mesh"] == "`fsdp=64`" and cells["planned, s"] == f"{row.estimate.seconds:.2f}"
+    assert cells["model"] == row.link and cells["notes"] == "3"
+
+
+def test_the_line_above_a_table_has_what_its_rows_share():
+    """Catches a value above the table that some row does not have, and a note that is lost or on the wrong row."""
+    (row,) = (row for row in published.plan_rows(SLICE) if (row.name, row.topology) == ("22b", "v4:4x4x4"))
+    rows = [dataclasses.replace(row, values=row.values | {"lacks": lacks, "mesh": mesh}) for lacks, mesh in (
+        ("a; attention without FlashAttention; b", "fsdp=64"), ("b", "fsdp=64"), ("b; a", "fsdp=32,tensor=2"),
+    )]  # fmt: skip
+    above, below = "\n".join(published.table(rows)).split("\n\n", 1)
+    columns, _, *lines = below.split("\n")
+    above = " ".join(above.split())
+    assert above.startswith(f"Source: {row.address}. Chips: `v4:4x4x4`. Sequence: 2,048. Interval: ×1.0")
+    assert above.endswith(". Planned differently: b.")
+    assert columns == "| model | mesh | batch | measured, s | planned, s | error | notes |"
+    assert [line.split(" | ")[1] for line in lines[:3]] == ["`fsdp=64`", "`fsdp=64`", "`fsdp=32,tensor=2`"]
+    assert [line.split(" | ")[-1] for line in lines[:3]] == ["1 |", " |", "1 |"] and lines[3:] == ["", "1. a"]
+    other = dataclasses.replace(row, values=row.values | {"source": "https://a.org/b"})
+    assert "Source: " not in (text := "\n".join(published.table([row, other]))) and other.link in text
+
+
+def test_every_step_is_on_the_page_of_its_kind():
+    """Catches a row that the tables of its kind leave out, and one that is there twice."""
+    rows = published.plan_rows(SLICE, "MoE")
+    for kind in (SLICE, "MoE"):
+        ours = [row for row in rows if row.kind == kind]
+        lines = [line for line in published.tables(ours) if re.match(r"\| (`|\[`)", line)]
+        assert sorted(re.search(r"`(.+?)`", line)[1] for line in lines) == sorted(row.name for row in ours)
 
 
 @pytest.mark.slow
@@ -151,7 +179,11 @@ def test_the_page_and_the_constants_are_those_of_the_rows():
     """Catches a page that was not written again. Plans all rows."""
     rows = published.plan_rows()
     assert measured.SPEEDS.read_text() == speeds.to_text(speeds.speeds(rows)), "run `python -m bench.published`"
-    assert published.PAGE.read_text() == published.page(rows), "run `python -m bench.published`"
+    pages = published.pages(rows)
+    assert len(pages) == 1 + len(published.KINDS)
+    assert not [path.name for path, text in pages.items() if path.read_text() != text], (
+        "run `python -m bench.published`"
+    )
     ours = published.trials(row for row in rows if speeds.trainer_of(row.source) not in speeds.UNUSUAL)
     number, mean, _, _, inside = published.errors(ours)
     assert number == 180 and mean < 0.045 and 0.72 <= inside <= 0.92
@@ -161,7 +193,9 @@ def test_the_page_and_the_constants_are_those_of_the_rows():
 def test_the_readme_has_the_errors_of_the_page():
     """Catches an error in the README that is out of date, or that is only that of a good kind of step."""
     page, readme = published.PAGE.read_text(), " ".join((ROOT / "README.md").read_text().split())
-    cells = re.findall(r"(?m)^\| ([\w ,]+) \| (\d+) \| ([\d.]+)% [^|]+ \| [^|]+ \| \d+% \| ([\d.]+)% ", page)
+    cells = re.findall(
+        r"(?m)^\| \[([\w ,]+)\]\(\w+\.md\) \| (\d+) \| ([\d.]+)% [^|]+ \| [^|]+ \| \d+% \| ([\d.]+)% ", page
+    )
     kinds = {kind: (number, planned, left) for kind, number, planned, left in cells}
     worst = max(kinds, key=lambda kind: float(kinds[kind][2]))
     total = re.search(r"plans (\d+) training steps", page)[1]
