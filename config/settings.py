@@ -281,10 +281,11 @@ class DataConfig:
     batch_size: Size = 8  # sequences per step, over all devices
     # batches to skip, START:END,..: with 1200:1210, step 1200 uses the batch of step 1210, step 1201 that of step 1211
     skip: Annotated[str, Form(parse_skips), Affects.ORDER] = ""
-    # content of a sequence. windows: data.seq_len consecutive tokens, across document boundaries; documents: whole
-    # documents, packed by best fit (arXiv:2404.10830), and padding; only a document longer than data.seq_len is cut.
-    # windows,ordered keeps the order of the text instead of shuffling each epoch. With ,unmasked at the end, a token
-    # also attends to earlier documents, and positions do not restart at each document
+    # content of a sequence: windows of the text, or documents. windows: data.seq_len consecutive tokens, across
+    # document boundaries; documents: whole documents, packed by best fit (arXiv:2404.10830), and padding; only a
+    # document longer than data.seq_len is cut. windows,ordered keeps the order of the text instead of shuffling each
+    # epoch. With ,unmasked at the end, a token also attends to earlier documents, and positions do not restart at each
+    # document
     packing: Annotated[str, Form(parse_packing), TEXTS] = "windows"
 
     def __post_init__(self):
@@ -309,13 +310,14 @@ class OptimConfig:
 
     name: Literal["adamw", "adafactor"] = "adamw"  # AdamW (arXiv:1711.05101); Adafactor (arXiv:1804.04235) as in T5
     lr: NotNegative = 3e-3  # peak learning rate; adafactor: as a fraction of each matrix's root mean square
-    # after warm-up. cosine:0.1: cosine decay to a last rate of 0.1 * lr; wsd:0.2:0.1: constant, then in the last 0.2 of
-    # all steps, linear decay to 0.1 * lr; rsqrt: 1 / sqrt(step). Numbers that you leave out are those above. Or
-    # STEP:MULTIPLE,.. of lr, linear in between and without warm-up: 0:0,1000:1,5000:0.1
+    # learning rate after warm-up: STEP:MULTIPLE,.., cosine, wsd or rsqrt. cosine:0.1: cosine decay to a last rate of
+    # 0.1 * lr; wsd:0.2:0.1: constant, then in the last 0.2 of all steps, linear decay to 0.1 * lr; rsqrt: 1 /
+    # sqrt(step). Numbers that you leave out are those above. STEP:MULTIPLE,.. of lr: linear in between and without
+    # warm-up, as in 0:0,1000:1,5000:0.1
     schedule: Annotated[str, Form(parse_schedule)] = "cosine"
     warmup_steps: Annotated[Count, WARMUP] = 20  # steps of linear warm-up from 0 to lr
-    # adamw: decay rates of the first and second moments, per step, and epsilon, which is added to the second's root; a
-    # part that you leave out has this value. moments=float32 or bfloat16 stores the moments in this dtype instead of
+    # adamw: decay rates of the first and second moments, per step, and epsilon, which is added to the second's root. A
+    # part that you leave out has the default. moments=float32 or bfloat16 stores the moments in this dtype instead of
     # that of the parameters; a step computes with float32
     adamw: Annotated[str, Form(parse_adamw), ADAMW] = "b1=0.9,b2=0.95,eps=1e-8"
     weight_decay: NotNegative = 0.1  # multiplied by the learning rate; not applied to norms, biases and embeddings
@@ -350,7 +352,7 @@ class RunConfig:
     keep_checkpoints: Size = 2  # number of latest checkpoints to keep, besides the one with the lowest validation loss
     sample_prompt: str = "def "  # prompt of the sample at the end, which has up to 200 tokens; empty: no sample
     # steps between gradient statistics: norms for each parameter and layer, and the gradient noise scale
-    # (arXiv:1812.06162). Such a step takes about three times as long; 0: off
+    # (arXiv:1812.06162); such a step takes about three times as long; 0: off
     gradient_stats_every: Count = 0
     tracker: Literal["none", "wandb"] = "none"  # where to send the metrics; wandb: `make extra-wandb`
     # repeat this step from the checkpoint before it, and print its norms instead of training; 0: train
@@ -363,7 +365,7 @@ class RunConfig:
     devices: Annotated[Count, tyro.conf.arg(aliases=["--devices"])] = 0
     # XLA options, as NAME=VALUE,.., in addition to those in compile/options.py; NAME= removes an option
     compiler_options: str = ""
-    # if a process sends no heartbeat for this many seconds, the others exit. The processes may take 5 times as long to
+    # if a process sends no heartbeat for this many seconds, the others exit; the processes may take 5 times as long to
     # join at start-up, and 30 times as long for one step or evaluation batch, before the run exits as hung
     peer_timeout_s: Size = 60
     # no: resume, but stop if the latest saved checkpoint is missing; newest: resume from the latest available

@@ -1,12 +1,13 @@
 """Write docs/settings.md, with every setting and what each preset changes: `python -m docs.settings`.
 
-The description of a setting is the comment after its field, or the comment lines before it. `--help` prints the same
-description.
+The description of a setting is the comment after its field, or the comment lines before it. The page has the first
+sentence, and `--help` prints all of it.
 """
 
 import ast
 import dataclasses
 import inspect
+import re
 import sys
 import typing
 from pathlib import Path
@@ -18,20 +19,15 @@ PAGE = Path(__file__).parent / "settings.md"
 HEAD = """\
 # Settings
 
-Every command that accepts a preset accepts these flags. After a preset, `--help` prints the same descriptions,
-with the preset's values as defaults. A flag that changes nothing, because the model, the mesh or the objective does not
-use its setting, is refused with the flag that would use it (`config/needs.py`). There are {settings} settings, and
-adding one means removing one (`tests/test_settings.py`). This command writes the page from `config/settings.py` and
-`config/presets.py`:
-
-```
-python -m docs.settings
-```
+Every command that accepts a preset accepts these flags. `python main.py laptop --help` prints the full description of
+each, its values, and its value in the preset. A flag that changes nothing, because the model, the mesh or the objective
+does not use its setting, is refused with the flag that would use it (`config/needs.py`). There are {settings} settings,
+and adding one means removing one (`tests/test_settings.py`). `python -m docs.settings` writes this page.
 """
 PRESETS_HEAD = """\
 ## What each preset changes
 
-All other settings have the defaults above. A run has the name of its preset, unless `--run.name` sets another.
+All other settings have their defaults. A run has the name of its preset, unless `--run.name` sets another.
 """
 
 
@@ -56,21 +52,15 @@ def plain(hint):
     return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
 
 
-def kind(hint) -> str:
-    """Return the values of a flag: its choices, or the name of its type."""
+def choices(hint) -> str:
+    """Return the values of a flag if it has a list of them, as `--help` prints them."""
     hint = plain(hint)
-    if hint == config.SizeOrAuto:
-        return "`auto`, `int`"
-    if typing.get_origin(hint) is tuple:
-        return " ".join(f"`{plain(one).__name__}`" for one in typing.get_args(hint))
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
-    return f"`{hint.__name__}`"
+    return f" {{{','.join(typing.get_args(hint))}}}" if typing.get_origin(hint) is typing.Literal else ""
 
 
-def value(x) -> str:
-    x = " ".join(map(str, x)) if isinstance(x, tuple | list) else x
-    return f"`{x}`" if x != "" else "empty"
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a description, without what the value that turns it off does."""
+    return re.sub(r"; (0|empty): .*", "", re.split(r"\. (?=\S)", text)[0].rstrip("."))
 
 
 def row(*cells: str) -> str:
@@ -78,24 +68,22 @@ def row(*cells: str) -> str:
 
 
 def flags(name: str, hint) -> str:
-    """Return the flag of a setting, and its short forms."""
+    """Return the flag of a setting with its values, and its short forms."""
     metadata = getattr(hint, "__metadata__", ())
     short = [alias for one in metadata for alias in getattr(one, "aliases", None) or ()]
-    return ", ".join(f"`{flag}`" for flag in [f"--{name}", *short])
+    return ", ".join(f"`{flag}`" for flag in [f"--{name}{choices(hint)}", *short])
 
 
 def group(cls, name: str) -> list[str]:
-    """Return the table of a dataclass, and the tables of the dataclasses in it."""
+    """Return a line for each setting of a dataclass, and the lines of the dataclasses in it."""
     hints, said, inner = typing.get_type_hints(cls, include_extras=True), comments(cls), []
     lines = [f"## {name}", "", *(inspect.getdoc(cls) or "").splitlines(), ""]
-    lines += [row("flag", "value", "default", "description"), row("---", "---", "---", "---")]
     for field in dataclasses.fields(cls):
-        hint = plain(hints[field.name])
-        if dataclasses.is_dataclass(hint):
-            inner += ["", *group(hint, f"{name}.{field.name}")]
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(plain(hint)):
+            inner += ["", *group(plain(hint), f"{name}.{field.name}")]
         else:
-            lines.append(row(flags(f"{name}.{field.name}", hints[field.name]), kind(hint), value(field.default),
-                             said[field.name]))  # fmt: skip
+            lines.append(f"- {flags(f'{name}.{field.name}', hint)}: {first_sentence(said[field.name])}")
     return lines + inner
 
 
@@ -111,9 +99,12 @@ def mesh() -> list[str]:
 def presets() -> list[str]:
     """Return a row for each preset, with its purpose and the settings that it changes."""
     default = typed(config.Config().to_dict())
-    lines = [row("preset", "purpose", "what it changes"), row("---", "---", "---")]
+    lines = [row("preset", "purpose", "what it changes"), "|---|---|---|"]
     for name, (what, _) in config.PRESETS.items():
         mine = typed(config.preset(name).to_dict())
+        if what.startswith("for tests"):
+            lines.append(row(f"`{name}`", what, "see `config/presets.py`"))
+            continue
         changed = [one for one, usual in default.items() if mine[one] != usual and one != "run.name"]
         lines.append(row(f"`{name}`", what, ", ".join(f"`{one}={as_flag(mine[one])}`" for one in changed)))
     return lines
