@@ -27,7 +27,8 @@ and adding one means removing one (`tests/test_settings.py`). `python -m docs.se
 PRESETS_HEAD = """\
 ## What each preset changes
 
-All other settings have their defaults. A run has the name of its preset, unless `--run.name` sets another.
+All other settings have their defaults, or those of the preset that the row names. A run has the name of its preset,
+unless `--run.name` sets another.
 """
 
 
@@ -97,16 +98,22 @@ def mesh() -> list[str]:
 
 
 def presets() -> list[str]:
-    """Return a row for each preset, with its purpose and the settings that it changes."""
-    default = typed(config.Config().to_dict())
+    """Return a row for each preset, with its purpose and what it changes in the defaults or in a similar preset."""
+    above = {"": typed(config.Config().to_dict())}
     lines = [row("preset", "purpose", "what it changes"), "|---|---|---|"]
     for name, (what, _) in config.PRESETS.items():
         mine = typed(config.preset(name).to_dict())
+        changes = {
+            base: [f"`{one}={as_flag(mine[one])}`" for one, x in values.items() if mine[one] != x and one != "run.name"]
+            for base, values in above.items()
+        }
+        base = min(changes, key=lambda base: len(changes[base]) * (1 if base else 2 / 3))
+        start = f"`{base}` with " if base else ""
         if what.startswith("for tests"):
             lines.append(row(f"`{name}`", what, "see `config/presets.py`"))
-            continue
-        changed = [one for one, usual in default.items() if mine[one] != usual and one != "run.name"]
-        lines.append(row(f"`{name}`", what, ", ".join(f"`{one}={as_flag(mine[one])}`" for one in changed)))
+        else:
+            lines.append(row(f"`{name}`", what, start + ", ".join(changes[base])))
+            above[name] = mine
     return lines
 
 
