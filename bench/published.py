@@ -11,7 +11,7 @@ import functools
 import json
 import sys
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -374,6 +374,9 @@ def table(rows: list[Row]) -> list[str]:
         if len({one[column] for one in lines}) == 1:
             above.append(f"{column.capitalize()}: {lines[0][column]}.")
             dropped.append(column)
+    if "mesh" not in dropped and all(row.mesh == f"fsdp={row.one.topology.devices}" for row in rows):
+        above.append("Mesh: `fsdp` over all devices.")
+        dropped.append("mesh")
     widths = [row.estimate.high / row.estimate.seconds for row in rows if row.estimate.low]
     if widths and max(widths) / min(widths) < 1.02:
         above.append(f"Interval: {interval(min(widths), max(widths))}.")
@@ -387,13 +390,17 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def tables(rows: list[Row]) -> list[str]:
-    """Return the tables of the steps of a kind: one for each source with several steps on a chip, and one of others."""
-    groups = grouped(rows, name_and_chip)
+    """Return the tables of the steps of a kind: one for each source, or trainer, with several steps on a chip, and one
+    of all others."""
+    many = Counter((row.source, name_and_chip(row)) for row in rows)
+    by_source = lambda row: row.source if many[row.source, name_and_chip(row)] >= LEAST else ""
+    groups = grouped(rows, lambda row: (*name_and_chip(row), by_source(row)))
     large = {key: ones for key, ones in groups.items() if len(ones) >= LEAST}
     others = [row for key, ones in groups.items() if key not in large for row in ones]
-    lines = []
-    for (name, chip), ones in large.items():
-        lines += ["", f"## {name} on {chip}", "", *table(ones)]
+    same, lines = Counter(key[:2] for key in large), []
+    for (name, chip, source), ones in large.items():
+        file = f": {'/'.join(source.split('/')[-2:])}" if source and same[name, chip] > 1 else ""
+        lines += ["", f"## {name} on {chip}{file}", "", *table(ones)]
     if others:
         lines += ["", "## Other sources"] * bool(large) + ["", *table(others)]
     return lines

@@ -165,6 +165,17 @@ def test_the_line_above_a_table_has_what_its_rows_share():
     assert "Source: " not in (text := "\n".join(published.table([row, other]))) and other.link in text
 
 
+def test_a_table_names_fsdp_over_all_devices_once():
+    """Catches a table without meshes that has a row with another mesh."""
+    v5p = [row for row in published.plan_rows(SLICE) if row.one.topology.chip.key == "v5p"]
+    rows = [row for row in v5p if row.mesh == f"fsdp={row.one.topology.devices}"]
+    rows.append(dataclasses.replace(rows[0], values=rows[0].values | {"mesh": "fsdp=64"}))
+    assert len(rows) > 2 and "| mesh |" in "\n".join(published.table(rows)), "fsdp=64 is not over all devices"
+    others = [row for row in published.plan_rows(SLICE) if row.mesh == f"fsdp={row.one.topology.devices}"]
+    text = "\n".join(published.table(others))
+    assert "Mesh: `fsdp` over all devices." in text and "| mesh |" not in text
+
+
 def test_every_step_is_on_the_page_of_its_kind():
     """Catches a row that the tables of its kind leave out, and one that is there twice."""
     rows = published.plan_rows(SLICE, "MoE")
