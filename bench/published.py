@@ -266,8 +266,6 @@ ABOUT = {
   nothing is fitted to it.
 """,
     "GPUs": """\
-- **torchtitan's H100s** were limited to 500 W, and have slower memory.
-- **`deepseek-v3`** overlaps all-to-all with compute (DualPipe), and computes with FP8.
 - **nanotron's logs** of 2024 have a microbatch of 32 sequences that takes four times as long as 8 sequences.
 """,
     "GPUs without FlashAttention": """\
