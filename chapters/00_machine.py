@@ -6,14 +6,12 @@
 # arranges many chips in a grid with named axes, so that a program can state which chip stores which part of
 # an array.
 #
-# With both, you can estimate the time of a training step on any number of chips before you rent them. A count
-# of FLOPs alone is not enough, because chips also wait for memory and for each other. Below, an estimate from
-# FLOPs is wrong for one matmul, for a matmul on eight chips, and for a whole training step. This guide
-# accompanies a small JAX trainer: `model.py` is its model, and `plan/` predicts its memory and step time
-# without devices.
+# With both, you can estimate the time of a training step on any number of chips before you rent them. A
+# count of FLOPs alone is not enough, because chips also wait for memory and for each other. Below, an
+# estimate from FLOPs is wrong for one matmul and for a whole training step.
 #
 # *Prerequisites:* matmuls, NumPy, one GPU. *Mesh:* several, of eight simulated devices (explained below).
-# *Runs in* 30 s on 2 cores. *Reading takes* 25 minutes, 80 with the exercises.
+# *Runs in* 30 s on 2 cores. *Reading takes* 20 minutes, 75 with the exercises.
 
 # %% tags=["hide-input"]
 from devices import simulate_devices
@@ -55,9 +53,9 @@ opening.before_after(before, after, "Less to compute, and something to send", DA
 
 # %% [markdown]
 # This is one layer of Llama 3 8B on H100 GPUs, in a training step of 65,536 tokens. On the right, each GPU
-# has a copy of the layer and computes an eighth of the tokens (*data parallelism*). Then the GPUs have to
-# exchange data, the *communication*: they add up their float32 gradients in an *all-reduce*. All times
-# are arithmetic at peak speed, and nothing overlaps. Eight GPUs are 6.1 times as fast as one.
+# has a copy of the layer and computes an eighth of the tokens (*data parallelism*). Then the GPUs add up
+# their float32 gradients in an *all-reduce*. Times are arithmetic at peak speed, without overlap. Eight
+# GPUs are 6.1 times as fast as one.
 #
 # > **Predict.** Now the step has only 8,192 tokens. How many times as fast as one GPU are eight?
 
@@ -74,16 +72,13 @@ assert abs(whole / (part + reduce) - 6.1) < 0.05, "the text says 6.1 times"
 assert abs(whole / 8 - part) < 0.01 and abs(speedup - 2.28) < 0.01
 
 # %% [markdown]
-# Compute shrinks from 11 ms to 1.4 ms. The gradients have the size of the weights, however many tokens there
-# were, so the float32 all-reduce still takes 3.4 ms. (In bfloat16, as in chapters 02 and 03, 1.7 ms.)
+# Compute shrinks from 11 ms to 1.4 ms. The gradients have the size of the weights, for any number of
+# tokens, so the float32 all-reduce still takes 3.4 ms.
 #
 # ## How a chip is built
 #
-# An accelerator is built for matmuls. A *TPU v4* has eight matrix units (MXUs). Each is a grid of 128 x 128
-# multipliers that holds a block of weights. Rows of `x` move through the grid, so each value of `x` that is
-# read once meets 128 weights. 8 x 128 x 128 multipliers, each with one multiplication and one addition per
-# clock cycle of 1.05 GHz, are 275 TFLOP/s. An *H100* has 132 smaller units (SMs), each with four Tensor Cores
-# that together do 4,096 FLOPs per cycle. At 1.83 GHz this is 989 TFLOP/s.
+# An accelerator is built for matmuls: a *TPU v4* has eight matrix units (MXUs), and an *H100* has 132
+# smaller ones (SMs).
 
 
 # %% tags=["hide-input"]
@@ -146,41 +141,38 @@ for panel in panels.flat:
     panel.set_axis_off()
 
 # %% [markdown]
-# The matmul units read from a small memory on the chip. Everything large, like weights and activations, is
-# in *HBM*, the high-bandwidth memory next to the chip. *Bandwidth* is how many bytes per second can be
-# moved; all of ours are for one direction.
+# The matmul units read from a small memory on the chip. Weights and activations are in *HBM*, the
+# high-bandwidth memory next to the chip. *Bandwidth* is how many bytes per second can be moved, here always
+# in one direction.
 #
-# *Links* connect chips. A TPU v4 has links to its neighbors only, two in each of three directions, and these
-# chips form a *slice*. Eight H100s in a *node* all reach each other through NVLink switches. Between slices
-# or nodes, chips send over a slower network: InfiniBand for these GPUs, and the data-center network (*DCN*)
-# for TPUs.
+# *Links* connect chips. A TPU v4 has links to its neighbors only, two in each of three directions, and
+# these chips form a *slice*. Eight H100s in a *node* reach each other through NVLink switches. Between
+# slices or nodes, chips use a slower network: InfiniBand, or the data-center network (*DCN*) for TPUs.
 
 # %%
-v4, h100 = hardware.CHIPS["v4"], hardware.CHIPS["h100"]
-print("                GB/s  FLOPs in the time of a byte")
-for chip in (v4, h100):
-    print(f"{chip.name}, {chip.peak_flops_per_s / 1e12:.0f} TFLOP/s")
-    speeds = {"HBM": chip.hbm_bytes_per_s, "link": chip.link_bytes_per_s}
-    for name, speed in (speeds | {"network": chip.dcn_bytes_per_s}).items():
-        print(f"  {name:9} {speed / 1e9:8,.2f} {chip.peak_flops_per_s / speed:9,.0f}")
+print(f"FLOPs per byte {'HBM':>7} {'a link':>8} {'network':>10}")
+for key in ("v4", "v5p", "h100", "b200"):
+    chip = hardware.CHIPS[key]
+    speeds = chip.hbm_bytes_per_s, chip.link_bytes_per_s, chip.dcn_bytes_per_s
+    costs = [chip.peak_flops_per_s / speed for speed in speeds]
+    print(f"{chip.name:14} {costs[0]:7,.0f} {costs[1]:8,.0f} {costs[2]:10,.0f}")
 
 # %% [markdown]
-# The last column tells you what a byte costs. (TFLOP/s are for *bfloat16*, 2 bytes per value.
-# `plan/chips/hardware.py` cites the sources.) A TPU v4 could compute 229 FLOPs while it reads one byte from
-# memory, 6,111 while it receives one from a neighbor, and 44,000 while it receives one from another slice. A
-# program with fewer FLOPs per byte makes the chip wait.
+# This is what a byte costs: the FLOPs that a chip could compute in the time in which it moves one byte. (In
+# *bfloat16*, 2 bytes per value. `plan/chips/hardware.py` cites the sources.) A TPU v4 could compute 229
+# FLOPs while it reads one byte from memory, and 6,111 while it receives one from a neighbor. A program with
+# fewer FLOPs per byte makes the chip wait.
 #
 # ## A matmul on eight devices, by hand
 #
-# You can paste the next two cells into an empty file; they need only JAX and NumPy. They multiply `x`, B rows
-# of D values, by a D x F matrix, `w`, on eight devices. (In a transformer, a row is one token. The name of an
-# array ends with its dims, one letter each: `x_BD` has B rows and D columns.)
+# You can paste the next two cells into an empty file. They multiply `x`, B rows of D values, by a D x F
+# matrix, `w`, on eight devices. (In a transformer, a row is one token. The name of an array ends with its
+# dims, one letter each: `x_BD` has B rows and D columns.)
 #
 # A *mesh* is a grid of devices whose axes have names. A `PartitionSpec`, here `P`, lists for each dim of an
-# array the mesh axis that splits it into equal *shards*. A dim without an axis is not split. An array that no
-# axis splits is *replicated*: every device has a copy. A spec and a mesh together are a `NamedSharding`. The
-# flag in the next cell makes JAX simulate eight devices on this machine's CPU. (Chapter 01 explains
-# `AxisType.Auto`.)
+# array the mesh axis that splits it into equal *shards*. An array that no axis splits is *replicated*:
+# every device has a copy. A spec and a mesh together are a `NamedSharding`. The flag in the next cell makes
+# JAX simulate eight devices on this machine's CPU. (Chapter 01 explains `AxisType.Auto`.)
 
 # %% tags=["by-hand"]
 import os
@@ -220,13 +212,12 @@ for name, (x_spec, w_spec, y_spec) in layouts.items():
 
 # %% [markdown]
 # The FLOPs and the *collectives* (communication in which all devices take part) are those of one device's
-# compiled program. No line of ours says "send": what must be sent follows from what each device lacks. In the
-# first layout, every device does all of the work. In the next two, each does an eighth and sends nothing, but
-# stores all of `w` or all of `x`.
+# compiled program. In the first layout, every device does all of the work. In the next two, each does an
+# eighth and sends nothing, but stores all of `w` or all of `x`.
 #
 # The last layout splits D, the *contracting* dim: the matmul sums over it. Device i has 320 of the 2,560
 # columns of `x` and the 320 matching rows of `w`. It computes an eighth of the FLOPs, and then 49,152
-# additions for the all-reduce. At the end, every device has the whole result.
+# additions for the all-reduce, which gives every device the whole result.
 #
 # > **Predict.** The *payload* of an all-reduce is the array that each device adds to the sum. How many bytes
 # > does it have here? The result is 32 x 1,536 in float32, 4 bytes per value.
@@ -240,8 +231,8 @@ my_prediction = None  # bytes
 lesson.predicted(f"{kind} of an array [{shape}]", my_prediction, payload, "bytes")
 
 # %% [markdown]
-# The payload is all of `y`, not an eighth of it. A device can sum only over its own shard of D, so it gets a
-# *partial sum* of every entry: a full-size array of incomplete sums.
+# The payload is all of `y`, not an eighth of it: a device sums only over its own shard of D, so it gets a
+# *partial sum* of every entry.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "x sharded into eight blocks of columns, w into eight blocks of rows, each with its device number; next to them eight full-size arrays, one behind the other."}}
 title = "Splitting the contracting dim leaves partial sums"
@@ -258,28 +249,24 @@ axes[2].set(xlim=(0, 1.01), ylim=(0, 1.01))
 axes[2].set_ylabel("B", rotation=0, labelpad=10)
 
 # %% [markdown]
-# Adding these arrays and giving every device the sum is the all-reduce. A ring splits the array into eight
-# chunks. In each step, every device sends one chunk to its neighbor, and the neighbor adds its own values to
-# this chunk. After 7 steps, each device has one chunk of the complete sum. In 7 more steps these chunks
-# travel around the ring. So each device sends 14 chunks, or 1.75 payloads. **With n devices, an all-reduce
-# sends `2 (n - 1)/n` payloads: never more than 2.**
-#
-# Does a larger batch hide this communication? Take four TPU v4, D = 8,192 and bfloat16. A device computes `2
-# B D F / 4` FLOPs and sends `1.5 * 2 B F` bytes: 1,365 FLOPs per byte, for every B. Two rings in opposite
-# directions use two links of each chip, 90 GB/s. In the time of one byte a chip could compute 275e12 / 90e9 =
-# 3,056 FLOPs. So the all-reduce takes longer than the matmul, for every batch size.
+# The all-reduce adds these arrays and gives every device the sum. In a ring of eight devices, it works on
+# eight chunks of the array. For 7 steps, every device sends one chunk to its neighbor, which adds its own
+# values; then each device has one chunk of the complete sum. In 7 more steps these chunks travel around the
+# ring. So each device sends 14 chunks, or 1.75 payloads. **With n devices, an all-reduce sends `2 (n -
+# 1)/n` payloads: never more than 2.**
 #
 # ## One device: two wrong estimates
 #
-# The same matmul on one device takes `2 B D F` FLOPs: one
-# multiplication and one addition for each row and each entry of `w`. How fast does this machine compute them?
+# The same matmul on one device takes `2 B D F` FLOPs, with B = 256: one multiplication and one addition for
+# each row and each entry of `w`. How fast does this machine compute them?
 
-# %%
+# %% tags=["hide-input"]
 keys = jax.random.split(jax.random.key(0), 4)
 ws = [jax.random.normal(key, (F, D)) for key in keys]  # larger than caches
 # F is the first dim, so that the CPU does not copy w before it multiplies.
 product = jax.jit(lambda x_BD, w_FD: jnp.einsum("FD,BD->FB", w_FD, x_BD))
 
+# %%
 x_BD, tries = jnp.ones((256, D)), []
 for w_FD in 4 * ws:
     start = time.perf_counter()
@@ -288,26 +275,26 @@ for w_FD in 4 * ws:
     jax.block_until_ready(y_FB)
     tries.append((returned, time.perf_counter() - start))
 
-returned, ready = min(tries)
-for name, took in {"returned": returned, "ready": ready}.items():
+for name, took in zip(("returned", "ready"), min(tries), strict=True):
     speed = 2 * 256 * D * F / took
     print(f"{name:8} after {took * 1e3:6.3f} ms: {speed / 1e9:7,.0f} GFLOP/s")
+
+# %% tags=["remove-cell"]
+returned, ready = min(tries)
 assert returned < ready / 2
 
 # %% [markdown]
 # The first line is not a speed. JAX returns before the result exists and computes in the background
-# ([asynchronous dispatch](https://docs.jax.dev/en/latest/async_dispatch.html)). If you stop the clock there,
-# you have measured Python.
-#
-# From here on we measure *CPU seconds* instead of wall time, because other programs may share this machine.
-# The speeds below are therefore those of one core.
+# ([asynchronous dispatch](https://docs.jax.dev/en/latest/async_dispatch.html)). If you stop the clock
+# there, you have measured Python. From here on, the page measures *CPU seconds*, because other programs may
+# share this machine. So the speeds are those of one core.
 #
 # > **Predict.** Eight rows need eight times the FLOPs of one row, with the same `w`. How many times the CPU
 # > seconds? (`w` has 15.7 MB, and a core reads about 20 GB/s. One row takes 7.9 million FLOPs, and a core
 # > computes some 100 GFLOP/s.)
 
 
-# %%
+# %% tags=["hide-input"]
 def timed(x_BD, ws=ws):
     """CPU seconds of a matmul: the mean of 40 runs, after 4 warm-up runs."""
     for n in range(44):
@@ -330,18 +317,16 @@ lesson.predicted("8 rows over 1 row", my_prediction, measured, "times", within=0
 # %% [markdown]
 # ## Two limits: memory and compute
 #
-# The matmul must read all of `w`, `4 D F` bytes in float32, however few rows there are. So there are two
-# times: FLOPs divided by FLOP/s, and bytes divided by the memory bandwidth in bytes/s. A core can multiply
-# while it waits for more data. With perfect overlap, the matmul takes the longer of the two times. With no
-# overlap, it takes their sum, which is at most twice as long.
+# The matmul must read all of `w`, `4 D F` bytes in float32, for any number of rows. So there are two times:
+# FLOPs divided by FLOP/s, and bytes divided by the memory bandwidth. With perfect overlap, the matmul takes
+# the longer of the two, and with no overlap their sum, at most twice as long.
 #
-# Which time is longer depends on the FLOPs per byte, the *arithmetic intensity*. Here it is `2 B D F / 4 D F
-# = B / 2`: only the number of rows matters. The intensity at which both times are equal depends only on the
-# machine: FLOP/s divided by bytes/s, the *ridge point*. Below it a program is memory-bound, above it
-# compute-bound.
+# Which time is longer depends on the FLOPs per byte, the *arithmetic intensity*: here `2 B D F / 4 D F = B
+# / 2`. Both times are equal at the machine's *ridge point*: FLOP/s divided by bytes/s. Below it a program
+# is memory-bound, above it compute-bound.
 #
-# The smallest matmul gives us the bandwidth, and the largest the FLOP/s. Now we can estimate the time for all
-# sizes between them:
+# The smallest matmul gives us the bandwidth and the largest the FLOP/s, so the first and last row fit
+# exactly. For all sizes between them, the two estimates are:
 
 # %%
 touched = lambda B: 4 * (D * F + B * D + B * F)  # bytes: w, x and y, once each
@@ -350,30 +335,25 @@ memory, peak = touched(1) / seconds[1], flops(256) / seconds[256]
 print(f"a core: {peak / 1e9:.0f} GFLOP/s, {memory / 1e9:.1f} GB/s")
 print(f"its ridge point: {peak / memory:.1f} FLOPs per byte")
 print("rows  measured  longer     sum  longer is")
-between = []
 for B, took in seconds.items():
     parts = {"bytes": touched(B) / memory, "FLOPs": flops(B) / peak}
     longer, both = max(parts.values()), sum(parts.values())
     print(f"{B:4} {took * 1e3:6.2f} ms {longer * 1e3:7.2f} {both * 1e3:7.2f}", end="")
     print("  " + max(parts, key=parts.get))
-    if B not in (1, 256):  # the estimates are calibrated with these two
-        between.append(longer <= took <= both)
     assert 0.6 * longer < took < 1.6 * both
-print(f"{sum(between)} of the other {len(between)} are between the two estimates")
 
 # %% tags=["remove-cell"]
 assert measured < 6
 
 # %% [markdown]
-# The first and the last row fit exactly, because we computed the two speeds from them.
-#
-# In bfloat16, with 2 bytes per value, B rows need B FLOPs per byte of `w`, and the ridge point of a TPU v4's
-# HBM is 229. That is why servers batch requests: up to about 229 rows, one more row costs almost nothing.
-# Plotted over the intensity, the limit has the shape of a roof:
+# In bfloat16, B rows need B FLOPs per byte of `w`, and the ridge point of a TPU v4's HBM is 229: up to
+# about 229 rows, one more row costs almost nothing. That is why servers batch requests. Plotted over the
+# intensity, the limit has the shape of a roof:
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Three rooflines of a TPU v4, for HBM, a link and the network, and below them the roofline of this CPU with nine measured matmuls."}}
 figure, axes = plt.subplots(figsize=(5.6, 4.2))
 intensity = [10 ** (n / 20) for n in range(-12, 105)]
+v4 = hardware.CHIPS["v4"]
 top = v4.peak_flops_per_s / 1e9
 roof = lambda peak, speed: [min(peak, i * speed / 1e9) for i in intensity]
 links = {"HBM": v4.hbm_bytes_per_s, "a link": v4.link_bytes_per_s}
@@ -399,19 +379,16 @@ axes.set(xlabel="FLOPs per byte", ylabel="GFLOP/s at most")
 # | `data` | sequences |
 # | `stage` | layers (pipeline parallelism) |
 # | `fsdp` | sequences, and shards of every weight |
-# | `expert` | sequences, and experts (in layers with several MLPs to choose from) |
+# | `expert` | sequences, and experts (MLPs to choose from) |
 # | `context` | positions of the same sequences |
 # | `tensor` | shards of the same weight matrices, for the same tokens |
 #
-# Devices along the last axis are the closest chips. We write a mesh as `stage=2,tensor=4`; all other axes
-# have size 1. In figures, each axis has its own color. If two axes split an array, the figure shows its
-# shards in the color of the first axis.
-
-# %%
-cube = make_mesh("stage=2,fsdp=2,tensor=2")
-print(cube.device_ids.squeeze())  # [stage, fsdp, tensor], without the axes of size 1
+# Devices along the last axis are the closest chips. A mesh is written as `stage=2,tensor=4`; all other axes
+# have size 1. In figures, each axis has its own color; an array that two axes split has the color of the
+# first. This is `stage=2,fsdp=2,tensor=2`:
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "A cube of eight numbered devices. Edges in three colors connect devices along stage, fsdp and tensor."}}
+cube = make_mesh("stage=2,fsdp=2,tensor=2")
 figure, axes = plt.subplots(figsize=(4.8, 2.8))
 corners = [(s, f, t) for s in (0, 1) for f in (0, 1) for t in (0, 1)]
 at = lambda s, f, t: (2.2 * t + 1.0 * s, -1.3 * f + 0.62 * s)
@@ -434,11 +411,8 @@ axes.set_axis_off()
 # %%
 mesh = make_mesh("fsdp=4,tensor=2")
 cut_DF = jax.device_put(w_DF, NamedSharding(mesh, P(FSDP, TENSOR)))
-print(cut_DF.shape, cut_DF.nbytes, "bytes, of which")
 for shard in cut_DF.addressable_shards[:3]:  # addressable: of this process
-    d, f = shard.index
-    piece = f"[{d.start}:{d.stop}, {f.start}:{f.stop}]"
-    print(f"device {shard.device.id}: {piece}, {shard.data.nbytes} bytes")
+    print(f"device {shard.device.id}: {shard.data.shape} of {cut_DF.shape}")
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "The same matrix four times, sharded by four specs; each shard shows the numbers of the devices that hold it."}}
 title = "A spec says which devices store which shard"
@@ -451,19 +425,17 @@ for panel, spec in zip(axes.flat, specs, strict=True):
     lesson.slices(panel, mesh, spec, "DF", f"P({words}): {size}")
 
 # %% [markdown]
-# **Simulated devices** are parts of one process: they share its threads and memory. So you can count what each
-# of them stores, computes and sends. You cannot see how fast it is, what overlaps, or whether it fits into a
-# device's memory.
+# **Simulated devices** are parts of one process. You can count what each of them stores, computes and
+# sends, but not how fast it is, what overlaps, or whether it fits into a device's memory.
 #
 # ## A whole step
 #
-# The project's planner adds up FLOPs and bytes for all matmuls and collectives of a model. Here is a step of
-# Llama 3 8B on 64 TPU v4, as `fsdp=16,tensor=4`, with 64 sequences of 512 tokens:
+# The planner, `plan/`, adds up FLOPs and bytes for all matmuls and collectives of a model. Here is a step
+# of Llama 3 8B on 64 TPU v4, as `fsdp=16,tensor=4`, with 64 sequences of 512 tokens. (A layer is recomputed
+# in the backward pass, its weights are gathered when it runs, and `tensor` sends in rings.)
 
 
-# %%
-# Fixed, so that only the mesh differs: a layer is recomputed in the backward pass, its
-# weights are gathered when it runs (chapter 03), and `tensor` sends in rings (04).
+# %% tags=["hide-input"]
 ALIKE = {"work.remat": "full", "work.gather": "layer", "work.schedule": "gpipe"}
 ALIKE |= {"work.tensor_exchange": "ring"}
 
@@ -485,15 +457,13 @@ throughput = one.tokens_per_step / one.lower_bound_s
 print(f"{throughput:,.0f} tokens/s, MFU {one.mfu(one.lower_bound_s):.0%}")
 
 # %% [markdown]
-# The *optimizer* only reads and writes memory, so HBM limits it. The two axes send different data. `fsdp`
-# shards every weight 16 ways: a layer's weights are gathered before its matmuls, and its gradients are added
-# after them. `tensor` splits matmuls and adds partial sums of activations, as above.
+# The *optimizer* only reads and writes memory, so HBM limits it. `fsdp` gathers a layer's weights before
+# its matmuls, and adds its gradients after them (chapter 03). `tensor` adds partial sums of activations, as
+# above (chapter 04).
 #
-# *Throughput* is the number of tokens per second. *MFU*, model FLOPs utilization, is the fraction of the
-# chips' peak FLOP/s that goes into the model's own FLOPs: throughput times FLOPs per token, divided by the
-# peak of all chips. FLOPs per token are 6 per parameter, without the embedding table, plus those of
-# attention. (The chips also compute every layer's forward pass a second time, to save memory. MFU does not
-# count that.)
+# *Throughput* is the number of tokens per second. *MFU*, model FLOPs utilization, is throughput times the
+# model's FLOPs per token, divided by the peak of all chips. FLOPs per token are 6 per parameter, without
+# the embedding table, plus those of attention. The recomputed forward pass does not count.
 #
 # > **Predict.** Four times the sequences on the same chips need four times the FLOPs. How many times the
 # > seconds, if nothing overlaps?
@@ -513,9 +483,8 @@ fsdp_of = lambda plan: plan.lower_bound(alone=True)[FSDP]
 assert fsdp_of(one) <= fsdp_of(four) < 1.05 * fsdp_of(one)  # and tokens
 
 # %% [markdown]
-# The bytes of the weights do not depend on the number of tokens. So with enough tokens compute takes longer
-# than `fsdp`. Activations are sent for each token, so the time of `tensor` grows in proportion
-# to compute.
+# The bytes of the weights do not depend on the number of tokens, so with enough tokens compute takes longer
+# than `fsdp`. Activations are sent for each token, so the time of `tensor` grows in proportion to compute.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Seconds against tokens per chip: compute and tensor rise in parallel; fsdp is flat, and compute crosses it."}}
 batches = [16 * 2**n for n in range(8)]
@@ -536,13 +505,13 @@ axes.set(xlabel="tokens per chip and step", ylabel="seconds per step")
 # ## What it costs, and when not to use it
 #
 # **The rule.** For each link, divide the FLOPs that a device computes in a step by the bytes that it sends
-# over the link. If this is below the link's ridge point (FLOP/s divided by bandwidth), the communication
-# takes longer than the matmuls, so it cannot overlap completely with them. Chapter 09 has the thresholds of
-# all axes on one sheet, with their assumptions.
+# over the link. If this is below the link's ridge point, the communication takes longer than the matmuls,
+# so it cannot overlap completely with them. Chapter 09 has the thresholds of all axes, with their
+# assumptions.
 #
-# With more chips, each of n devices does 1/n of the FLOPs. But its all-reduce sends `2 (n - 1)/n` of the
-# weights' size: nearly the same for any n. Here is the layer from the top of the page on more and more GPUs,
-# with the same 65,536 tokens. (450 GB/s is better than the real network of 64 or 512 GPUs.)
+# With n chips, each does 1/n of the FLOPs, but its all-reduce sends `2 (n - 1)/n` of the weights' size,
+# nearly the same for any n. For the layer at the top of the page (450 GB/s is better than the real network
+# of 64 or 512 GPUs):
 
 # %%
 for n in (1, 8, 64, 512):
@@ -555,15 +524,14 @@ for n in (1, 8, 64, 512):
 assert 21 < speedup < 22.5 and network < 3.9
 
 # %% [markdown]
-# Even if the matmuls took no time, 3.9 ms of communication would remain: 512 GPUs are 21.5 times as
-# fast as one. Below a ridge point, increase the batch or choose another mesh before you add chips.
+# Even if the matmuls took no time, 3.9 ms of communication would remain. Below a ridge point, increase the
+# batch or choose another mesh before you add chips.
 #
 # **What this leaves out.** Real programs do not reach the peak: the scaling book
-# [reports](https://jax-ml.github.io/scaling-book/roofline) up to 95% on TPUs, and 80 to 85% on an H100. It
-# also leaves out *latency*, the time that a message takes however small it is: about [1
-# us](https://jax-ml.github.io/scaling-book/sharding) for each *hop*, a link on its way from TPU to TPU.
-# (Chapter 01 has the latency of GPUs.) A link of 45 GB/s carries 45 kB in that time, so smaller messages take
-# about as long as 45 kB.
+# [reports](https://jax-ml.github.io/scaling-book/roofline) up to 95% on TPUs, and 80 to 85% on an H100. A
+# message also has a *latency*, however small it is: about [1
+# us](https://jax-ml.github.io/scaling-book/sharding) for each *hop*, a link on its way from TPU to TPU, in
+# which a link of 45 GB/s carries 45 kB. (Chapter 01 has the latency of GPUs.)
 #
 # ## Exercise 1: quantized weights
 #
@@ -601,8 +569,7 @@ print(check_rows(rows_needed))
 # <details><summary>Solution</summary>
 #
 # `return width * chip.peak_flops_per_s / chip.hbm_bytes_per_s / 2`. B rows need `2 B` FLOPs per entry, and
-# an entry has `width` bytes: the intensity is `2 B / width`, and it should equal the ridge point. On a v4
-# that is 229 rows in bfloat16 and half as many in int8.
+# an entry has `width` bytes. So the intensity is `2 B / width`, and it should equal the ridge point.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -670,8 +637,7 @@ print(check_held(held_bytes))
 # return 4 * math.prod(shape) // math.prod(mesh.shape[axis] for axis in axes)
 # ```
 #
-# The formula does not contain the number of devices. Together they store one copy of the array for every
-# position along the axes that the spec does not list.
+# Devices along axes that the spec does not list store copies, so their number does not matter.
 # </details>
 
 
@@ -685,11 +651,10 @@ lesson.expect(check_held, *HELD_HINTS, (held_bytes, lesson.NOTHING),
 # %% [markdown]
 # ## Exercise 3: what to send over the slow network
 #
-# You train Llama 3 8B on sixteen H100s in two nodes, with 16 sequences of T tokens per step. Inside a node, a
-# GPU sends 450 GB/s. To the other node a GPU sends 50 GB/s, over its own network card. If an axis has k GPUs
-# in each node, its ring can use all k cards, so it sends k times as fast between nodes. Choose the sizes of
-# `fsdp` and `tensor`, at most `tensor=8` because it splits attention by heads, and the model has only 8 heads
-# of keys and values. First predict which mesh is better for short sequences, and why. `priced` then tells you
+# You train Llama 3 8B on sixteen H100s in two nodes, with 16 sequences of T tokens per step. Inside a node,
+# a GPU sends 450 GB/s, and to the other node 50 GB/s, over its own network card. An axis with k GPUs in
+# each node can use all k cards. Choose the sizes of `fsdp` and `tensor` (at most 8: the model has 8 heads
+# of keys and values). First predict which mesh is better for short sequences, and why. `priced` tells you
 # up to which length.
 
 
@@ -756,17 +721,12 @@ print(check_mesh(mesh_for))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return "fsdp=2,tensor=8" if T < 1024 else "fsdp=16"`. With few tokens, most of the bytes are weights. With
-# `tensor=8` inside a node, each GPU gathers an eighth of them with an eighth of the node's network, which takes
-# as long. The gain is elsewhere: between two nodes a GPU receives 1/2 of what it gathers, and in a flat ring of
-# 16 it receives 15/16. (A hierarchical all-gather on `fsdp=16` would have this gain, too.) With many tokens,
-# most of the bytes are activations, and `tensor` takes longer on the fast links than `fsdp` on the slow
-# network. At 2,048 tokens the fastest mesh sends more bytes than another mesh: it also matters over which
-# link they go.
-#
-# The lower bound of `stage=4,tensor=4` is more than a third smaller still. But a lower bound is not a step:
-# `python -m plan llama3_8b --topology h100:16 --search 16 --data.batch_size 16 --data.seq_len 512` plans all
-# meshes with constants from measured steps, and there `fsdp=2,tensor=8` is first again.
+# `return "fsdp=2,tensor=8" if T < 1024 else "fsdp=16"`. With few tokens, most of the bytes are weights.
+# With `tensor=8` inside a node, each GPU gathers an eighth of them with an eighth of the node's network,
+# which takes as long. But between two nodes a GPU receives only 1/2 of what it gathers, and in a flat ring
+# of 16 it receives 15/16. (A hierarchical all-gather on `fsdp=16` would have this gain, too.) With many
+# tokens, most of the bytes are activations, and `tensor` takes longer on the fast links than `fsdp` on the
+# slow network.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -775,13 +735,11 @@ lesson.expect(check_mesh, *MESH_HINTS, (up_to(1024), "Right"),
               (mesh_for, lesson.NOTHING), (up_to(4096), "at T=2048"),
               (up_to(256), "From which T"),
               (lambda T: "stage=4,tensor=4", "none of"))  # fmt: skip
-with_stages = priced("stage=4,tensor=4", 512).lower_bound_s
-assert with_stages < 0.65 * priced("fsdp=2,tensor=8", 512).lower_bound_s
 
 # %% [markdown]
 # ## A bug to find
 #
-# A trainer logs its throughput and MFU with this program. (Here nothing is computed, and the step times are
+# A trainer logs its throughput and MFU with this program. (Nothing is computed, and the step times are
 # given.) The job trains Llama 3 8B on eight H100s.
 
 
@@ -847,8 +805,8 @@ for line in train(job, [3.46, 3.41, 3.43]):
     print(f"{speed:,.0f} tokens/s per GPU, MFU {mfu:.1%}")
 
 # %% [markdown]
-# An MFU of 45% is what good runs reach (PaLM reported 46.2%), so nobody was worried. But a profile of one of
-# these steps shows matmuls during a quarter of the time. What is wrong? Fix the program.
+# An MFU of 45% is what good runs reach (PaLM reported 46.2%). But a profile of one of these steps shows
+# matmuls during a quarter of the time. What is wrong? Fix the program.
 
 
 # %% tags=["hide-input"]
@@ -905,21 +863,16 @@ print(check_meter(train))
 # <details><summary>Solution</summary>
 #
 # Devices along `tensor` have the same tokens, so `shard_bT.size * self.mesh.size` counts every token twice
-# here. Count the batch itself: `self.tokens += batch_BT.size`. The MFU is 22.5%. The division by all devices
-# is right, and so is the peak. With `data` and `fsdp` alone, the two counts are equal, so a test on such a
-# mesh passes.
+# here. Count the batch itself: `self.tokens += batch_BT.size`. The MFU is 22.5%. With `data` and `fsdp`
+# alone, the two counts are equal, so a test on such a mesh passes.
 #
-# **Where it happened.** TRL added up the tokens of all processes, also if they were tensor-parallel copies of
-# one batch; with 32 of them, the logged tokens/s were 32 times too high
-# ([issue](https://github.com/huggingface/trl/issues/7100)). Losses and gradients were right. Other trainers
-# divided by a wrong peak. A guide to fine-tuning on 16 A100 reported 45.51%, from the tokens of all GPUs and
-# the peak of one ([issue](https://github.com/huggingface/blog/issues/1649)). After a reader asked, a profile
-# showed that the run mostly waited for communication, and the paragraph was removed. nanoGPT divides any
-# GPU's speed by an A100's peak, and somebody saw 104% on an H100 ([pull
-# request](https://github.com/karpathy/nanoGPT/pull/464), closed). OLMo-core halved an A100's peak that was already
-# dense, and logged twice the MFU ([pull request](https://github.com/allenai/OLMo-core/pull/614)). An MFU
-# above 100% gives itself away; 45% does not. Compare it with the share of time that a profile shows in
-# matmuls.
+# **Where it happened.** TRL added up the tokens of all processes, also of tensor-parallel copies of one
+# batch; with 32 of them, the logged tokens/s were 32 times too high
+# ([issue](https://github.com/huggingface/trl/issues/7100)). Others divided by a wrong peak. A guide to
+# fine-tuning on 16 A100 reported 45.51%, from the tokens of all GPUs and the peak of one
+# ([issue](https://github.com/huggingface/blog/issues/1649)); OLMo-core halved a peak that was already dense
+# ([pull request](https://github.com/allenai/OLMo-core/pull/614)). An MFU above 100% gives itself away; 45%
+# does not. Compare it with the share of time that a profile shows in matmuls.
 # </details>
 
 
@@ -963,17 +916,6 @@ assert lesson.same(tested, plan.mfu(3.0), 1e-3), "on one device"
 # | one process for all devices of a host | a process per device, its number is the *rank* | the same, ranks in each group |
 # | `jax.block_until_ready` | `torch.cuda.synchronize` | the same |
 #
-# The ridge points of other chips, in FLOPs per byte:
-
-# %%
-print(f"{'':12} {'HBM':>6} {'a link':>8} {'network':>10}")
-for key in ("v4", "v5p", "h100", "b200"):
-    chip = hardware.CHIPS[key]
-    speeds = chip.hbm_bytes_per_s, chip.link_bytes_per_s, chip.dcn_bytes_per_s
-    ridges = [chip.peak_flops_per_s / speed for speed in speeds]
-    print(f"{chip.name:12} {ridges[0]:6,.0f} {ridges[1]:8,.0f} {ridges[2]:10,.0f}")
-
-# %% [markdown]
 # ## Three lines to keep
 #
 # 1. A step takes at least the longest of these times, and at most their sum: FLOPs divided by FLOP/s, and,
@@ -985,9 +927,8 @@ for key in ("v4", "v5p", "h100", "b200"):
 # **Sources.** Rooflines: [the original paper](https://doi.org/10.1145/1498765.1498785) (2009); the JAX
 # scaling book, [Rooflines](https://jax-ml.github.io/scaling-book/roofline),
 # [TPUs](https://jax-ml.github.io/scaling-book/tpus), [GPUs](https://jax-ml.github.io/scaling-book/gpus) and
-# [Sharding](https://jax-ml.github.io/scaling-book/sharding), the source of most numbers in
-# `plan/chips/hardware.py`; [Google's TPU v4 page](https://cloud.google.com/tpu/docs/v4) and
-# [paper](https://arxiv.org/abs/2304.01433). MFU: PaLM, [arXiv:2204.02311](https://arxiv.org/abs/2204.02311),
-# section 4.1 and appendix B. JAX: [asynchronous
+# [Sharding](https://jax-ml.github.io/scaling-book/sharding); [Google's TPU v4
+# page](https://cloud.google.com/tpu/docs/v4) and [paper](https://arxiv.org/abs/2304.01433). MFU: PaLM,
+# [arXiv:2204.02311](https://arxiv.org/abs/2204.02311), section 4.1 and appendix B. JAX: [asynchronous
 # dispatch](https://docs.jax.dev/en/latest/async_dispatch.html), [arrays on several
 # devices](https://docs.jax.dev/en/latest/sharded-computation.html).

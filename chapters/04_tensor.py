@@ -6,10 +6,10 @@
 # weights.
 #
 # You want it if you have more devices than sequences, because FSDP cannot give a device less than one
-# sequence. You also want it if the gathered weights and the activations of one layer do not fit in a device's
-# memory. The price is communication that hardly overlaps with compute. And mistakes are silent: if you shard
-# a weight along the wrong dim, the shapes fit, JAX's checks pass, and the loss falls, in one example on this
-# page even *below* that of the correct run.
+# sequence, or if the gathered weights and the activations of one layer do not fit in a device's memory. The
+# price is communication that hardly overlaps with compute. And mistakes are silent: if you shard a weight
+# along the wrong dim, the shapes fit, JAX's checks pass, and the loss falls, in one example on this page
+# even *below* that of the correct run.
 #
 # *Prerequisites:* chapters 01 (`shard_map`, the collectives) and 03 (FSDP). *Mesh:* `tensor=4`, simulated.
 # *Runs in* 55 s on 2 cores. *Reading takes* 30 minutes, 60 with the exercises.
@@ -84,12 +84,11 @@ assert sum(length for *_, length in compute) == 8 * half
 assert 4.3 < 4 * forward / at < 4.6
 
 # %% [markdown]
-# Both halves show one layer of Llama 3 8B, in a step on *one* sequence of 4,096 tokens, on a node of 8 H100s.
-# All times are arithmetic at peak speed: FLOPs at 989 TFLOP/s, and bytes at NVLink's **bandwidth**, 450 GB/s
-# in each direction. The backward pass recomputes the layer (activation checkpointing, chapter 03).
-# **Communication**, the bytes that devices send each other, overlaps with compute in FSDP: the next layer's
-# weights arrive during this layer's matmuls. Tensor parallelism's communication is *exposed*: the next matmul
-# waits for it. Each GPU computes for 0.9 ms, and waits 0.7 ms for gathers and reduce-scatters (red).
+# Both halves show one layer of Llama 3 8B, in a step on *one* sequence of 4,096 tokens, on a node of 8
+# H100s, at peak speed: 989 TFLOP/s, and NVLink's **bandwidth** of 450 GB/s in each direction. The backward
+# pass recomputes the layer (activation checkpointing, chapter 03). FSDP's communication overlaps with
+# compute. Tensor parallelism's (red) is *exposed*: the next matmul waits for it. Each GPU computes for 0.9
+# ms, and waits 0.7 ms.
 #
 # > **Predict.** Four sequences instead of one: how many times as many bytes does a device send *for each
 # > FLOP* that it computes, with tensor parallelism?
@@ -114,16 +113,14 @@ lesson.predicted("bytes per FLOP, 4 sequences / 1", my_prediction, times, "times
 assert times == 1
 
 # %% [markdown]
-# (Bytes and FLOPs are those of a compiled MLP, which the next sections build.) FSDP sends weights, whose size
-# does not depend on the batch, so a larger batch makes its communication cheaper for each FLOP. Tensor
+# (Counted in a compiled MLP.) FSDP sends weights, whose size does not depend on the batch. Tensor
 # parallelism sends activations, and those grow with the batch.
 #
 # ## One matmul, sharded two ways
 #
-# Take `y = x @ w` with N = 64 tokens of width D = 12, and F = 48 columns, on a mesh axis `tensor` of n = 4
-# devices. Each device stores a quarter of `w` and does a quarter of the work. You can shard a matrix by
-# columns (*column-parallel* in Megatron-LM) or by rows (*row-parallel*). An array's name ends with its dims;
-# a lower-case letter is one device's shard: f = F/n, d = D/n.
+# Take `y = x @ w` with N = 64 tokens of width D = 12, and F = 48 columns, on n = 4 devices. Each device
+# stores a quarter of `w`, by columns (*column-parallel* in Megatron-LM) or by rows (*row-parallel*). An
+# array's name ends with its dims; a lower-case letter is one device's shard: f = F/n, d = D/n.
 
 # %%
 n, D, F, TENSOR = 4, 12, 48, "tensor"
@@ -140,14 +137,16 @@ def on_devices(function, ins, outs=everywhere, n=n):
     return jax.jit(split)
 
 
-# %%
+# %% tags=["hide-input"]
 def draw(seed, *shape):
     return jax.device_get(jax.random.normal(jax.random.key(seed), shape))
 
 
+error = lambda a, b: f"{abs(np.asarray(a) - np.asarray(b)).max():.1e}"
+
+# %%
 N = 64
 x_ND, w_up_DF, w_down_FD = draw(0, N, D), draw(1, D, F) / D**0.5, draw(2, F, D) / F**0.5
-error = lambda a, b: f"{abs(np.asarray(a) - np.asarray(b)).max():.1e}"
 y_NF = x_ND @ w_up_DF  # on one device
 product = on_devices(lambda x, w: x @ w, (everywhere, columns), columns)
 alone = on_devices(lambda x, w: (x @ w)[None], (columns, rows), P(TENSOR))
@@ -173,16 +172,15 @@ says = "0, 1, 2, 3:\neach its own\npartial sum"
 text = axes.text(0.5, 0.5, says, size=9, ha="center", va="center", bbox=paper)
 
 # %% [markdown]
-# By columns, each device has all D terms of its sums. So it computes complete columns of `y`, and sends
-# nothing. By rows, it has d of the D terms, so its `y` has the full shape, but every entry is only a partial
-# sum. You can read this from the names: `x_ND @ w_Df` sums over D, which is whole, and `x_Nd @ w_dF` over d,
-# which is sharded. A sum over a sharded dim needs a `psum`, an all-reduce.
+# By columns, each device has all D terms of its sums, so it computes complete columns of `y`, and sends
+# nothing. By rows, it has d of the D terms, so every entry of its `y` is only a partial sum. The names say
+# so: `x_Nd @ w_dF` sums over d, which is sharded. A sum over a sharded dim needs a `psum`, an all-reduce.
 #
 # ## Sum before a nonlinear function
 #
-# An MLP is two matmuls with a GELU between them. With FSDP, each device stores some rows of the first matrix,
-# and gathers the others for every use. Can you avoid this gather? Multiply by the rows that the device has,
-# continue with the second matrix, and sum at the end:
+# An MLP is two matmuls with a GELU between them. With FSDP, each device stores some rows of the first
+# matrix, and gathers the others. To avoid this gather, multiply by the rows that the device has, continue
+# with the second matrix, and sum at the end:
 
 
 # %%
@@ -207,11 +205,11 @@ for size in (1, 4):
 
 # %% [markdown]
 # A test on one device passes. So does JAX's check of varying values, because after the `psum` all devices
-# *do* have the same result. At tensor=4 it is wrong. The GELU of a sum is not the sum of the GELUs, so you
-# must add the partial sums before the first nonlinear function.
+# *do* have the same result. But the GELU of a sum is not the sum of the GELUs: you must add the partial
+# sums before the first nonlinear function.
 #
-# Would you notice in training? Here are two tasks: predict cos(3x) of each coordinate of x, or of a mix of
-# all coordinates.
+# Would you notice in training? There are two tasks: predict cos(3x) of each coordinate of x, or of a mix of
+# all.
 
 
 # %% tags=["hide-input"]
@@ -233,7 +231,7 @@ def train(network, w, x, y, other=None, steps=300, rate=0.01):
     return w, losses, elsewhere
 
 
-# %%
+# %% tags=["hide-input"]
 x, turn = draw(3, 512, D), draw(4, D, D) / D**0.5
 right = on_devices(columns_then_rows, (columns, rows, everywhere))
 wrong = on_devices(added_at_the_end, (rows, everywhere, columns))
@@ -263,19 +261,16 @@ assert curves["each coordinate"][1][-1] < curves["each coordinate"][0][-1]
 assert all(curve[2][-1] > jnp.mean(y**2) for curve in curves.values())
 
 # %% [markdown]
-# In the wrong network, each device has its own 48 hidden units, which see only 3 of the 12 coordinates. That
-# suits the first task, where its loss is lower. On the second task its loss is higher, but falls too. On one
-# device its weights are worse than predicting 0. Compare the output with one device, and you see it before
-# any training.
+# In the wrong network, each device has its own 48 hidden units, which see only 3 of the 12 coordinates.
+# That suits the first task, where its loss is lower. On the second task its loss is higher, but falls too.
+# On one device its weights are worse than predicting 0: compare the output with one device, and you see it
+# before training.
 #
 # ## Which order?
 #
-# Two orders are correct.
-#
-# - **Columns, then rows.** The first matmul computes complete columns, and this device's rows of the second
-#   matrix need exactly those columns. There is one `psum` of [N, D], at the end.
-# - **Rows, then columns.** There is one `psum` of [N, F], before the GELU. A device has d columns of x and
-#   of the result.
+# Two orders are correct. With **columns, then rows**, this device's rows of the second matrix need exactly
+# the columns that it has computed: one `psum` of [N, D], at the end. With **rows, then columns**, there is
+# one `psum` of [N, F], before the GELU, and a device has d columns of x and of the result.
 #
 # > **Predict.** F = 4D. With rows, then columns, how many times as many bytes does a device send as with
 # > columns, then rows?
@@ -308,25 +303,24 @@ lesson.predicted("rows first / columns first", my_prediction, times, "times")
 assert times == F / D
 
 # %% [markdown]
-# The bytes sent are computed for a ring (chapter 01). Megatron-LM uses columns, then rows.
+# Megatron-LM uses columns, then rows.
 #
 # ### Attention is the same kind of pair
 #
-# The matrices for queries, keys and values are sharded by columns, the output matrix by rows. Between them is
-# a softmax. It is not linear, but it needs only one head at a time, so each device gets *whole heads*. Don't
-# shard inside a head: a score sums over the head's width K, and the softmax needs the complete sum. The limit
-# is the number of key and value heads, often 8. Beyond it, a library raises an error or [replicates
-# them](https://docs.vllm.ai/en/v0.9.2/api/vllm/model_executor/models/gemma.html). Code inside `shard_map`
-# must count its own heads: a model merged into vLLM used the total number, every shape fit, and the output
-# was wrong ([PR 39707](https://github.com/vllm-project/vllm/pull/39707)).
+# The matrices for queries, keys and values are sharded by columns, the output matrix by rows. The softmax
+# between them needs one head at a time, so each device gets *whole heads*. The limit is the number of key
+# and value heads, often 8. Beyond it, a library raises an error or [replicates
+# them](https://docs.vllm.ai/en/v0.9.2/api/vllm/model_executor/models/gemma.html). And code inside
+# `shard_map` must count its own heads: a model in vLLM used the total number, every shape fit, and the
+# output was wrong ([PR 39707](https://github.com/vllm-project/vllm/pull/39707)).
 #
 # ## Sequence parallelism between blocks
 #
-# After the `psum`, every device holds the same activations, [B, T, D]: B sequences of T positions. This array
-# is the *residual stream*. All n devices repeat the same work: they normalize it, add to it, and save it for
-# the backward pass. But an all-reduce is a reduce-scatter followed by an all-gather. **Sequence parallelism**
-# does the norms and residual additions between the two: a device stores t = T/n of the positions, works on
-# those, and gathers when the next matmul needs all positions.
+# After the `psum`, every device holds the same activations, [B, T, D]: B sequences of T positions, the
+# *residual stream*. All n devices normalize it, add to it, and save it for the backward pass. But an
+# all-reduce is a reduce-scatter followed by an all-gather. **Sequence parallelism** does the norms and
+# residual additions between the two: a device stores t = T/n of the positions, and gathers when the next
+# matmul needs all. This is half of a transformer block, attention or the MLP:
 
 # %% tags=["hide-input"]
 STEPS = [("x_BtD", "norm, residual sum", 1), ("x_BTD", "all_gather", 4),
@@ -363,13 +357,11 @@ axes.set(xlim=(0, 7.5), ylim=(-4.9, 1.3), title=title)
 axes.axis("off")
 
 # %% [markdown]
-# The figure shows half of a transformer block: attention or the MLP.
-#
 # ## The program by hand
 #
-# This is a whole block with attention, which you can paste into an empty file. Only two functions differ from
-# the program for one device: `join` gathers all positions, and `add` adds the partial sums and returns this
-# device's positions.
+# This is a whole block, which you can paste into an empty file. Only two functions differ from the program
+# for one device: `join` gathers all positions, and `add` adds the partial sums and returns this device's
+# positions.
 
 # %% tags=["by-hand"]
 import os
@@ -433,17 +425,15 @@ for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
 print(f"loss {found[0]:.5f}, and {len(found[1])} gradients match a single-device run")
 
 # %% [markdown]
-# The program contains no collectives for gradients. JAX derives them: the backward pass of a gather is a
-# reduce-scatter, and vice versa. JAX also adds the gradients of the norms' gains.
+# JAX derives the collectives for gradients: the backward pass of a gather is a reduce-scatter, and vice
+# versa. It also adds the gradients of the norms' gains.
 #
-# > **Predict.** The block's forward pass has two gathers and two reduce-scatters. How many gathers and
-# > reduce-scatters does a training step have in total, if it saves only the block's input and recomputes the
-# > block in the backward pass? (Does the backward pass need the block's result?)
-
-# %%
-my_prediction = None  # gathers and reduce-scatters
+# > **Predict.** The block's forward pass has two gathers and two reduce-scatters. How many of both does a
+# > training step have in total, if it saves only the block's input and recomputes the block in the backward
+# > pass? (Does the backward pass need the block's result?)
 
 
+# %% tags=["hide-input"]
 def collectives_of_a_step(wrap):
     layer = wrap(lambda w, x_BtD: block(w, x_BtD, join, add))
     loss = lambda w, x_BtD: psum(jnp.sum(layer(w, x_BtD) ** 2), TENSOR)
@@ -455,6 +445,9 @@ def collectives_of_a_step(wrap):
 
 recomputed, saved = (collectives_of_a_step(f) for f in (jax.checkpoint, lambda f: f))
 count = sum(recomputed.values())
+
+# %%
+my_prediction = None  # gathers and reduce-scatters
 lesson.predicted("gathers and reduce-scatters, recomputed", my_prediction, count)
 print("recomputed:", recomputed, " all saved:", saved)
 
@@ -463,14 +456,14 @@ assert (count, sum(saved.values())) == (11, 8)
 
 # %% [markdown]
 # If all activations are saved, there are 4 forward and 4 backward. With recomputation, both gathers run
-# again, but only *one* reduce-scatter. The first one returns the MLP's input, which is needed again. The
-# second one returns the block's result, which the backward pass does not need.
+# again, but only *one* reduce-scatter: the first one returns the MLP's input, the second one the block's
+# result, which the backward pass does not need.
 #
-# What does sequence parallelism save? Here are sixteen such blocks with recomputation, compiled but not run.
-# The residual stream is either replicated (no `join`, and `add` is a `psum`) or sharded.
+# What does sequence parallelism save? Here are sixteen such blocks with recomputation, compiled but not
+# run. The residual stream is either replicated (no `join`, and `add` is a `psum`) or sharded.
 
 
-# %%
+# %% tags=["hide-input"]
 def stacked(n, sliced, L=16, B=2, T=256, D=64, F=128):
     """Bytes that a training step of L blocks sends, and its temporary memory in MiB."""
     ways = (join, add) if sliced else (lambda x: x, lambda y: psum(y, TENSOR))
@@ -493,17 +486,15 @@ for size in (2, 8):
           f"sharded sends {slices / whole:.2f} times the bytes")  # fmt: skip
 
 # %% [markdown]
-# Each of the 16 blocks saves its input, 2 MiB in total. Sequence parallelism shards them, which saves most on
-# 8 devices. The bytes sent are nearly the same. Without sequence parallelism, a block has five all-reduces:
-# two in the forward pass, one recomputed, and two in the backward pass. An all-reduce sends as much as a
-# reduce-scatter and a gather, so five of them send as much as 10 of these. With sequence parallelism there
-# are 11.
+# Each of the 16 blocks saves its input, 2 MiB in total, and sequence parallelism shards them. Without it, a
+# block has five all-reduces, two in the forward pass, one recomputed and two in the backward pass, which
+# send as much as 10 reduce-scatters or gathers. With it there are 11.
 #
 # ## Vocabulary-parallel cross-entropy
 #
-# The unembedding (LM head) is sharded by columns, so each device has v = V/n of every token's logits (V is
-# the size of the vocabulary). The loss needs the logarithm of a sum over all V. You can add the sums of the
-# shards, so devices send only three values per token: the largest logit, the sum, and the target's logit.
+# The unembedding (LM head) is sharded by columns, so each device has v = V/n of every token's V logits. The
+# loss needs the logarithm of a sum over all V. Devices add the sums of their shards, and send only three
+# values per token: the largest logit, the sum, and the target's logit.
 
 
 # %%
@@ -549,26 +540,26 @@ lesson.predicted("gathered logits / three values", my_prediction, times, "times"
 assert times == 128_256 / 6
 
 # %% [markdown]
-# The all-gather sends V values per token once, and the all-reduces send 3 values twice: the ratio is V/6.
+# The all-gather sends V values per token once, and the all-reduces send 3 values twice: V/6.
 #
 # ## What it costs
 #
-# Take one layer with recomputation, in bfloat16 (2 bytes), on n devices that work together on N tokens. A
-# device does *peak* FLOP/s, and *bandwidth* is the bytes/s that it can send to all its neighbors on the axis
-# together: 2 links of 90 GB/s in a ring of v5p, 450 GB/s through NVLink's switch on H100. In a training step,
+# Take one layer with recomputation, in bfloat16 (2 bytes), on n devices that work together on N tokens.
+# *Bandwidth* counts all neighbors on the axis: 2 links of 90 GB/s in a ring of v5p, 450 GB/s through
+# NVLink's switch on H100. In a training step,
 #
 # - compute is 8 FLOPs per parameter and token (2 forward, 2 recomputed, 4 backward), shared by n devices:
 #   **8 · parameters · N / (n · peak)** seconds;
 # - communication is 11 gathers or reduce-scatters of the residual stream, each of which sends (n - 1)/n · 2
 #   N D bytes: **22 (n - 1) N D / (n · bandwidth)** seconds.
 #
-# Communication over compute is (11/4) (n - 1) · (D / parameters) · (peak / bandwidth): no batch size changes
-# it. So the rule limits n. Communication takes as long as compute at **n = 1 + (4/11) · (parameters / D) ·
-# (bandwidth / peak)**. A wider model allows a larger n, because the parameters of a layer grow with D², and
-# so does a faster link. The rule assumes full recomputation, full bandwidth, no overlap, and no other compute
-# in the layer. Does the planner, which counts every matmul, agree?
+# Communication over compute is (11/4) (n - 1) · (D / parameters) · (peak / bandwidth): no batch size
+# changes it. So the rule limits n. Communication takes as long as compute at **n = 1 + (4/11) · (parameters
+# / D) · (bandwidth / peak)**: a wider model allows a larger n, because the parameters of a layer grow with
+# D². The rule assumes full recomputation, full bandwidth, no overlap, and no other compute in the layer.
+# The planner counts every matmul:
 
-# %%
+# %% tags=["hide-input"]
 D_llama, parameters = opening.D, opening.PARAMETERS
 settings = {"data.batch_size": 64, "data.seq_len": 1024, "work.remat": "full"}
 settings |= {"work.gather": "layer", "work.tensor_exchange": "gather"}
@@ -587,41 +578,21 @@ for chips, m, n_ in (("v5p:4x4x4", 16, 4), ("h100:8", 1, 8)):
     assert abs(planned / ruled - 1) < 0.1, "rule and planner disagree"
 
 # %% [markdown]
-# The planner also counts the compute of attention's scores, and it does not recompute the MLP's last matmul.
-# (Neither number has the logits.)
+# (Its compute has attention's scores, and skips the recomputation of the MLP's last matmul. Neither number
+# has the logits.)
 #
 # So `tensor` slows down a step that has enough tokens for FSDP, because FSDP's communication can overlap
-# completely. It is faster if each chip has few tokens (chapter 09, "Thresholds"). Two other reasons to use
-# `tensor` are more common. With **more chips than sequences**, `fsdp` cannot split the batch any further,
-# while `tensor` splits the work on one sequence. And it saves **memory**: gathered weights and the
-# activations inside a block are n times smaller.
+# completely. It is faster if each chip has few tokens (chapter 09, "Thresholds"). Two other reasons are
+# more common. With **more chips than sequences**, `fsdp` cannot split the batch any further. And `tensor`
+# saves **memory**: gathered weights and the activations inside a block are n times smaller.
 #
-# If the axis spans two nodes, it costs more than its bytes suggest: the [Ultra-Scale
-# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured a **throughput** (tokens/s)
-# of 10,889 per GPU at tensor=8, and 6,159 at 16.
-#
-# When does latency dominate?
-
-# %% tags=["hide-input"]
-groups = ("v5p, a ring of 4", 4, 180e9), ("H100, a node of 8", 8, 450e9)
-for where, n_, link in groups:
-    sent = (n_ - 1) / n_ * 4096 * 4096 * 2
-    print(f"{where}, 4,096 gathered tokens of llama3_8b: a device sends",
-          f"{sent / 1e6:.1f} MB in {1e6 * sent / link:.0f} us")  # fmt: skip
-hop_tokens = 2e-6 * 180e9 / (3 / 4 * 4096 * 2)
-print(f"v5p: two hops of 1 us take as long as the bytes of {hop_tokens:.0f} tokens")
-assert round(hop_tokens) == 59
-
-# %% [markdown]
-# A hop takes [about 1 µs](https://jax-ml.github.io/scaling-book/sharding) on a TPU. So bytes limit training,
-# and latency limits decoding, with one token per sequence. On one H100 node, even 537 MB took 1.5 ms,
-# although the bytes alone should take 1.04 ([scaling book](https://jax-ml.github.io/scaling-book/gpus)).
+# Across two nodes, `tensor` costs more than its bytes suggest (measured in chapter 05).
 #
 # ## Overlap the gather with the matmul
 #
-# A matmul after a gather waits for the last byte, but for a device's own positions it needs no communication.
-# So send the positions around a ring in chunks, and multiply each chunk when it arrives. This is called a
-# collective matmul ([The timeline of a layer](../layer_timeline.md) shows both versions):
+# A matmul after a gather waits for the last byte, but a device's own positions need no communication. So
+# send the positions around a ring in chunks, and multiply each chunk when it arrives. This is a *collective
+# matmul* ([The timeline of a layer](../layer_timeline.md) shows both versions):
 
 
 # %%
@@ -644,25 +615,22 @@ for function in (gathered, ring_matmul):
     lesson.listed(lesson.compiled(run, devices(n), x_ND, w_up_DF))
 
 # %% [markdown]
-# The ring sends the same bytes in n - 1 messages (`ppermute`), and each message overlaps with a matmul. With
-# f columns per device, the matmul of t positions takes 2 t D f / peak seconds, and sending them in bfloat16
-# takes 2 t D / bandwidth. So the communication can overlap fully if **f > peak / bandwidth**, the ratio
-# printed above: 2,550 columns on v5p, 2,198 on H100. On v5p this bandwidth is that of two links, so a ring
-# must send half of each chunk in each direction, as the project's does (`overlap.rings`). `ring_matmul` uses
-# one link, and needs 5,100 columns there. At tensor=2, `llama3_8b` has 14,336 columns per device in the MLP's
-# gate and up matrices, and 3,072 for queries, keys and values.
+# The ring sends the same bytes in n - 1 messages (`ppermute`), and each message overlaps with a matmul.
+# With f columns per device, the matmul of t positions takes 2 t D f / peak seconds, and sending them in
+# bfloat16 takes 2 t D / bandwidth. So the communication can overlap fully if **f > peak / bandwidth**:
+# 2,198 columns on H100, and 2,550 on v5p, if a ring sends half of each chunk over each of two links
+# (`ring_matmul` uses one, and needs 5,100). At tensor=2, `llama3_8b` has 14,336 in the MLP's gate and up
+# matrices.
 #
 # The time saved is less, because n small matmuls take longer than a large one, and because the compiler has
-# to start each `ppermute` before the matmul. The compiler for v5e does not. In steps simulated from the TPU
-# compilers' schedules, the ring saves `moe1b` on v4 11%, and costs `llama3_8b` on v5e 4% ([How the planner
-# estimates step time](../seconds.md) has the command). On GPUs, PyTorch
-# [reports](https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487)
-# that this saves up to 8% of a step ("async TP").
+# to start each `ppermute` before the matmul ([on v5e](../seconds.md), it doesn't). PyTorch's "async TP"
+# [saves](https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487)
+# up to 8% of a step.
 #
 # ## Exercise 1: where does the bias go?
 #
-# An MLP ends with a bias, `bias_D`, which is the same on all devices. Each device has its partial sum of the
-# output, [B, T, D]. Return this device's shard of the result, [B, t, D].
+# An MLP ends with a bias, `bias_D`, which is the same on all devices. Each device has its partial sum of
+# the output, [B, T, D]. Return this device's shard of the result, [B, t, D].
 
 # %% tags=["hide-input"]
 stream_BTD, bias_D, axis_size = draw(5, 4, 24, D), draw(7, D), jax.lax.axis_size
@@ -733,12 +701,12 @@ print(check_finish(finish_row_parallel))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `return psum_scatter(partial_BTD, TENSOR, scatter_dimension=1, tiled=True) + bias_D`: add it once, after the
-# sum. On each device, the bias gets a partial gradient from the local positions, and JAX adds them.
+# `return psum_scatter(partial_BTD, TENSOR, scatter_dimension=1, tiled=True) + bias_D`: add it once, after
+# the sum. Each device's positions give the bias a partial gradient, and JAX adds them.
 #
-# [slapo](https://github.com/awslabs/slapo/issues/10) added the bias n times; if the bias starts at zero, you
-# don't see this at first. With sharded positions, the bias got only 1/n of its gradient in [the
-# fix](https://github.com/awslabs/slapo/pull/23), because the partial gradients were never added.
+# [slapo](https://github.com/awslabs/slapo/issues/10) added the bias n times, which you don't see at first
+# if it starts at zero. After [the fix](https://github.com/awslabs/slapo/pull/23), with sharded positions,
+# its partial gradients were never added.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -757,9 +725,9 @@ lesson.expect(check_finish, *FINISH_HINTS, (finish_row_parallel, "Nothing there"
 # %% [markdown]
 # ## Exercise 2: two matrices in one
 #
-# The bug of chapter 01 was a gated MLP whose gate and up matrices are stored as one matrix with 2F columns,
-# [gate | up]. Suppose that you have to keep one matrix. Each device gets 2F/n adjacent columns, and `fused`
-# uses the first half of them as gate. In which order must you store the 2F columns?
+# A gated MLP stores its gate and up matrices as one matrix with 2F columns, [gate | up] (the bug of chapter
+# 01). Suppose that you have to keep one matrix. Each device gets 2F/n adjacent columns, and `fused` uses
+# the first half of them as gate. In which order must you store the 2F columns?
 
 
 # %%
@@ -820,14 +788,13 @@ print(check_order(order))
 # <details><summary>Solution</summary>
 #
 # `return jnp.arange(2 * F).reshape(2, n, F // n).transpose(1, 0, 2).ravel()`: for each device its gate
-# columns, then its up columns. The stored order now depends on n. If you store an array [D, 2, F] and shard
-# it along F, you need no special order.
+# columns, then its up columns. The stored order now depends on n. (An array [D, 2, F] that is sharded along
+# F needs no special order.)
 #
-# In the original order, each device multiplies gate columns by other gate columns. That is a different
-# network, but it learns too, so the loss does not reveal the bug. In 2022 someone trained with SwiGLU, a
-# gated MLP, at tensor=4, converted to tensor=1, and got results "like randomly selected". [The first
-# answer](https://github.com/bigscience-workshop/Megatron-DeepSpeed/issues/338) was that this is expected,
-# since floating-point sums depend on their order.
+# In the original order, each device multiplies gate columns by other gate columns: a different network,
+# which learns too. In 2022, a model trained at tensor=4 gave results "like randomly selected" at tensor=1,
+# and [the first answer](https://github.com/bigscience-workshop/Megatron-DeepSpeed/issues/338) was that
+# floating-point sums depend on their order.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -842,10 +809,10 @@ lesson.expect(check_order, *ORDER_HINTS, (order, lesson.NOTHING),
 # %% [markdown]
 # ## Exercise 3: the most likely token
 #
-# Greedy sampling needs the token id with the largest logit, and each device has v of the V logits. Return one
-# id for each of the N tokens, the same on every device. On 4 devices, each device may send at most 16 bytes
-# per token. Break ties by the smallest id, as `jnp.argmax` does. Call `pmax` and `pmin` like `psum`;
-# `axis_index(TENSOR)` is a device's index.
+# Greedy sampling needs the token id with the largest logit, and each device has v of the V logits. Return
+# one id for each of the N tokens, the same on every device. On 4 devices, each device may send at most 16
+# bytes per token. Break ties by the smallest id, as `jnp.argmax` does. `pmax` and `pmin` work like `psum`,
+# and `axis_index(TENSOR)` is a device's index.
 
 # %% tags=["hide-input"]
 logits_NV = jnp.round(4 * draw(11, 24, 32)) / 4  # coarse, so that some are equal
@@ -944,10 +911,9 @@ lesson.expect(check_argmax, *ID_HINTS, (by_id(lowest(2**30)), "with 12 bytes"),
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague changes the block to *multi-query attention* (MQA): all H query heads share one key head and one
-# value head, so generation needs a cache H times smaller. The layout is that of a PyTorch job: each device
-# has its own tensors, here stacked along a first dim. After training, another job evaluates the checkpoint on
-# one device.
+# A colleague changes the block to *multi-query attention* (MQA): all H query heads share one key head and
+# one value head. As in a PyTorch job, each device has its own tensors, here stacked along a first dim.
+# After training, another job evaluates the checkpoint on one device.
 
 # %%
 H, K = 8, 8
@@ -1051,8 +1017,8 @@ for size in (1, 2, 4):
           f"validation loss {validation:.3f}")  # fmt: skip
 
 # %% [markdown]
-# On all meshes the training loss falls from 0.733 to a few hundredths. The validation loss grows with the
-# number of devices that trained. Fix `gradients` in place, and run this:
+# The training loss falls on all meshes. The validation loss grows with the number of devices that trained.
+# Fix `gradients` in place, and run this:
 
 
 # %% tags=["hide-input"]
@@ -1107,24 +1073,19 @@ print(check_gradients(gradients))
 # <details><summary>Solution</summary>
 #
 # Every device has the whole `kv_2DK`, but uses its keys and values only with its own h query heads. So its
-# gradient has only the terms of those heads, and they must be added over `tensor`, as for the gains. The
-# colleague's rule, to add the gradients of vectors, was right for multi-head attention, where all matrices
-# are sharded. The layout itself is a better rule: `psum` where `SPLIT[name] is None`. Without the sum, the
-# copies drift apart: each device trains its own key and value head. That is a *larger* model, so the training
-# loss falls, but the checkpoint has only device 0's copy. If you pass the weight with the spec `P()` instead,
-# JAX adds the sum (chapter 02).
+# gradient has only the terms of those heads, and they must be added over `tensor`, as for the gains: `psum`
+# where `SPLIT[name] is None`. (In multi-head attention, all matrices are sharded, so it was enough to add
+# the gradients of vectors.) Without the sum, each device trains its own key and value head: a *larger*
+# model, so the training loss falls, but the checkpoint has only device 0's copy. With the spec `P()`, JAX
+# adds the sum (chapter 02).
 #
-# BigCode's fork of Megatron-LM had bugs of this kind twice. In 2022 the sum was missing for the biases of
-# keys and values, and with the distributed optimizer (ZeRO 1) for their weights too
-# ([#11](https://github.com/bigcode-project/Megatron-LM/issues/11)). Printing the weights of each device
-# showed it. Later all copies agreed, but another sum was missing: that of the gradient of their *input*,
-# which goes on to the layers below. The loss fell for thousands of steps, and the validation loss was 3.741
-# instead of 2.640 after 5,000 ([#35](https://github.com/bigcode-project/Megatron-LM/issues/35),
-# [#37](https://github.com/bigcode-project/Megatron-LM/pull/37)). In 2026 Megatron-LM had it for a projection
-# that all heads share in latent attention, its rotary key
-# ([#6839](https://github.com/NVIDIA/Megatron-LM/pull/6839)). In the by-hand program, JAX adds the gradients
-# of the gains for the same reason: gains are replicated, but each device normalizes different positions.
-# Megatron-LM [does that in its optimizer](https://github.com/NVIDIA/Megatron-LM/pull/236).
+# BigCode's fork of Megatron-LM lacked the sum for the biases of keys and values
+# ([#11](https://github.com/bigcode-project/Megatron-LM/issues/11)), and later for the gradient of their
+# *input*, which goes on to the layers below. The loss fell for thousands of steps, and the validation loss
+# was 3.741 instead of 2.640 after 5,000 ([#35](https://github.com/bigcode-project/Megatron-LM/issues/35),
+# [#37](https://github.com/bigcode-project/Megatron-LM/pull/37)). In 2026 Megatron-LM lacked it for the
+# rotary key of latent attention, which all heads share
+# ([#6839](https://github.com/NVIDIA/Megatron-LM/pull/6839)).
 # </details>
 
 
@@ -1155,8 +1116,8 @@ lesson.expect(check_gradients, (mended(over), "match a single-device run"),
 # %% [markdown]
 # ## In the project
 #
-# `model.feed_forward_branch` is the pair of matmuls; `sharding.all_gather` and `sharding.reduce_scatter` are
-# `join` and `add`. `python -m tests.parity tiny --mesh fsdp=2,tensor=4` compares a run with one device.
+# `model.feed_forward_branch` is the pair of matmuls; `sharding.all_gather` and `sharding.reduce_scatter`
+# are `join` and `add`.
 #
 # ## In one table
 #
