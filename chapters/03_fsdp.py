@@ -12,7 +12,7 @@
 # bytes if it keeps them until the backward pass.
 #
 # *Prerequisites:* chapters 01 (`shard_map`, collectives), 02 (where gradients are added). *Mesh:* `fsdp=8`,
-# then `data=2,fsdp=4`, simulated. *Runs in* 60 s on 2 cores. *Reading takes* 30 minutes, 90 with the
+# then `data=2,fsdp=4`, simulated. *Runs in* 60 s on 2 cores. *Reading takes* 25 minutes, 85 with the
 # exercises.
 
 # %% tags=["hide-input"]
@@ -78,21 +78,19 @@ print(f"an H100 has {opening.CHIP.memory_bytes / GiB:.2f} GiB for a program")
 
 # %% [markdown]
 # A parameter takes 16 bytes, four float32 values: the weight, its gradient, and two moments, which are
-# Adam's optimizer state. They do not fit.
+# Adam's optimizer state. The model does not fit. (JAX reserves only 75% of the H100's 79.6 GiB at start,
+# unless you set [`XLA_CLIENT_MEM_FRACTION`](https://docs.jax.dev/en/latest/gpu_memory_allocation.html).)
 #
 # ## The memory of one device
 #
-# Activations come on top. (JAX reserves only 75% of the H100's 79.6 GiB at start, unless you set
-# [`XLA_CLIENT_MEM_FRACTION`](https://docs.jax.dev/en/latest/gpu_memory_allocation.html).)
-#
-# **Mixed precision.** Matmuls run in bfloat16 (bf16), which is at least twice as fast as float32 and halves
-# the bytes of activations and of gathered weights. But an update below about 1/512 of a bf16 weight would
-# be rounded away. So the optimizer keeps float32 *master weights* and moments, and each step casts the
-# weights to bf16 ([arXiv:1710.03740](https://arxiv.org/abs/1710.03740)). Here, as with PyTorch's
+# **Mixed precision.** Why float32? Matmuls run in bfloat16 (bf16), which is at least twice as fast and
+# halves the bytes of activations and of gathered weights. But an update below about 1/512 of a bf16 weight
+# would be rounded away. So the optimizer keeps float32 *master weights* and moments, and each step casts
+# the weights to bf16 ([arXiv:1710.03740](https://arxiv.org/abs/1710.03740)). Here, as with PyTorch's
 # `MixedPrecisionPolicy`, gradients are float32, too: 4 + 4 + 8 bytes.
 #
-# **Activations** are the results of the forward pass that the backward pass needs. They grow with the
-# tokens of a device. In a layer of Llama with G KV heads of width K, one token leaves 6 D + 2 G K + 3 F
+# **Activations**, the results of the forward pass that the backward pass needs, come on top. They grow with
+# the tokens of a device. In a layer of Llama with G KV heads of width K, one token leaves 6 D + 2 G K + 3 F
 # elements: 4 D for the inputs of attention and feed-forward, before and after their norms, 2 D for queries
 # and attention output, 2 G K for keys and values, and 3 F in feed-forward. (FlashAttention does not store
 # the attention matrix.) **Activation checkpointing** stores only each layer's input, D elements, and
@@ -600,8 +598,8 @@ lesson.predicted("an H100 needs", my_prediction, enough, "tokens", within=0.25)
 assert enough == 1792
 
 # %% [markdown]
-# A layer has W weights, and a device N tokens. The forward pass takes an all-gather, 2W bytes, and 2WN
-# FLOPs; the backward pass an all-gather and a reduce-scatter, 4W bytes, and 4WN FLOPs. So compute takes
+# By hand: a layer has W weights, and a device N tokens. The forward pass takes an all-gather, 2W bytes, and
+# 2WN FLOPs; the backward pass an all-gather and a reduce-scatter, 4W bytes, and 4WN FLOPs. So compute takes
 # longer than communication if **N > peak FLOP/s / bandwidth**, for any W and any number of devices: 989e12
 # / 450e9 = 2,198 for an H100. (The planner's number is lower, because devices send only 7/8 of W, and
 # attention has matmuls without weights.)
