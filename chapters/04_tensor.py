@@ -12,7 +12,7 @@
 # even *below* that of the correct run.
 #
 # *Prerequisites:* chapters 01 (`shard_map`, the collectives) and 03 (FSDP). *Mesh:* `tensor=4`, simulated.
-# *Runs in* 55 s on 2 cores. *Reading takes* 30 minutes, 60 with the exercises.
+# *Runs in* 55 s on 2 cores. *Reading takes* 25 minutes, 55 with the exercises.
 
 # %% tags=["hide-input"]
 from devices import simulate_devices
@@ -544,9 +544,9 @@ assert times == 128_256 / 6
 #
 # ## What it costs
 #
-# Take one layer with recomputation, in bfloat16 (2 bytes), on n devices that work together on N tokens.
-# *Bandwidth* counts all neighbors on the axis: 2 links of 90 GB/s in a ring of v5p, 450 GB/s through
-# NVLink's switch on H100. In a training step,
+# Take one layer with recomputation, in bfloat16 (2 bytes), on n devices that work together on N tokens. A
+# device does *peak* FLOP/s, and *bandwidth* counts all its neighbors on the axis: 2 links of 90 GB/s in a
+# ring of v5p, 450 GB/s through NVLink's switch on H100. In a training step,
 #
 # - compute is 8 FLOPs per parameter and token (2 forward, 2 recomputed, 4 backward), shared by n devices:
 #   **8 · parameters · N / (n · peak)** seconds;
@@ -586,7 +586,7 @@ for chips, m, n_ in (("v5p:4x4x4", 16, 4), ("h100:8", 1, 8)):
 # more common. With **more chips than sequences**, `fsdp` cannot split the batch any further. And `tensor`
 # saves **memory**: gathered weights and the activations inside a block are n times smaller.
 #
-# Across two nodes, `tensor` costs more than its bytes suggest (measured in chapter 05).
+# Across two nodes, `tensor` costs more than its bytes suggest (chapter 05).
 #
 # ## Overlap the gather with the matmul
 #
@@ -725,9 +725,9 @@ lesson.expect(check_finish, *FINISH_HINTS, (finish_row_parallel, "Nothing there"
 # %% [markdown]
 # ## Exercise 2: two matrices in one
 #
-# A gated MLP stores its gate and up matrices as one matrix with 2F columns, [gate | up] (the bug of chapter
-# 01). Suppose that you have to keep one matrix. Each device gets 2F/n adjacent columns, and `fused` uses
-# the first half of them as gate. In which order must you store the 2F columns?
+# The gated MLP of chapter 01's bug stores its gate and up matrices as one matrix with 2F columns, [gate |
+# up]. Suppose that you have to keep it. Each device gets 2F/n adjacent columns, and `fused` uses the first
+# half of them as gate. In which order must you store the 2F columns?
 
 
 # %%
@@ -1074,10 +1074,9 @@ print(check_gradients(gradients))
 #
 # Every device has the whole `kv_2DK`, but uses its keys and values only with its own h query heads. So its
 # gradient has only the terms of those heads, and they must be added over `tensor`, as for the gains: `psum`
-# where `SPLIT[name] is None`. (In multi-head attention, all matrices are sharded, so it was enough to add
-# the gradients of vectors.) Without the sum, each device trains its own key and value head: a *larger*
-# model, so the training loss falls, but the checkpoint has only device 0's copy. With the spec `P()`, JAX
-# adds the sum (chapter 02).
+# where `SPLIT[name] is None`. (With multi-head attention, the gradients of vectors were enough.) Without
+# the sum, each device trains its own key and value head: a *larger* model, so the training loss falls, but
+# the checkpoint has only device 0's copy. With the spec `P()`, JAX adds the sum (chapter 02).
 #
 # BigCode's fork of Megatron-LM lacked the sum for the biases of keys and values
 # ([#11](https://github.com/bigcode-project/Megatron-LM/issues/11)), and later for the gradient of their
