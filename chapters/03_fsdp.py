@@ -135,9 +135,9 @@ axes.set_title("Each level shards one more kind of state over eight devices")
 axes.legend()
 
 # %% [markdown]
-# (With the checkpointed activations.) **FSDP** gathers a layer's weights right before their use, and again
-# for the backward pass, and frees them afterwards. So only one or two layers are unsharded at a time, 0.4
-# GiB each in bf16.
+# (With the checkpointed activations.) **FSDP** gathers a layer's weights right before each use, in the
+# forward and in the backward pass, and then frees them. So only one or two layers are unsharded at a time,
+# 0.4 GiB each in bf16.
 #
 # ## FSDP by hand
 #
@@ -411,9 +411,10 @@ assert naive.total.wire_bytes == 1.5 * found.total.wire_bytes
 # %% [markdown]
 # It sends as much as DDP. An all-reduce *is* a reduce-scatter followed by an all-gather, 344,064 bytes
 # each. Between the two, a device holds its eighth of the summed gradient, and Adam needs no more. So ZeRO 1
-# updates at this point, and then gathers weights instead of gradients. (An all-reduce before the update
-# costs 1.5 times the bytes, as in DeepSpeed in [2020](https://github.com/deepspeedai/DeepSpeed/issues/156)
-# and [2024](https://github.com/deepspeedai/DeepSpeed/issues/5758).)
+# updates at this point, and then gathers weights instead of gradients. (An all-reduce in place of the
+# reduce-scatter costs 1.5 times the bytes, as in DeepSpeed in
+# [2020](https://github.com/deepspeedai/DeepSpeed/issues/156) and
+# [2024](https://github.com/deepspeedai/DeepSpeed/issues/5758).)
 #
 # Here are all four, with four microbatches of one row each:
 
@@ -520,8 +521,8 @@ assert gathers(written_out) == 2 and gathers(looped) == 4, "the loop matters"
 # A device can receive the next layer's weights while it computes the current layer. Communication that
 # overlaps with compute costs no time; the rest is **exposed**. FSDP therefore *prefetches*: it starts the
 # gather of the next layer when the current one starts. (DDP sends gradients in **buckets** during the
-# backward pass.) These are three layers of Llama 3 8B; F1 is the forward pass of layer 1, B1 its backward
-# pass:
+# backward pass.) These are three layers of Llama 3 8B on eight H100s, at peak speed; F1 is the forward pass
+# of layer 1, B1 its backward pass:
 
 
 # %% tags=["hide-input"]
@@ -618,7 +619,7 @@ assert enough == 1792
 # ## Hybrid sharding, in the model
 #
 # With two mesh axes FSDP becomes **HSDP** (hybrid sharding): here each of two groups of four devices stores
-# the model in four shards.
+# the model in four shards. `train_on` takes a step of `model.py`, at a small size and without experts.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "One matrix, three times: one box held by devices 0 to 7; eight shards, one per device; four shards, each held by two devices."}}
 cases = {"DDP: P()\non fsdp=8": ("fsdp=8", P()),
