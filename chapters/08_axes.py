@@ -441,9 +441,9 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 # | `fsdp=16` | half of: weights in bfloat16, forward and backward; gradients in float32 | (2 + 2 + 4)/2 x 8.03e9/8 = 4.0 GB | per microbatch |
 # | `stage=2,fsdp=8` | activations of 8,192 tokens, forward and backward | 2 x 2 x 8,192 x 4,096 = 0.13 GB | per microbatch |
 #
-# 4.0 GB take 0.08 s on H100s (50 GB/s each), and 0.64 s between v5p slices (6.25 GB/s per chip). (Chapters 00
-# and 03 count 2 + 2 + 2 bytes, because they send gradients in bfloat16.) So for one microbatch, HSDP sends no
-# fewer bytes.
+# 4.0 GB take 0.08 s on H100s (50 GB/s each), and 0.64 s between v5p slices (6.25 GB/s per chip). (Chapter 03
+# counts 2 + 2 + 2 bytes, because it sends gradients in bfloat16.) So for one microbatch, HSDP sends no fewer
+# bytes.
 #
 # The planner (09) adds up a step on two v5p slices of 8 chips. `across` names the axis that spans both slices.
 # The first two batches force one sequence per device and microbatch (`work.device_batch=1`), and gather each
