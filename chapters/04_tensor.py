@@ -578,8 +578,8 @@ for chips, m, n_ in (("v5p:4x4x4", 16, 4), ("h100:8", 1, 8)):
     assert abs(planned / ruled - 1) < 0.1, "rule and planner disagree"
 
 # %% [markdown]
-# (Its compute has attention's scores, and skips the recomputation of the MLP's last matmul. Neither number
-# has the logits.)
+# (The planner's compute has attention's scores, and skips the recomputation of the MLP's last matmul.
+# Neither number has the logits.)
 #
 # So `tensor` slows down a step that has enough tokens for FSDP, because FSDP's communication can overlap
 # completely. It is faster if each chip has few tokens (chapter 09, "Thresholds"). Two other reasons are
