@@ -359,9 +359,8 @@ axes.axis("off")
 # %% [markdown]
 # ## The program by hand
 #
-# This is a whole block, which you can paste into an empty file. Only two functions differ from the program
-# for one device: `join` gathers all positions, and `add` adds the partial sums and returns this device's
-# positions.
+# This is a whole block, which you can paste into an empty file. Two functions differ from the program for
+# one device: `join` gathers all positions, and `add` adds the partial sums and returns this device's.
 
 # %% tags=["by-hand"]
 import os
@@ -426,7 +425,7 @@ print(f"loss {found[0]:.5f}, and {len(found[1])} gradients match a single-device
 
 # %% [markdown]
 # JAX derives the collectives for gradients: the backward pass of a gather is a reduce-scatter, and vice
-# versa. It also adds the gradients of the norms' gains.
+# versa. It also adds the gradients of the gains.
 #
 # > **Predict.** The block's forward pass has two gathers and two reduce-scatters. How many of both does a
 # > training step have in total, if it saves only the block's input and recomputes the block in the backward
@@ -705,8 +704,8 @@ print(check_finish(finish_row_parallel))
 # the sum. Each device's positions give the bias a partial gradient, and JAX adds them.
 #
 # [slapo](https://github.com/awslabs/slapo/issues/10) added the bias n times, which you don't see at first
-# if it starts at zero. After [the fix](https://github.com/awslabs/slapo/pull/23), with sharded positions,
-# its partial gradients were never added.
+# if it is zero. After [the fix](https://github.com/awslabs/slapo/pull/23), with sharded positions, its
+# partial gradients were never added.
 # </details>
 
 # %% tags=["remove-cell"]
