@@ -2,18 +2,17 @@
 # # 05 · Pipeline parallelism
 #
 # Pipeline parallelism (PP) splits the layers of a model into stages, one group of devices for each. A batch
-# goes through the stages in small parts, the *microbatches*, so that all stages work at the same time on
-# different parts.
+# goes through the stages in small parts, the *microbatches*, so that all stages work at the same time.
 #
 # You want it if a model does not fit and the network is slow: each stage stores only its own layers, and
 # sends only activations at its border, once per microbatch. Between two nodes with a slow network, this page
-# predicts a step of 2.62 s for Llama 3 8B, and 3.85 s with data parallelism. The price is idle time while the
-# pipeline fills and drains, the *bubble*. And a pipeline schedule runs its own backward passes instead of
-# `jax.grad`, so it can print the right loss and still train the model wrongly.
+# predicts a step of 2.62 s for Llama 3 8B, and 3.85 s with data parallelism. The price is the *bubble*, the
+# idle time while the pipeline fills and drains. And since a schedule can run its own backward passes instead
+# of `jax.grad`, it can print the right loss and still train wrongly.
 #
 # *Prerequisites:* chapters 01 and 02 (`shard_map`, collectives, gradients), 03 (FSDP) and 04 (tensor
-# parallelism). *Mesh:* `stage=4`, then `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 50 s on 2 cores.
-# *Reading takes* 35 minutes, and the exercises an hour.
+# parallelism). *Mesh:* `stage=4`, simulated. *Runs in* 50 s on 2 cores. *Reading takes* 30 minutes, and the
+# exercises an hour.
 
 # %% tags=["hide-input"]
 from devices import simulate_devices
@@ -80,11 +79,10 @@ idle = right.text(15 * unit, 0, "idle", ha="center", va="center", size=8)
 label_passes(right)
 
 # %% [markdown]
-# Both halves show eight layers of Llama 3 8B, in a step on 16 sequences of 4,096 tokens, on a node of 8
-# H100s. Times are arithmetic at peak speed (989 TFLOP/s, and a **bandwidth** of 450 GB/s). At left, each GPU
-# stores all layers, computes 2 sequences, and all-reduces gradients. At right, the timeline is that of GPU 0:
-# it has the first layer and computes all 16 sequences, one at a time. It sends 16 activations of 34 MB, in
-# 0.07 ms each.
+# Eight layers of Llama 3 8B, 16 sequences of 4,096 tokens, a node of 8 H100s; times are arithmetic at peak
+# speed (989 TFLOP/s, and a **bandwidth** of 450 GB/s). With data parallelism, each GPU stores all layers,
+# computes 2 sequences, and all-reduces gradients. In the pipeline, GPU 0 has the first layer and computes all
+# 16 sequences, one at a time. It sends 16 activations of 34 MB, in 0.07 ms each.
 #
 # Below, four stages run on four devices, in time steps called *ticks*. In a tick, a stage processes one
 # microbatch, and then sends its output to the next stage.
@@ -102,9 +100,9 @@ lesson.predicted("ticks", my_prediction, forward_ticks)
 # %% [markdown]
 # ## One program for all stages
 #
-# Take four layers `x + tanh(x @ w)`, one per device along the mesh axis `stage`, and 32 rows of width D.
-# There are n = 4 stages. In array names, L is all 4 layers, and l those of one device: a single one. The rows
-# come in Z = 8 microbatches of N = 4 rows. You can paste the next three cells into an empty file.
+# Take four layers `x + tanh(x @ w)`, one per device along the mesh axis `stage`: n = 4 stages. In array
+# names, L is all 4 layers, and l those of one device: a single one. The 32 rows of width D come in Z = 8
+# microbatches of N = 4 rows. You can paste the next three cells into an empty file.
 
 # %% tags=["by-hand"]
 import os
@@ -130,14 +128,10 @@ varying = lambda x: jax.lax.pcast(x, "stage", to="varying")  # may differ by sta
 
 
 # %% [markdown]
-# In tick i, stage s processes microbatch i - s. Then every stage sends its output to the next one, with one
-# `ppermute` (*point-to-point* communication, send and receive in PyTorch), and the last stage computes the
-# microbatch's loss. This program has no branches, so a stage without a microbatch computes, too, on zeros or
-# on an old microbatch. The result is not used, but it has to be finite: the backward pass multiplies it by 0,
-# and 0 · NaN is NaN.
-#
-# `jax.lax.scan` is a loop that passes a *carry* from tick to tick, always of the same type. Here the carry is
-# a message from another stage, which varies along `stage`. So the zeros at the start must be `varying`, too.
+# In tick i, stage s processes microbatch i - s, and sends its output to the next stage with one `ppermute`
+# (*point-to-point* communication, send and receive in PyTorch). The last stage computes the microbatch's
+# loss. This program has no branches, so a stage without a microbatch computes, too, on zeros or on an old
+# microbatch. The unused result has to be finite: the backward pass multiplies it by 0, and 0 · NaN is NaN.
 
 
 # %% tags=["by-hand"]
@@ -151,7 +145,7 @@ def gpipe(w_lDD, x_ZND, y_ZND):
         loss = jnp.where(is_output, partial_loss(out_ND, y_ZND[m]), 0.0)
         return pass_on(out_ND), loss
 
-    empty_ND = varying(jnp.zeros((N, D)))
+    empty_ND = varying(jnp.zeros((N, D)))  # the carry has the type of a message
     _, losses = jax.lax.scan(tick, empty_ND, jnp.arange(Z + n - 1))
     return jax.lax.psum(losses.sum(), "stage")
 
@@ -214,21 +208,19 @@ for ax, many in zip(axes, (1, Z), strict=True):
 axes[1].set(xlabel=f"time, in passes of {N} rows through a stage")
 
 # %% [markdown]
-# (The second figure assumes that microbatches are large enough to use the whole device.) Each stage works in
-# Z of the Z + n - 1 ticks, so its fraction of idle time, the **bubble**, is (n - 1)/(Z + n - 1): here 3/11,
-# or 27%.
+# (This assumes that microbatches are large enough to use the whole device.) Each stage works in Z of the Z +
+# n - 1 ticks, so its fraction of idle time, the **bubble**, is (n - 1)/(Z + n - 1): here 3/11, or 27%.
 #
 # ## What has to be saved
 #
 # `jax.grad` of this loop runs the ticks in reverse, after all forward passes: that is GPipe. The activations
-# that a backward pass needs stay in memory until then, for all Z microbatches. A *schedule* lists the order
-# of the passes for each stage: F3 is the forward pass of microbatch 3, B3 its backward pass. Every stage runs
-# its list from left to right, and each pass waits until its input has arrived.
+# that a backward pass needs stay in memory until then, for all Z microbatches. Other *schedules*, the orders
+# of the passes of each stage, start backward passes earlier. F3 is the forward pass of microbatch 3, B3 its
+# backward pass. Each pass waits until its input has arrived.
 #
 # A backward pass computes two gradients. The previous stage waits for the gradient of the inputs. The
 # gradient of the weights can be computed later. Each takes about as long as the forward pass, so F takes 1
-# unit, and B takes 2. `pipeline.schedules` has four published schedules (`zb` is zero-bubble), and `simulate`
-# runs them:
+# unit, and B takes 2. `simulate` runs four published schedules (`zb` is zero-bubble):
 
 # %%
 names = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1}  # chunks (see below)
@@ -276,27 +268,28 @@ labels = [label for _, label in LOOK.values()]
 legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 
 # %% [markdown]
-# In all four schedules, each stage does 24 units of work. The rest is idle time, which you can derive:
+# In all four schedules, each stage does 24 units of work. The idle time follows:
 #
-# - **GPipe, 1F1B.** The first microbatch reaches the last stage after n - 1 forward passes of 1 unit. The
+# - **GPipe, 1F1B.** The first microbatch reaches the last stage after n - 1 forward passes of 1 unit, and the
 #   last gradient returns over n - 1 backward passes of 2. So each stage is idle for (n - 1)(1 + 2) = 9 units.
-#   1F1B (after a few forward passes, one backward pass follows each forward pass) is *not* faster. But its
+#   1F1B (after a few forward passes, one backward pass follows each forward pass) is *not* faster, but its
 #   stages save only 4, 3, 2 and 1 microbatches, for any Z.
 # - **Interleaved.** Each stage has v smaller *chunks* of layers (virtual stages): with v = 2, stage 0 of 4
-#   has the first and the fifth eighth of the layers. Each pass is v times shorter, so the pipeline fills and
-#   drains v times faster: 9/v idle units. The price is v times as many sends, and more saved activations.
-# - **Zero-bubble.** A stage first computes the gradient of its inputs and sends it back. It computes the
-#   gradient of its weights when it would be idle. So a gradient returns in n - 1 passes of 1 unit instead of
-#   2, and (n - 1)(1 + 1) = 6 idle units remain. Weight gradients fill 3 of them.
+#   has the first and the fifth eighth of the layers. Each pass is v times shorter, so 9/v idle units remain,
+#   for v times as many sends, and more saved activations.
+# - **Zero-bubble.** A stage first computes the gradient of its inputs and sends it back, so a gradient
+#   returns in n - 1 passes of 1 unit, and (n - 1)(1 + 1) = 6 idle units remain. The gradients of the weights,
+#   computed when a stage would be idle, fill 3 of them.
 #
 # ## One program: all stages run in lock-step
 #
-# The published schedules assume a separate program for each stage, which sends its output and continues. JAX
-# compiles *one* program for all devices. In it, each tick ends with a `ppermute`, so no stage starts the next
-# tick before its neighbors' data has arrived: the stages run in *lock-step*. In a tick a stage does at most
-# one forward pass (F), then one backward pass (B). If the program has branches (`jax.lax.cond`), a stage
-# skips the pass that it doesn't have. Then a tick lasts as long as its busiest stage: 1 unit if all do only
-# F, and 3 if any stage does both. GPipe still takes 33 units.
+# The published schedules assume a separate program for each stage, which sends its output and continues, as
+# in Megatron-LM, PyTorch and [JaxPP](https://arxiv.org/abs/2412.14374). By itself, JAX compiles *one* program
+# for all devices. Each tick ends with a `ppermute`, so no stage starts the next tick before its neighbors'
+# data has arrived: the stages run in *lock-step*. In a tick a stage does at most one forward pass (F), then
+# one backward pass (B). If the program has branches (`jax.lax.cond`), a stage skips the pass that it doesn't
+# have. Then a tick lasts as long as its busiest stage: 1 unit if all do only F, and 3 if any stage does both.
+# GPipe still takes 33 units.
 #
 # > **Predict.** In 1F1B, the order of stage 0 is F0 F1 F2 F3 B0 F4 B1 F5 .. In lock-step, F0 is in tick 0. In
 # > which tick is F4? (The last stage does F0 and B0 in the same tick.)
@@ -345,10 +338,9 @@ legend = figure.legend(handles, labels, ncols=3, loc="outside lower center")
 #
 # So 1F1B takes 3 + 39 + 6 = 48 units instead of 33: 3 ticks have only F, 13 have both in some stage, and 3
 # have only B. Zero-bubble takes 45 units instead of 27. The gaps close if stage 0 starts a microbatch in
-# every tick, also while it waits for B0. Then 7 microbatches are in flight instead of 4: stage 0 starts with
-# F0 to F6, stage 1 with F0 to F4. (Below this is `lead=2`, because each stage is 2 microbatches ahead of the
-# next instead of 1.) So stage s does F of microbatch m in **tick m + s**, as before, and B as soon as the
-# gradient can arrive, in **tick m + 2(n - 1) - s**:
+# every tick, also while it waits for B0. Then 7 microbatches are in flight instead of 4, and each stage is 2
+# microbatches ahead of the next instead of 1 (`lead=2` below). So stage s does F of microbatch m in **tick m
+# + s**, as before, and B as soon as the gradient can arrive, in **tick m + 2(n - 1) - s**:
 
 # %%
 ahead = {name: schedules.schedule(name, n, Z, v, lead=2) for name, v in names.items()}
@@ -363,8 +355,6 @@ assert units_ahead == [33, 33, 28.5, 30]
 
 # %% [markdown]
 # With branches, 1F1B is now as fast as GPipe again, and saves 7 microbatches instead of 4, for any Z.
-# Megatron-LM and PyTorch run a separate program for each stage, and [JaxPP](https://arxiv.org/abs/2412.14374)
-# does so for JAX. They avoid lock-step.
 #
 # ## 1F1B by hand
 #
@@ -407,13 +397,13 @@ print("loss and gradient match a single-device run")
 
 # %% [markdown]
 # The backward passes start from the gradient of the *mean*: `partial_loss` divides by all entries of the
-# batch. A schedule that starts from a sum, and divides only the loss it prints, has gradients that are too
-# large by the number of valid tokens. Adam cancels a constant factor, so training looks right. torchtitan had
-# this bug in 2026 ([#2972](https://github.com/pytorch/torchtitan/issues/2972)).
+# batch. In 2026 a torchtitan schedule started from a sum, and divided only the printed loss
+# ([#2972](https://github.com/pytorch/torchtitan/issues/2972)). Adam cancels the constant factor, so training
+# looked right.
 #
-# Here is the memory for 8 and for 32 microbatches of the same size:
+# The compiler reports memory for 8 and for 32 microbatches of the same size, and matmuls per device for 8:
 
-# %%
+# %% tags=["hide-input"]
 gpipe_step = jax.jit(jax.grad(forward))
 for many in (8, 32):
     rows = (jax.ShapeDtypeStruct((many, N, D), "float32"),) * 2
@@ -424,109 +414,34 @@ for many in (8, 32):
         temporary = program.memory_analysis().temp_size_in_bytes
         print(f"{name:5} Z = {many:2}: {temporary:7,} bytes of temporary memory")
 Z = 8
+for name, function in {"gpipe": gpipe_step, "1f1b": step}.items():
+    found = lesson.compiled(function, four, w_LDD, x_ZND, y_ZND)
+    print(f"{name:5} Z =  8: {found.flops / (2 * N * D * D):.0f} matmuls")
 
 # %% [markdown]
 # The rows of a microbatch take 384 bytes. GPipe's loop saves about four arrays of this size for each
 # microbatch; 1F1B has seven slots, for any number of microbatches.
 #
-# What does this simple program cost? Here are the matmuls that each device computes:
-
-# %%
-for name, function in {"gpipe": gpipe_step, "1f1b": step}.items():
-    found = lesson.compiled(function, four, w_LDD, x_ZND, y_ZND)
-    print(f"{name:5}: {found.flops / (2 * N * D * D):.0f} matmuls")
-
-# %% [markdown]
 # GPipe's loop has the 33 units of its schedule, and 1F1B by hand has 56. It has no branches, so each of its
 # 14 ticks computes F, the recomputed F and B: 4 units. (Without recomputation there would be 42.) To have the
-# 33 units of the table, skip absent passes with `jax.lax.cond`, as the trainer does (`pipeline.ticks`).
-#
-# ## In the model
-#
-# The trainer runs these schedules with the other mesh axes inside each stage. Here is a dense model on three
-# axes: 2 stages of 2 layers, each weight in 2 shards, each matmul split in 2, and 30% of the targets masked:
-
-# %% tags=["hide-input"]
-import model
-import pipeline
-import sharding
-
-DENSE = {"model.n_experts": 0, "model.dense_prefix": 0, "model.n_layers": 4,
-         "model.attention": "gqa", "model.no_rope_every": 0, "model.d_model": 64,
-         "work.remat": "full"}  # fmt: skip
-
-
-def settings(mesh="data=1", schedule="gpipe", Z=1, batch=16):
-    work = {"mesh": mesh, "work.schedule": schedule, "work.microbatches": Z}
-    return config.preset("tiny", **DENSE | work | {"data.batch_size": batch})
-
-
-def batch_of(cfg):
-    shape, rng = (cfg.data.batch_size, cfg.data.seq_len), np.random.default_rng(1)
-    numbers = lambda: rng.integers(0, cfg.model.vocab_size, shape, dtype=np.int32)
-    real = np.float32(rng.random(shape) < 0.7)  # 0: a masked target
-    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    segments = np.ones(shape, np.int32)  # one document per row
-    return {"tokens_BT": numbers(), "targets_BT": numbers(), "weights_BT": real,
-            "positions_BT": positions, "segments_BT": segments}  # fmt: skip
-
-
-declared = model.declare(settings().model)
-rng = np.random.default_rng(2)
-draw_one = lambda d: np.float32(d.mean + d.std * rng.normal(size=d.shape))
-
-# %% tags=["hide-input"]
-drawn = jax.tree.map(draw_one, declared)
-
-
-def compile_step(cfg):
-    """The compiled step and its arguments, sharded over its mesh."""
-    mesh = sharding.make_mesh(cfg.mesh)
-    where = jax.tree.map(lambda d: jax.NamedSharding(mesh, d.spec), declared)
-    args = jax.device_put(drawn, where), sharding.put(batch_of(cfg), mesh), 0
-    return pipeline.loss_and_grads(cfg, mesh).lower(*args).compile(), args
-
-
-def compare(cfg):
-    program, args = compile_step(cfg)
-    loss, _, grads = jax.block_until_ready(program(*args))
-    ratio = lesson.ratio(grads, GRADS)
-    print(f"{cfg.mesh}, {cfg.work.schedule}: loss {loss:.5f}, gradient {ratio}")
-    assert lesson.same((loss, grads), (LOSS, GRADS))
-    return program
-
-
-# %%
-from plan.trace import compiled
-
-program, args = compile_step(settings())
-LOSS, _, GRADS = jax.tree.map(np.asarray, program(*args))
-cfg = settings("stage=2,fsdp=2,tensor=2", "1f1b", 4)
-text = compare(cfg).as_text()
-shares = compiled.shares(cfg, text)  # how often each branch runs
-found = lesson.ledger.read(text, sharding.make_mesh(cfg.mesh), shares)
-for axis in ("fsdp", "tensor", "stage"):
-    one = found.totals_by("axes")[axis]
-    print(f"{axis:6} {one.count:3.0f} collectives send {one.wire_bytes:7,.0f} bytes")
-
-# %% [markdown]
-# Along `stage`, each device sends 2 messages in each of 6 ticks. The other 10 collectives are for the loss
-# and the gradients of the two vocabulary tables (embedding and unembedding).
+# 33 units of the table, skip absent passes with `jax.lax.cond`, as the trainer does (`pipeline.ticks`). It
+# runs these schedules with other mesh axes inside each stage (chapter 08).
 #
 # ## When a pipeline pays off
 #
-# A stage sends little and rarely, so use `stage` on the slowest network. Let a slow network connect two nodes
-# of 8 devices each. Over it, each node sends in a step:
+# Let a slow network connect two nodes of 8 devices each. Over it, each node sends in a step:
 #
 # - with `data=2`, gradients in float32, **4 · parameters** bytes (an all-reduce of two devices sends the array
 #   once);
 # - with `stage=2`, a bfloat16 vector of width D for each token forward, and one backward. (In lock-step every
-#   device sends in both directions, even zeros.) Both stages share the work on logits and loss, so half of the
-#   last stage's outputs go to the first, and their gradients come back. Together: **6 · tokens · D** bytes.
+#   device sends in both directions, even zeros.) Both stages share the work on logits and loss, so half of
+#   the last stage's outputs go to the first, and their gradients come back. Together: **6 · tokens · D**
+#   bytes.
 #
-# So a pipeline sends less if **6 · tokens · D < 4 · parameters**. But it also has a bubble, the time of n - 1
-# microbatches. The planner's lower bound counts both. Here is Llama 3 8B on two nodes of 8 H100s, whose GPUs
-# share a network of 100 Gbit/s per node. Each device processes one sequence of 8,192 tokens at a time.
+# So a pipeline sends less if **6 · tokens · D < 4 · parameters** (with all experts of a sparse model). For
+# Llama 3 8B, that is below 1.3 million tokens per step. But it also has a bubble, the time of n - 1
+# microbatches. The planner's lower bound counts both, here on two nodes of 8 H100s, whose GPUs share a
+# network of 100 Gbit/s per node. Each device processes one sequence of 8,192 tokens at a time.
 
 # %% tags=["hide-input"]
 slow = dataclasses.replace(hardware.CHIPS["h100"], dcn_bytes_per_s=12.5e9 / 8)
@@ -586,8 +501,8 @@ axes.set(title="Over a slow network, a pipeline is faster for small batches")
 legend = axes.legend(loc="upper center")
 
 # %% [markdown]
-# The line "by hand" is where 4 · parameters equal 6 · tokens · D plus what the bubble (0.32 s), the gradients
-# of the vocabulary tables (0.34 s) and the 2 extra ticks (0.17 s) cost. (Overlap helps `data` more: its
+# The vertical line is where 4 · parameters equal 6 · tokens · D plus the bubble (0.32 s), the gradients of
+# the vocabulary tables (0.34 s) and the 2 extra ticks (0.17 s). (Overlap would help `data` more: its
 # all-reduce can run during the backward pass.) With 400 Gbit/s for each GPU, or inside a single node, the
 # bubble takes longer than what the stages save:
 
@@ -602,25 +517,23 @@ for on, splits in {
 
 
 # %% [markdown]
-# There are two practical reasons for stages:
+# So use stages in two cases:
 #
-# - **A batch too small for more `fsdp`** over a slow network, by the rule above. The [Ultra-Scale
-#   Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured nodes of 8 GPUs: from one
-#   node to two, a pipeline with few microbatches lost 14% of its throughput (tokens per second), tensor
-#   parallelism about 43%. It can also be the network between TPU slices:
-#   [MaxText](https://github.com/AI-Hypercomputer/maxtext) has a setting for it, `dcn_pipeline_parallelism`.
-# - **Sparse models.** FSDP gathers all experts, also those that few tokens use (chapter 03), but stages don't
-#   move parameters: DeepSeek-V3 was trained with 16 stages
-#   ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.2).
+# - **The batch is too small for more `fsdp`** over a slow network, by this rule. The [Ultra-Scale
+#   Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) measured that a pipeline with few
+#   microbatches loses 14% of its throughput from one node of 8 GPUs to two, and tensor parallelism about 43%.
+# - **The model is sparse.** FSDP gathers all experts, also those that few tokens use (chapter 03), but stages
+#   don't move parameters.
 #
 # Memory alone is no reason: `fsdp` shards parameters, gradients and optimizer state, too. And use enough
-# microbatches: with Z = n = 4 the bubble takes 3/7 of the time.
+# microbatches, at least 4n: with Z = n = 4 the bubble takes 3/7 of the time. Chapter 09, "Thresholds", has
+# the rules of all axes.
 
 # %% [markdown]
 # ## Exercise 1: the missing stage
 #
-# This is the published 1F1B schedule for 4 stages and 6 microbatches, but the order of stage 1 is missing.
-# Write this order.
+# This is the published 1F1B schedule for 4 stages and 6 microbatches, without the order of stage 1. Write
+# this order.
 
 
 # %% tags=["hide-input"]
@@ -679,8 +592,7 @@ print(check_stage(stage_1))
 # <details><summary>Solution</summary>
 #
 # `"F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"`. Two stages follow stage 1, so n - 1 - s = 2 more forward passes
-# start before B0 arrives. Then forward and backward passes alternate. `check` reports an order that cannot
-# work as a deadlock, before any device hangs.
+# start before B0 arrives. Then forward and backward passes alternate.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -741,8 +653,8 @@ print(check_kept(kept))
 # <details><summary>Solution</summary>
 #
 # `return min(2 * (n - 1 - s) + 1, Z)`. The output of stage s needs n - 1 - s ticks to reach the last stage,
-# where the backward pass starts in the same tick. The gradient needs n - 1 - s ticks back. In each of these
-# ticks stage s starts one more microbatch; add 1 for the first.
+# where the backward pass starts in the same tick, and the gradient as many back. In each of these ticks stage
+# s starts one more microbatch; add 1 for the first.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -754,11 +666,10 @@ lesson.expect(check_kept, *KEPT_HINTS, (right, "Right in all six cases."),
 # %% [markdown]
 # ## Exercise 3: choose a layout
 #
-# Take the two nodes above with the slow network, Llama 3 8B, and 262,144 tokens per step. The first two
-# layouts above, `data=2,fsdp=8` and `stage=2,fsdp=8`, are too slow. Find a layout whose lower bound is at
-# most 2.45 s, and that needs at most 40 GiB on each GPU. You can choose the mesh (16 devices), the schedule
-# (`gpipe`, `1f1b` or `zb`), and how often weights are gathered (`layer` or `step`). Start with Z: a
-# microbatch is one sequence, so how many sequences does each pipeline get?
+# Take the two nodes above with the slow network, Llama 3 8B, and 262,144 tokens per step. Find a layout whose
+# lower bound is at most 2.45 s, and that needs at most 40 GiB on each GPU. You can choose the mesh (16
+# devices), the schedule (`gpipe`, `1f1b` or `zb`), and how often weights are gathered (`layer` or `step`).
+# Start with Z: a microbatch is one sequence, so how many sequences does each pipeline get?
 
 # %% tags=["hide-input"]
 TOO_SLOW = {
@@ -811,10 +722,8 @@ print(check_design(design))
 #
 # `{"mesh": "stage=2,fsdp=4,tensor=2", "work.schedule": "1f1b", "work.gather": "step"}`: 2.32 s, 31 GiB. With
 # `fsdp=8` there are 8 pipelines with 4 of the 32 sequences each, so Z is 4. With `tensor=2` inside a node
-# there are 4 pipelines with 8 sequences each: Z = 8, and half the bubble. `tensor=2` also halves the gathered
-# weights of `gather=step`; `fsdp=8` with `gather=step` needs 55 GiB. `gpipe` is even faster by 0.04 s, with
-# 33 GiB: it sends 18 messages, one per tick, and 1F1B sends 20, two in each of 10 ticks. `zb` is slower: both
-# halves of its backward pass recompute, and in lock-step it saves only half as much idle time.
+# there are 4 pipelines with 8 sequences each: Z = 8, and half the bubble. It also halves the gathered weights
+# of `gather=step`. `gpipe` is faster by 0.04 s: it sends 18 messages, and 1F1B sends 20.
 # </details>
 
 
@@ -853,9 +762,9 @@ for one, messages in (("gpipe", 18), ("1f1b", 20)):
 # %% [markdown]
 # ## A bug to find
 #
-# A colleague trains a small language model, built like GPT-2. It predicts the next token, with 1F1B as above:
-# the first stage looks the tokens up, and the last one computes logits and loss. All stages run the same
-# program, so each has arrays of the same shapes.
+# A colleague trains a small language model, built like GPT-2, with 1F1B as above: the first stage looks the
+# tokens up, and the last one computes logits and loss. All stages run the same program, so each has arrays of
+# the same shapes.
 
 
 # %%
@@ -903,7 +812,7 @@ def gradients(w, token_ZN, target_ZN):
     return jax.lax.psum(loss, "stage"), grads
 
 
-# %%
+# %% tags=["hide-input"]
 def adam(state, loss_and_grads, rate=0.01):
     (w, m, v), (loss, g) = state, loss_and_grads
     m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, g)
@@ -912,6 +821,7 @@ def adam(state, loss_and_grads, rate=0.01):
     return (jax.tree.map(down, w, m, v), m, v), loss
 
 
+# %%
 def to_stages(w):
     """What each stage stores, stacked."""
     return {"layer_DD": w["layer_LDD"], "table_VD": np.stack([w["table_VD"]] * n)}
@@ -958,7 +868,7 @@ run = jax.shard_map(in_pipeline, mesh=four, in_specs=ins, out_specs=outs)
 runs = {"one device": (jax.jit(scanned), lambda w: w, lambda w: w),
         "pipeline": (jax.jit(run), to_stages, checkpoint)}  # fmt: skip
 
-# %%
+# %% tags=["hide-input"]
 curves, early, late = {}, slice(0, 60), slice(60, 100)
 for name, (run, load, save) in runs.items():
     w, losses = run(load(begin), token_jZN[early], target_jZN[early])
@@ -1041,15 +951,14 @@ print(check_gradients(gradients))
 # ```
 #
 # Without the sum, the two copies drift apart. That is an untied model, with more parameters, so its loss is
-# no worse. The checkpoint stores the table once, and after loading it the head is the wrong one. A comparison
-# of the copies after one step shows it at once, and so does parity with one device.
+# no worse. The checkpoint stores the table once, and after loading it the head is the wrong one. Comparing
+# the copies after one step, or with one device, shows it at once.
 #
 # Megatron-LM has an *embedding group* of the first and the last stage for this sum
-# ([#299](https://github.com/NVIDIA/Megatron-LM/issues/299)). In 2024 a user found its two copies untied all
-# the same, in a run that trained well ([#656](https://github.com/NVIDIA/Megatron-LM/issues/656)). In 2026
-# the pipeline framework Piper had two copies and no sum ([#13](https://github.com/uw-syfi/piper/issues/13));
-# [#25](https://github.com/uw-syfi/piper/pull/25) adds the all-reduce, and starts the copies from the same
-# values.
+# ([#299](https://github.com/NVIDIA/Megatron-LM/issues/299)). In 2024 a user's two copies differed all the
+# same, in a run that trained well ([#656](https://github.com/NVIDIA/Megatron-LM/issues/656)). In 2026 the
+# pipeline framework Piper had two copies and no sum ([#13](https://github.com/uw-syfi/piper/issues/13), fixed
+# in [#25](https://github.com/uw-syfi/piper/pull/25)).
 # </details>
 
 
@@ -1100,20 +1009,14 @@ assert curves["one device"][60] < 0.1
 # All sends are exposed in the first and last n - 1 ticks. In the other ticks they can overlap with compute on
 # other microbatches, if the runtime allows it.
 #
-# **When to use it:** between two nodes, 6 · tokens · D < 4 · parameters, with Z at least 4n; parameters
-# include all experts of a sparse model. That is 2 · parameters / (3 D) tokens per step: 1.3 million for Llama
-# 3 8B, or 0.9 million with the bubble, the tables and the 2 extra ticks. Chapter 09, "Thresholds", has the
-# rules of all axes.
-#
 # ## Three lines to keep
 #
 # 1. A schedule is an order of operations for each stage. GPipe *and* 1F1B are idle for (n - 1)/(Z + n - 1)
 #    of the time; they differ in the activations that they save.
 # 2. In one program for all devices, all devices wait for the end of each tick. There the published 1F1B takes
 #    48 units instead of 33, and needs nearly twice as many microbatches in flight to be as fast as GPipe.
-# 3. A stage sends little and rarely, so use `stage` on the slowest network: between two nodes, as long as 6 ·
-#    tokens · D and the bubble cost less than 4 · parameters. And a right loss says nothing about the
-#    gradient.
+# 3. A stage sends little and rarely, so use `stage` on the slowest network, with a batch small enough and
+#    microbatches enough. And a right loss says nothing about the gradient.
 #
 # **Sources.** GPipe, [arXiv:1811.06965](https://arxiv.org/abs/1811.06965), section 2; PipeDream-Flush, which
 # became 1F1B, [arXiv:2006.09503](https://arxiv.org/abs/2006.09503), section 3.2; interleaving, Megatron-LM,
