@@ -20,8 +20,6 @@ simulate_devices(8)
 import functools
 import itertools
 
-import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -60,16 +58,11 @@ for ax, at in ((left, all_ms), (right, own_ms)):
     ax.set_ylim(1.6, -0.85)
 
 # %% [markdown]
-# The figure shows the attention of Llama 3 8B with eight MLPs of its size, as in Mixtral 8x7B, on eight H100s
-# with 8,192 tokens each, without activations. FSDP gathers all weights of the layer. EP gathers only those of
-# attention, sends tokens to the devices of their experts (*dispatch*), and the results back (*combine*).
-# Times are arithmetic at peak speed, for this layer alone. In a model, the gather of 5.6 ms can overlap with
-# 6.8 ms of compute on the layer before. Then FSDP takes no longer than EP, unless there are much fewer
-# tokens: the gather still takes 5.6 ms.
-#
-# | N | n | E | k | A | t | X | D, M |
-# |---|---|---|---|---|---|---|---|
-# | tokens | devices | experts | experts of a token | choices: (token, expert) pairs, N k | tokens of a device, N/n | slots per expert | widths: of the model, inside an expert |
+# The attention of Llama 3 8B with eight MLPs of its size, as in Mixtral 8x7B, on eight H100s with 8,192
+# tokens each, without activations. FSDP gathers all weights of the layer. EP gathers only those of attention,
+# sends tokens to the devices of their experts (*dispatch*), and the results back (*combine*). Times are
+# arithmetic at peak speed. In a model, the gather of 5.6 ms can overlap with 6.8 ms of compute on the layer
+# before. Then FSDP takes no longer than EP, unless there are much fewer tokens.
 #
 # > **Predict.** Eight devices hold two of 16 experts each. Each token chooses 2 of the 16 at random. What
 # > percentage of the tokens has none of its experts on its own device?
@@ -88,29 +81,19 @@ print(f"{local_share:.1%} of the choices have their expert on the token's own de
 assert local_share == 1 / n, "a random expert should be local once in n"
 
 # %% [markdown]
-# For a token on device 0, 14 of the 16 experts are on other devices. For its second expert, 13 of the other
-# 15 are: 14/16 x 13/15. Without communication, these tokens skip the layer, and the model still trains.
+# For each token, 14 of the 16 experts are on other devices, and so are 13 of the remaining 15: 14/16 x 13/15.
+# Without communication, these tokens skip the layer, and the model still trains.
 #
 # ## What a router does
 #
-# A small matrix, the *router*, gives each token one score per expert. The layer picks the k experts with the
-# highest scores (`top_k`). It sums the outputs of these experts, each weighted by a *gate*: the expert's
-# score divided by the sum of the k chosen scores. The scores are a softmax over all experts (Switch,
-# Mixtral), or a sigmoid per expert (DeepSeek-V3).
-
-# %%
-logits_E = jnp.array([2.0, -1.0, 0.5, 1.5])  # of one token, for four experts
-for name, score in (("softmax", jax.nn.softmax), ("sigmoid", jax.nn.sigmoid)):
-    chosen_k, experts_k = jax.lax.top_k(score(logits_E), 2)
-    gates_k = chosen_k / chosen_k.sum()
-    print(f"{name}: experts {experts_k}, scores {chosen_k}, gates {gates_k}")
-
-# %% [markdown]
-# Choosing has no gradient. The router learns only through the gates of the chosen experts.
+# A small matrix, the *router*, gives each token one score per expert: a softmax over all experts (Switch,
+# Mixtral), or a sigmoid per expert (DeepSeek-V3). The layer picks the k experts with the highest scores
+# (`top_k`). It sums their outputs, each weighted by a *gate*: the expert's score divided by the sum of the k
+# chosen scores. Choosing has no gradient, so the router learns only through the gates of the chosen experts.
 #
-# Each token needs the FLOPs of k experts, while the number of parameters grows with E. So each device along
-# the mesh axis `expert` stores E/n of them, here experts 0 and 1 on device 0, 2 and 3 on device 1. The axis
-# also shards the tokens. Otherwise n devices would compute the same attention.
+# Each token needs the FLOPs of k experts, while the number of parameters grows with E, the number of experts.
+# So each of n devices along the mesh axis `expert` stores E/n of them. The axis also shards the N tokens, t =
+# N/n per device. Otherwise n devices would compute the same attention.
 #
 # ## Dispatch and combine with an all-to-all
 #
@@ -159,20 +142,19 @@ axes[1].set_xlabel(f"thick borders: slots sent to the other device\n{'; '.join(l
 # %% [markdown]
 # **Before an all-to-all over `expert`, a device has [E, X, D] slots with its own tokens. Afterwards it has
 # [E/n, n X, D] slots with the tokens of its experts. A second all-to-all reverses this.** In the figure, each
-# of five tokens per device chooses one of four experts, and X = 2.
+# token chooses one of four experts, and X = 2.
 #
 # If more than X tokens on a device choose the same expert, the excess tokens are *dropped*: they skip this
-# expert. Empty slots are still sent and multiplied. With t tokens on a device, an expert gets k t/E choices
-# on average. X is that mean times the *capacity factor*, rounded down: X = ⌊factor · k t/E⌋.
+# expert. Empty slots are still sent and multiplied. A device has k t *choices*, (token, expert) pairs, so an
+# expert gets k t/E of them on average. X is that mean times the *capacity factor*, rounded down: X = ⌊factor
+# · k t/E⌋.
 #
 # > **Predict.** A device has 64 tokens. Each token chooses 2 of 16 experts at random. The capacity factor is
 # > 1, so there are exactly as many slots as choices. What percentage of the choices is dropped? (The choices
 # > of one expert are roughly Poisson-distributed with mean 8.)
 
-# %%
-my_prediction = None  # percent
 
-
+# %% tags=["hide-input"]
 @functools.cache
 def loads(t, popular):
     """Choices of each expert on each of 200 devices with t tokens each."""
@@ -190,9 +172,11 @@ def dropped(factor, t, popular=0):
     return np.maximum(load - slots, 0).sum() / load.sum()
 
 
+# %%
+my_prediction = None  # percent
 lesson.predicted("dropped", my_prediction, 100 * dropped(1, 64), "%", within=0.15)
 
-# %%
+# %% tags=["hide-input"]
 print("factor      1.25    1.5      2")
 for t, popular in ((64, 0), (4096, 0), (64, 1), (4096, 1)):
     shares = [dropped(factor, t, popular) for factor in (1.25, 1.5, 2)]
@@ -202,18 +186,17 @@ assert dropped(1.25, 4096) < 0.001, "noise should average out over many tokens"
 assert dropped(1.25, 4096, 1) > 0.05, "a preference should not average out"
 
 # %% [markdown]
-# With more tokens per device, random choices average out, and a capacity factor of 1.25 drops nothing.
-#
-# A preference does not average out. If the router prefers some experts (here, each expert's logit gets one
-# fixed offset from N(0, 1)), a factor of 1.25 still drops 8% of the choices with 4,096 tokens. Only X = t
-# never drops a choice: each expert has one slot for every token of the device.
+# With more tokens per device, random choices average out, and a factor of 1.25 drops nothing. A preference
+# does not average out. If the router prefers some experts (here, each expert's logit gets one fixed offset
+# from N(0, 1)), 1.25 still drops 8% of the choices with 4,096 tokens. Only X = t, one slot per expert for
+# every token of the device, never drops a choice.
 #
 # ## The program by hand
 #
-# The next four cells are the whole layer in plain JAX. You can paste them into an empty file. A choice gets
-# the next free slot, so its slot is the number of earlier choices of the same expert on this device. In
-# `on_device`, `place` has the expert and the slot of each choice. The reference on one device, `on_one`,
-# sends *every* token through *every* expert and weights the outputs with the gates, most of which are 0.
+# The next four cells are the whole layer in plain JAX. You can paste them into an empty file. In `on_device`,
+# `place` has the expert and the slot of each choice: the slot is the number of earlier choices of the same
+# expert on this device. The reference on one device, `on_one`, sends *every* token through *every* expert and
+# weights the outputs with the gates, most of which are 0.
 
 # %% tags=["by-hand"]
 import os
@@ -286,37 +269,21 @@ print(f"{slots} slots: {lost:.1%} of the choices are dropped")
 assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "this test needs dropped tokens"
 
 # %% [markdown]
-# This is a complete *token dispatcher*, in Megatron-LM's words. Here `place` finds the slots of three tokens
-# that each choose 2 of 4 experts. With X = 2, the last choice is dropped:
-
-# %%
-experts_tk = np.array([[1, 3], [1, 0], [3, 1]])  # t = 3, k = 2
-chosen_aE = np.eye(4, dtype=int)[experts_tk.reshape(-1)]
-counted_aE = chosen_aE.cumsum(0)  # choices so far, of each expert
-slot_a = ((counted_aE - 1) * chosen_aE).sum(1)
-for a, expert in enumerate(experts_tk.flat):
-    so_far = f"choices so far {counted_aE[a]}"
-    print(f"token {a // k}: expert {expert}, {so_far}, slot {slot_a[a]}")
-
-# %% tags=["remove-cell"]
-assert slot_a.tolist() == [0, 0, 1, 0, 1, 2], "the last choice has no slot if X = 2"
-
-# %% [markdown]
-# - With N/n = 64 slots per expert, nothing is ever dropped.
+# This is a complete *token dispatcher*, in Megatron-LM's words.
+#
 # - `all_to_all(x, "expert", 0, 1)` splits dim 0 (experts) into n blocks, and concatenates the received
 #   blocks along dim 1.
-# - The backward pass needs no extra code. The transpose of an all-to-all is the opposite all-to-all. The
+# - The backward pass needs no extra code: the transpose of an all-to-all is the opposite all-to-all. The
 #   router is replicated, so JAX sums its gradient over `expert` (chapter 02).
-#
-# With 8 slots, both versions drop the same choices. `on_one` counts each eighth of the tokens separately, as
-# eight devices do. Four devices would drop other choices.
+# - With 8 slots, both versions drop the same choices, because `on_one` counts each eighth of the tokens
+#   separately, as eight devices do. Four devices would drop other choices.
 #
 # ## Dropless: gather the tokens instead
 #
-# To drop nothing without guessing X, every device all-gathers *all* tokens, keeps the choices that belong to
-# its own experts, and sorts them by expert. It then multiplies groups of unequal size. `jax.lax.ragged_dot`
-# does this: consecutive groups of rows are each multiplied by their own matrix (a *grouped matmul*, made
-# popular by MegaBlocks). A reduce-scatter then sums the outputs and returns each token to its device.
+# To drop nothing without guessing X, every device all-gathers *all* tokens with their A = N k choices, keeps
+# the choices that belong to its own experts, and sorts them by expert. `jax.lax.ragged_dot` then multiplies
+# consecutive groups of rows, each by its own matrix (a *grouped matmul*, made popular by MegaBlocks). A
+# reduce-scatter sums the outputs and returns each token to its device.
 
 
 # %%
@@ -342,7 +309,7 @@ def gathered(w, x_tD):
 # > the forward pass, how many times as many bytes does a device send as with all-to-alls?
 
 
-# %%
+# %% tags=["hide-input"]
 def compiled_on(n, device):
     """The compiled layer on n devices, and its collectives."""
     mesh = jax.make_mesh((n,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -362,6 +329,8 @@ for m in (2, 4, 8):
 my_prediction = None  # times
 ratio = sent[8][1] / sent[8][0]
 lesson.predicted("bytes, gathered / all-to-all", my_prediction, ratio, "times")
+
+# %% tags=["hide-input"]
 for one in found:
     lesson.listed(one)
 for how in (by_slots(8), gathered):  # forward and backward
@@ -386,61 +355,24 @@ assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing
 # n, it sends less: a token goes to each device once, rather than once per chosen expert.
 #
 # The other cost is memory. In the worst case all N k choices belong to one device, so the arrays above have N
-# k rows on every device. On average 1/n of these are used. A kernel can skip the others, but their memory is
-# allocated. (Some kernels leave them unwritten, hence the two `where`.)
+# k rows on every device, though on average 1/n of these are used. (Some kernels leave the others unwritten,
+# hence the two `where`.)
 #
-# ## Dropless with all-to-alls
-#
-# All-to-alls can be dropless, too. Each device sends one block to every other device, with room for all of
-# its k t choices. It writes each choice into the block for the device of its expert, with the number of this
-# expert. The receiver sorts by these numbers, and uses the same grouped matmul:
-
-
-# %% tags=["hide-input"]
-def exchanged(w, x_tD):
-    e = w["up_EDM"].shape[0]  # experts of a device
-    gates_tk, experts_tk, _ = route(w, x_tD)
-    all_to_all = lambda x: jax.lax.all_to_all(x, "expert", 0, 0, tiled=True)
-    order_a = jnp.argsort(experts_tk.reshape(-1))  # a: the choices of this device
-    expert_a = experts_tk.reshape(-1)[order_a]
-    to_a = expert_a // e  # the device of each choice, sorted
-    # Position in its block: the index minus that of the first choice for its device.
-    place = to_a, jnp.arange(len(to_a)) - jnp.searchsorted(to_a, to_a)
-    blocks = (E // e, len(to_a))  # one per device, with room for the worst case
-    sent = jnp.zeros((*blocks, D)).at[place].set(x_tD[order_a // k])
-    rows = all_to_all(sent).reshape(-1, D)
-    group = all_to_all(jnp.full(blocks, e).at[place].set(expert_a % e)).reshape(-1)
-    by_group, sizes_e = jnp.argsort(group), jnp.bincount(group, length=e + 1)[:e]
-    up = jax.nn.relu(jax.lax.ragged_dot(rows[by_group], w["up_EDM"], sizes_e))
-    out = jax.lax.ragged_dot(up, w["down_EMD"], sizes_e)
-    out = jnp.zeros_like(out).at[by_group].set(out)  # in the order of arrival
-    back_aD = all_to_all(out.reshape(*blocks, D))[place]
-    out_aD = back_aD * gates_tk.reshape(-1)[order_a, None]
-    return jnp.zeros_like(x_tD).at[order_a // k].add(out_aD)
-
-
-# %%
-dropless = compiled_on(8, exchanged)[0](w, x_ND)
-assert lesson.same(dropless, on_one(w, x_ND, N)), "the exchange should drop nothing"
-print("dropless all-to-alls match a single-device run")
-
-# %% [markdown]
-# This program sends blocks that are mostly empty.
+# All-to-alls can be dropless, too, if the sizes of the blocks may vary.
 # [`ragged_all_to_all`](https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html) sends only
 # the filled rows, k (n - 1)/n copies of each token. It does [not run on
 # CPUs](https://github.com/jax-ml/jax/issues/34755), and needs a buffer for the worst case.
 #
 # ## Node-limited routing
 #
-# DeepSeek-V3 has 256 experts, and each token chooses 8. Place them on 8 nodes of 8 GPUs, 32 experts per
-# node. NVLink connects the GPUs of a node. InfiniBand connects the nodes, with one ninth of that bandwidth
-# per GPU. An all-to-all sends eight copies of a token, even if three of them go to the same node.
+# DeepSeek-V3 has 256 experts, and each token chooses 8. Place them on 8 nodes of 8 GPUs, 32 experts per node.
+# NVLink connects the GPUs of a node. InfiniBand connects the nodes, with one ninth of that bandwidth per GPU.
+# An all-to-all sends eight copies of a token, even if three of them go to the same node.
 #
 # > **Predict.** A token chooses 8 different experts at random, out of 256 on 8 nodes. On how many different
 # > nodes are these experts, on average?
 
-# %%
-my_prediction = None  # nodes
+# %% tags=["hide-input"]
 rng = np.random.default_rng(2)
 drawn, all_experts, top, nodes = 5000, 256, 8, 8
 scores = rng.random((drawn, all_experts))
@@ -453,14 +385,16 @@ def nodes_of(scores):
 
 
 free = nodes_of(scores).sum(axis=1)
+
+# %%
+my_prediction = None  # nodes
 lesson.predicted("nodes reached", my_prediction, free.mean(), within=0.03)
 
 # %% [markdown]
-# So send a token only once to each node, and copy it there over NVLink (figure below). This saves a third of
-# the transfers. DeepSeek-V3 goes further: with *node-limited routing*
-# ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 2.1.2), a token reaches at most 4 nodes. For each
-# node, it adds up the token's two best scores there. It picks the 4 nodes with the largest sums, and then 8
-# experts on them.
+# So send a token only once to each node, and copy it there over NVLink. This saves a third of the transfers.
+# With *node-limited routing* ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 2.1.2), DeepSeek-V3 goes
+# further: each token chooses its 8 experts on 4 nodes, those on which its two best scores have the largest
+# sum.
 
 
 # %%
@@ -472,6 +406,7 @@ def limited(scores, most=4):
     return np.where(allowed[:, :, None], by_node, -1).reshape(scores.shape)
 
 
+# %% tags=["hide-input"]
 few = nodes_of(limited(scores)).sum(axis=1)
 away = (nodes - 1) / nodes  # fraction of random destinations on another node
 transfers = {
@@ -505,23 +440,22 @@ for ax, (title, hops) in zip(axes, WAYS.items(), strict=True):
     ax.set_xticks((1.5, 6.5), ("node 0, four GPUs", "node 1, four GPUs"))
 
 # %% [markdown]
-# A token now takes at most 4 x 7/8 = 3.5 transfers instead of 8 x 7/8 = 7.
-# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs, does
-# this. An all-gather sends a token to each node once, but to *all* nodes.
+# A token now takes at most 4 x 7/8 = 3.5 transfers instead of 8 x 7/8 = 7, as in
+# [DeepEP](https://github.com/deepseek-ai/DeepEP), DeepSeek's library for dispatch and combine on GPUs. An
+# all-gather sends it to *all* nodes, once to each.
 #
 # ## Is the communication exposed?
 #
-# These times are not measured, but computed from peak speeds, for the forward pass of a layer of DeepSeek-V3:
-# D = 7168, M = 2048, 8 of 256 experts. As in the paper, dispatch sends fp8 (1 byte per element) and combine
-# sends bfloat16 (2 bytes). Matmuls are in bfloat16.
+# These times are computed from peak speeds, not measured, for the forward pass of a layer of DeepSeek-V3: D =
+# 7168, the width of an expert M = 2048, 8 of 256 experts. As in the paper, dispatch sends fp8 (1 byte per
+# element) and combine bfloat16 (2 bytes), while matmuls are in bfloat16. Would more tokens per device help?
 
 # %% tags=["hide-input"]
 from config import MeshConfig
 from plan.chips import hardware
 
 D_, M_, E_, k_ = 7168, 2048, 256, 8
-PLACES = {"v5p:2x2x2": 8, "v5p:4x4x4": 64, "h100:8": 8, "h100:16": 16, "h100:64": 64}
-print("dispatch only, bfloat16, 4,096 tokens per device")
+PLACES = {"v5p:4x4x4": 64, "h100:8": 8, "h100:16": 16, "h100:64": 64}
 
 
 def link_of(place):
@@ -530,24 +464,7 @@ def link_of(place):
     return hardware.layout(mesh, hardware.Topology.parse(place))["expert"]
 
 
-for place, m in PLACES.items():
-    link, t_bytes = link_of(place), 4096 * D_ * 2
-    one = "all-to-all", k_ * t_bytes * (m - 1) / m, link.all_to_all_bytes_per_s
-    other = "gathered", t_bytes * (m - 1), link.bytes_per_s
-    for name, size, speed in (one, other):
-        print(f"{place:9}  {name:10} {size / 1e9:4.2f} GB at {speed / 1e9:3.0f} GB/s: "
-              f"{1e3 * size / speed:.1f} ms")  # fmt: skip
-
-# %% [markdown]
-# On a torus, much of an all-to-all has to cross the middle, so its bandwidth on these two TPU slices is 1.7
-# and 3 times lower than an all-gather's. Over two nodes of H100s, gathering sends twice the bytes in half the
-# time, because each token is sent to the other node once rather than four times. At n = 64, gathering needs
-# too much memory: N k rows are 4,096 * 64 * 8 * 7,168 * 2 bytes, or 30 GB.
-#
-# Now compare the all-to-alls with the matmuls. Would more tokens per device help?
-
-
-# %%
+# %% tags=["hide-input"]
 def seconds(place, tokens, copies=None):
     """Seconds of a layer's forward pass: matmuls, weight reads, communication."""
     chip, m = hardware.Topology.parse(place).chip, PLACES[place]
@@ -599,28 +516,23 @@ label = axes[1].set_xlabel("tokens per device; latency not included")
 
 # %% [markdown]
 # With few tokens, the matmuls take as long as reading their weights from HBM. With even fewer, latency
-# dominates. On 64 H100s, each other GPU gets 896 bytes per token. In the 14 us of a message to another node
-# (chapter 01), a network card sends 700 kB, or 780 tokens.
+# dominates: on 64 H100s, below about 780 tokens (each other GPU gets 896 bytes per token, and a network card
+# sends 700 kB in the 14 us of a message, chapter 01).
 #
 # With more tokens, compute and communication grow at the same rate, so **their ratio is fixed. It depends on
 # M and on the bandwidth, not on the batch.** Sending a token to each node only once makes the all-to-all on
-# two nodes four times as fast. (Forwarding over NVLink is not counted.)
+# two nodes four times as fast, without the time to forward it over NVLink.
 #
-# The all-to-alls of a token cannot overlap with its own matmuls. They can overlap with another microbatch,
-# with attention, or with shared experts (which all tokens use). Between nodes, DeepSeek-V3 reports about as
-# much communication as compute. We have 2.1 times as much, because we count only the routed experts' forward
-# pass. A backward pass has twice the matmuls for the same all-to-alls, and attention and the shared expert
-# compute, too. DeepSeek-V3 overlaps the communication of one microbatch with the compute of another
-# (DualPipe, section 3.2.1). Chapter 09 lists the threshold for M with those of the other axes.
+# The all-to-alls of a token cannot overlap with its own matmuls. They can overlap with attention, with shared
+# experts (which all tokens use), or with another microbatch, as in DeepSeek-V3 (DualPipe, section 3.2.1). The
+# ratios above count only the forward pass of the routed experts. A backward pass has twice the matmuls for
+# the same all-to-alls. Chapter 09 lists the threshold for M with those of the other axes.
 #
 # ## Load balancing
 #
 # A capacity needs a balanced router. Without a capacity, all devices wait for the one with the most popular
-# expert. Training makes the loads less equal: an expert that is chosen more often learns more, and is chosen
-# even more.
-#
-# To see this, use a toy problem with 8 kinds of tokens, on one device and without capacity. The layer has to
-# learn a different matrix for each kind. `load` is the fraction of the choices that an expert gets.
+# expert. But training makes the loads less equal: an expert that is chosen more often learns more, and is
+# chosen even more. There are two standard remedies.
 
 # %% tags=["hide-input"]
 import optax
@@ -645,14 +557,17 @@ def statistics(experts_Nk, scores_NE):
 
 
 # %% [markdown]
-# There are two standard remedies. The **load-balancing loss** (Switch; *aux loss* in PyTorch libraries) is a
-# term of the loss, with a small weight: E times the sum over experts of load times mean score. The term is 1
-# if all experts are equal. Only the scores have a gradient. It lowers an expert's score in proportion to its
-# load.
+# The **load-balancing loss** (Switch; *aux loss* in PyTorch libraries) is a term of the loss, with a small
+# weight: E times the sum over experts of load times mean score. The *load* is the fraction of the choices
+# that an expert gets. The term is 1 if all experts are equal. Only the scores have a gradient. It lowers an
+# expert's score in proportion to its load.
 #
 # The **selection bias** (DeepSeek-V3) does not change the loss. It is added to scores when experts are
 # chosen, but not in the gate. After each step, the bias of an expert goes up by a fixed amount if its load
 # was below the mean, and down otherwise.
+#
+# A toy problem has 8 kinds of tokens, and the layer has to learn a different matrix for each kind. It runs on
+# one device, without capacity.
 
 
 # %% tags=["hide-input"]
@@ -686,6 +601,7 @@ def dense_loss(weight):
     return loss
 
 
+# %% tags=["hide-input"]
 RUNS = {"no remedy": train(dense_loss(0)), "balancing loss": train(dense_loss(0.1)),
         "selection bias": train(dense_loss(0), rate=0.01)}  # fmt: skip
 
@@ -715,16 +631,15 @@ ticks = axes[2].set_xticks([0, 5, 10, 15], [1, 6, 11, 16])
 
 # %% [markdown]
 # Without a remedy, half of the experts are idle. The error still falls, so you don't see this. With the
-# selection bias, all or nearly all experts work, averaged over 20 steps. Its error is hardly better, because
-# all tokens of a kind switch experts together in this toy problem. Models of real text did better with the
-# bias than with the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
+# selection bias, all or nearly all experts work, averaged over 20 steps. Its error is hardly better here,
+# because all tokens of a kind switch experts together. Models of real text did better with the bias than with
+# the loss ([arXiv:2408.15664](https://arxiv.org/abs/2408.15664)).
 #
-# Both remedies need the load of the step's *whole batch*. Many frameworks computed the balancing loss per
-# microbatch on each device, and averaged it. Then the few sequences of each microbatch have to use all
-# experts equally. With loads of whole batches, models of up to 42.8 billion parameters reached a better
-# perplexity, and experts specialized by domain ([arXiv:2501.11873](https://arxiv.org/abs/2501.11873)). The
-# bias must also be *identical* on all devices. It has no gradient, so no all-reduce of gradients keeps its
-# copies equal.
+# Both remedies need the load of the step's *whole batch*. Many frameworks averaged a balancing loss per
+# microbatch and device. Then the few sequences of each microbatch have to use all experts equally. With loads
+# of whole batches, models of up to 42.8 billion parameters reached a better perplexity, and experts
+# specialized by domain ([arXiv:2501.11873](https://arxiv.org/abs/2501.11873)). The bias must also be
+# *identical* on all devices: no all-reduce of gradients keeps its copies equal, because it has no gradient.
 #
 # ## In `model.py`
 #
@@ -782,8 +697,7 @@ print(check_factor(least_factor))
 #
 # `return load_nE.max() / load_nE.mean()`: the mean is k t/E, the slots of factor 1, and the largest load of
 # any device needs as many slots. The whole batch can be balanced and still drop choices, because devices
-# don't share slots. In `model.py`, X is rounded down; Megatron-LM rounds up. If you forget the k, half of all
-# choices are dropped at k = 2 even if every load is equal, and the loss still falls.
+# don't share slots.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -794,9 +708,9 @@ lesson.expect(check_factor, *FACTOR_HINTS, (least_factor, lesson.NOTHING),
 # %% [markdown]
 # ## Exercise 2: update the selection bias on eight devices
 #
-# Write the update of the selection bias, inside `shard_map`. The bias of an expert goes up by `RATE` if its
-# load in the whole batch is below the mean load, and down otherwise. `own_load_E` counts the choices of this
-# device's tokens. `bias_E` is the same on all devices, and must stay the same.
+# Write the update of the selection bias, inside `shard_map`: up by `RATE` if the expert's load in the whole
+# batch is below the mean load, and down otherwise. `own_load_E` counts the choices of this device's tokens.
+# `bias_E` is the same on all devices, and must stay the same.
 
 # %%
 RATE = 0.01
@@ -859,9 +773,9 @@ print(check_moved(moved))
 # return bias_E + RATE * jnp.sign(load_E.mean() - load_E)
 # ```
 #
-# The sign of a sum is not the sum of the signs. With `out_specs=P()` and `check_vma` on, JAX rejects the
-# first wrong answer, which gives each device a different bias. Without this check, the program runs. Then
-# each device routes with a different bias, and the checkpoint stores only one of them.
+# The sign of a sum is not the sum of the signs. With `out_specs=P()` and `check_vma` on, JAX rejects a bias
+# that differs between devices. Without this check, each device routes with a different bias, and the
+# checkpoint stores only one of them.
 # </details>
 
 
@@ -914,10 +828,10 @@ print(check_narrowest(narrowest))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# A choice (one token-expert pair) costs 6 D M FLOPs. It sends D values of 2 bytes in each direction, 4 D
-# bytes in total, and (n - 1)/n of them leave the device. The times are equal if 6 D M / peak = 4 D (n -
-# 1)/n / bandwidth, so `return 4 / 6 * (n - 1) / n * flops_per_s / bytes_per_s`. D cancels, and k would
-# too. Communication is expensive for narrow experts, no matter how many of them a token chooses.
+# A choice costs 6 D M FLOPs. It sends 4 D bytes in both directions together, and (n - 1)/n of them leave the
+# device. The times are equal if 6 D M / peak = 4 D (n - 1)/n / bandwidth, so `return 4 / 6 * (n - 1) / n *
+# flops_per_s / bytes_per_s`. D cancels, and k would too: communication is expensive for narrow experts, no
+# matter how many of them a token chooses.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -930,8 +844,8 @@ assert 1650 < width(4, 6)(459e12, 157.5e9, 8) < 1750
 # ## A bug to find
 #
 # A colleague moved the training above to several devices, with a dense layer before the experts. With Adam,
-# the curves of one and eight devices are nearly the same, so the program is accepted. With momentum and
-# clipping eight devices learn faster, although batches, weights and the first error are equal.
+# the curves of one and eight devices are nearly the same. With momentum and clipping eight devices learn
+# faster, although batches, weights and the first error are equal.
 
 
 # %%
@@ -1096,22 +1010,19 @@ print(check_gradients(gradients))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `reduced` divides the gradients of the replicated weights by n, but not those of the experts: `pmean` is a
-# sum divided by n. An expert got the tokens of all devices, and the backward pass brought their gradients to
-# it. Each device took the mean over its own N/n tokens, so the expert's gradient is a sum of n means. Divide
-# it by n: `d / jax.lax.axis_size("expert")`. (Or divide each local loss by n, and use `psum`.)
+# `reduced` divides the gradients of the replicated weights by n (`pmean`), but not those of the experts. The
+# backward pass brought an expert the gradients of all devices' tokens. Each device took the mean over its own
+# N/n tokens, so the expert's gradient is a sum of n means. Divide it by n: `d / jax.lax.axis_size("expert")`.
 #
-# Adam divides each gradient by its own running size, so a constant factor cancels. Momentum does not: it
-# gives the experts larger steps than asked for, and clipping by a norm that the experts dominate gives all
-# other weights smaller ones. That this run learns faster is luck. The printed norm shows the bug at the first
-# step.
+# Adam divides each gradient by its own running size, so a constant factor cancels. Momentum gives the experts
+# larger steps than asked for, and clipping by a norm that the experts dominate gives all other weights
+# smaller ones. (That this run learns faster is luck.) The printed norm shows the bug at the first step.
 #
 # In August 2025, a user found the gradients of experts exactly twice as large with two expert-parallel GPUs,
 # in code that follows torchtitan, with equivalent loss curves
-# ([pytorch#160285](https://github.com/pytorch/pytorch/issues/160285)). In July 2026, a new unit test that
-# compares gradients found the same in Megatron-FSDP v2
-# ([#5956](https://github.com/NVIDIA/Megatron-LM/pull/5956)). MegaBlocks had fixed it in 2023
-# ([#20](https://github.com/databricks/megablocks/pull/20)), and [its author
+# ([pytorch#160285](https://github.com/pytorch/pytorch/issues/160285)). In July 2026, a unit test found the
+# same in Megatron-FSDP v2 ([#5956](https://github.com/NVIDIA/Megatron-LM/pull/5956)). MegaBlocks had fixed it
+# in 2023 ([#20](https://github.com/databricks/megablocks/pull/20)), and [its author
 # explains](https://github.com/databricks/megablocks/issues/86) the factor.
 # </details>
 
