@@ -2,15 +2,14 @@
 # # 08 · n-D parallelism: combining mesh axes
 #
 # *n-D parallelism* shards one training step over two or more mesh axes at once. Along each axis, every array
-# is either sharded or replicated. The best-known case combines data, tensor and pipeline parallelism, and is
-# called 3-D parallelism.
+# is either sharded or replicated. Data, tensor and pipeline parallelism together are called 3-D parallelism.
 #
 # Why combine axes? Each one alone reaches a limit. With few tokens per device, `fsdp` gathers weights for
 # longer than the matmuls take, and a large `tensor` axis sends too many activations. Two small axes can send
 # less than one large axis. The risk is a wrong program that looks right: all shapes fit, and the loss falls.
 #
 # *Prerequisites:* chapters 02 to 05; also 06 and 07 for `context` and `expert`.
-# *Mesh:* `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 45 s on 2 cores. *Reading takes* about 40 minutes,
+# *Mesh:* `stage=2,fsdp=2,tensor=2`, simulated. *Runs in* 45 s on 2 cores. *Reading takes* about 35 minutes,
 # and the exercises another 40.
 
 # %% tags=["hide-input"]
@@ -63,15 +62,14 @@ right.text(1.45, 1, "red: tensor, activations", size=8, va="center")
 
 # %% [markdown]
 # One layer of Llama 3 8B, 8,192 tokens, eight H100s. Times are arithmetic at peak speed. Blue is
-# communication along `fsdp` (weights W, gradients dW), red along `tensor`. While a layer computes, the next
-# layer's W is gathered. The next layer starts when both have ended. With `tensor=2`, a device gathers only
-# half of W.
+# communication along `fsdp` (weights W, gradients dW), red along `tensor`. The next layer's W is gathered
+# while a layer computes. With `tensor=2`, a device gathers only half of W.
 #
 # ## Three coordinates per device
 #
-# A *mesh* arranges the devices in a grid with one dimension per axis. In a 2 x 2 x 2 grid, each of the
-# eight devices has three coordinates: one each for `stage` (pipeline), `fsdp` and `tensor`. A device
-# communicates *along an axis* with the devices whose other two coordinates equal its own.
+# A *mesh* arranges the devices in a grid with one dimension per axis. In a 2 x 2 x 2 grid, each of the eight
+# devices has three coordinates: one each for `stage` (pipeline), `fsdp` and `tensor`. A device communicates
+# *along an axis* with the devices whose other two coordinates equal its own.
 
 # %%
 box = np.arange(8).reshape(2, 2, 2)  # device numbers, by [stage, fsdp, tensor]
@@ -79,18 +77,17 @@ for side, axis in enumerate(("stage", "fsdp", "tensor")):
     print(f"{axis:6}", np.moveaxis(box, side, -1).reshape(-1, 2).tolist())
 
 # %% [markdown]
-# Each device belongs to three groups. Device 5 communicates with 4, 7 and 1, not with 0. A
-# collective over `fsdp` and `tensor` together has a group of four: 4, 5, 6 and 7.
+# Device 5 communicates with 4, 7 and 1, not with 0. A collective over `fsdp` and `tensor` together has a
+# group of four: 4, 5, 6 and 7.
 #
 # ## Sharded or replicated
 #
-# Along each axis, an array is either *sharded* or *replicated*. If several axes shard it, the number of
-# shards is the product of their sizes.
+# If several axes shard an array, the number of shards is the product of their sizes. Along an axis that does
+# not shard it, the array is *replicated*.
 #
-# Take L = 4 layers, each an MLP with a norm in front. The model dim is D = 64, the hidden dim of the MLP is
-# F = 256, and the norm has one scale (gain) per channel. Everything is float32. An array's name ends with
-# its dims: `up_LDF` is [L, D, F]. A `PartitionSpec`, `P` in the code, names the mesh axis that shards each
-# dim.
+# Take L = 4 layers, each an MLP with a norm in front. The model dim is D = 64, the hidden dim of the MLP is F
+# = 256, and the norm has one scale (gain) per channel. Everything is float32. An array's name ends with its
+# dims: `up_LDF` is [L, D, F]. A `PartitionSpec`, `P` in the code, names the mesh axis that shards each dim.
 #
 # > **Predict.** The four layers have 4 x (64 + 64 x 256 + 256 x 64) x 4 = 525,312 bytes of weights. How
 # > many bytes does each device of `stage=2,fsdp=2,tensor=2` store, if the weights are sharded as in the
@@ -124,8 +121,8 @@ assert stored == (2 * 4 * 64 * 256 // 8 + 4 * 64 // 2) * 4, "the sharding has ch
 # ### Activations, and gradients to sum
 #
 # The activations x between the layers are B sequences of T positions. `fsdp` shards the sequences, `tensor`
-# shards the positions (the sequence parallelism of chapter 04), and `stage` shards neither. A lower-case
-# letter is the size of a shard: b = B/2, t = T/2.
+# the positions (the sequence parallelism of chapter 04), and `stage` neither. A lower-case letter is the size
+# of a shard: b = B/2, t = T/2.
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Four grids with device numbers: up_LDF has one shard per device, four for each stage's layers; x has four shards on two devices each; the gain has two shards on four devices each."}}
 title = "Which devices hold which shard, and which axis shards which dim"
@@ -161,9 +158,9 @@ for ax, (name, down, across, holders, colour) in zip(panels, drawn, strict=True)
 #
 # ## The program by hand
 #
-# The next four code cells are a complete program that you can paste into an empty file. `layer` runs one
-# layer on one device. Along `fsdp` it all-gathers the weights (03). Along `tensor` it all-gathers the
-# positions, computes with its shard of F, and reduce-scatters the partial sums (04).
+# You can paste the next four code cells into an empty file. `layer` runs one layer on one device. Along
+# `fsdp` it all-gathers the weights (03). Along `tensor` it all-gathers the positions, computes with its shard
+# of F, and reduce-scatters the partial sums (04).
 
 # %% tags=["by-hand"]
 import os
@@ -196,9 +193,9 @@ def layer(x_btD, w):
 
 # %% [markdown]
 # The outer loop is GPipe (05): n stages process Z microbatches in Z + n - 1 time steps, called *ticks*. In
-# each tick, a device runs the layers of its stage (the inner `scan`), sends its shard of the result to its
-# counterpart in the next stage (device 1 sends to device 5), and receives another microbatch. A stage without
-# a microbatch computes values that are never used.
+# each tick, a device runs the layers of its stage (the inner `scan`), and sends its shard of the result to
+# its counterpart in the next stage (device 1 to device 5). A stage without a microbatch computes values that
+# are never used.
 
 
 # %% tags=["by-hand"]
@@ -247,11 +244,11 @@ print(f"8 devices {got:.6f}, one device {want:.6f}; gradient errors", off)
 assert abs(got - want) < 1e-5 * want and max(off.values()) < 1e-5, "unlike one device"
 
 # %% [markdown]
-# Each gradient matches to within a millionth of its largest entry. Yet no line of the program sums the gain's
-# gradient: JAX adds that sum. With `check_vma` (the default), `shard_map` tracks along which axes each value
-# can differ. The gain is the same along `fsdp` and `tensor`, but x_btD is not. So JAX casts the gain before it
-# multiplies the two, and the backward pass of this cast is a sum over both axes (02). Megatron-LM has an
-# explicit all-reduce ([#443](https://github.com/NVIDIA/Megatron-LM/issues/443)).
+# Each gradient matches to within a millionth of its largest entry. Yet no line sums the gain's gradient. With
+# `check_vma` (the default), `shard_map` tracks along which axes each value can differ. The gain is the same
+# along `fsdp` and `tensor`, but x_btD is not. So JAX casts the gain before it multiplies the two, and the
+# backward pass of this cast is a sum over both axes (02). Megatron-LM has an explicit all-reduce
+# ([#443](https://github.com/NVIDIA/Megatron-LM/issues/443)).
 #
 # ## How much each axis communicates
 #
@@ -288,9 +285,7 @@ assert sent["fsdp"].count == 4 + 4 * 5, "gathers before the loop, a scatter per 
 #
 # **In general, the ratio is 2 (n - 1) times the number of matmul pairs in a stage**, with n devices along
 # `tensor`. A transformer layer has two pairs: attention and the MLP. So with 16 layers per stage and n = 2,
-# the ratio is 64.
-#
-# Along `fsdp`, JAX moves the all-gathers out of the loop: each matrix is gathered once.
+# the ratio is 64. (Along `fsdp`, JAX moves the all-gathers out of the loop: each matrix is gathered once.)
 #
 # ## Which axis crosses the slow network
 #
@@ -321,13 +316,10 @@ legend = figure.legend(handles=labels, loc="outside lower center", ncols=3)
 
 # %% [markdown]
 # On the left the order is `stage, fsdp, tensor`, and on the right it is reversed. The results are equal, but
-# on the right four times as many bytes cross.
-#
-# The next cell computes the times for Llama 3 8B in bfloat16. D is 4,096. A layer has 218 million parameters
-# ((8.03e9 - 2 x 128,256 x D)/32, without embedding and LM head), and a stage has 16 layers. Each axis has n =
-# 2 devices, and a microbatch has 8,192 tokens. The bandwidths are from `plan/chips/hardware.py`:
+# on the right four times as many bytes cross. For Llama 3 8B in bfloat16, with stages of 16 layers (218
+# million parameters each), n = 2 devices per axis, and 8,192 tokens per microbatch, the times are:
 
-# %%
+# %% tags=["hide-input"]
 D_8B, tokens, layers_of_stage = 4096, 8192, 16
 bTD = 2 * tokens * D_8B  # bytes, gathered over tensor
 for key in ("v5p", "h100"):
@@ -343,17 +335,17 @@ for key in ("v5p", "h100"):
         print(f"  {wire:7} ({speed / 1e9:.4g} GB/s)", ms)
 
 # %% [markdown]
-# Inside a TPU slice (chips joined by their own fast links) or a GPU node, the communication of `tensor` takes
-# less time than the matmuls. Between v5p slices it takes nearly four times as long, and between H100 nodes
-# about as long. `stage` can cross the slow network: it needs 11 ms on v5p and 1 ms on H100. Hence the order
-# of axes in this project, from the slowest network to the fastest: `data, stage, fsdp, expert, context,
-# tensor`. Between TPU slices, `sharding.make_mesh` places `data`, or, on request, `stage` or `fsdp`.
+# Inside a TPU slice (chips joined by their own fast links) or a GPU node, `tensor` communicates for less time
+# than the matmuls take. Between v5p slices it takes nearly four times as long, and between H100 nodes about
+# as long. `stage` can cross the slow network: it needs 11 ms on v5p and 1 ms on H100. Hence the order of axes
+# in this project, from the slowest network to the fastest: `data, stage, fsdp, expert, context, tensor`.
+# Between TPU slices, `sharding.make_mesh` places `data`, or, on request, `stage` or `fsdp`.
 #
 # ## Two axes on one dim: `context` x `tensor`
 #
-# `context` and `tensor` both shard positions. The `PartitionSpec` names both axes for one dim, and their
-# order matters: the first axis splits the dim into large chunks, and the second splits each chunk. Along
-# which axis must you gather first? Try both orders on eight positions:
+# Both shard positions. The `PartitionSpec` names both axes for one dim: the first axis splits the dim into
+# large chunks, and the second splits each chunk. Along which axis must you gather first? Try both orders on
+# eight positions:
 
 # %%
 auto = jax.sharding.AxisType.Auto
@@ -374,15 +366,15 @@ print("context, then tensor:", gather_in_order("context", "tensor"))
 
 # %% [markdown]
 # **Gather first along the axis that splits last.** In the other order, the shape is right, but the positions
-# are scrambled. Gathering along `tensor` first also sends fewer bytes in attention. The device then computes
-# keys for only its own heads, and gathers only these along `context`.
+# are scrambled. This order also sends fewer bytes in attention: the device then computes keys for only its
+# own heads, and gathers only these along `context`.
 #
 # ## Hybrid sharding (HSDP): `data` x `fsdp`
 #
-# If `fsdp` spans two TPU slices or two nodes, the weights of every layer cross the slow network. HSDP
-# (hybrid sharded data parallelism) shards the weights inside a slice and replicates them between slices,
-# for example with `data=2,fsdp=4`. Then only the gradients have to cross, once per step. Does the compiled
-# program do this? Test one weight, Z = 4 microbatches, and a cast:
+# If `fsdp` spans two TPU slices or two nodes, the weights of every layer cross the slow network. HSDP (hybrid
+# sharded data parallelism) shards the weights inside a slice and replicates them between slices, for example
+# with `data=2,fsdp=4`. Then only the gradients have to cross, once per step. Test whether the compiled
+# program does this, with one weight, Z = 4 microbatches, and a cast:
 
 
 # %%
@@ -410,8 +402,8 @@ def hsdp(early):
 
 # %% [markdown]
 # > **Predict.** Both versions give the same gradient. With `early` off, JAX itself casts w along `data` at
-# > the matmul. So the cast is inside the loop, after the all-gather. How many times as many bytes cross
-# > between the replicas as with `early` on? (The backward pass runs in reverse order.)
+# > the matmul, inside the loop and after the all-gather. How many times as many bytes cross between the
+# > replicas as with `early` on? (The backward pass runs in reverse order.)
 
 # %%
 my_prediction = None  # times
@@ -426,30 +418,30 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 
 # %% [markdown]
 # Sixteen times as many. One factor is Z = 4, because the sum is inside the loop. The other is `fsdp` = 4,
-# because unsharded gradients are all-reduced first and reduce-scattered afterwards. **Reduce-scatter over
-# the fast axis first, then all-reduce the shards over the slow one, once per step.** PyTorch has the same
+# because unsharded gradients are all-reduced first and reduce-scattered afterwards. **Reduce-scatter over the
+# fast axis first, then all-reduce the shards over the slow one, once per step.** PyTorch has the same
 # pitfall: unless you call `set_requires_all_reduce(False)`, HSDP all-reduces between replicas in every
 # microbatch.
 #
 # ### What HSDP saves
 #
-# Llama 3 8B has 8.03 billion parameters. On two slices of 8 chips, a device sends over the slow network:
+# On two slices of 8 chips, a device with its share of the 8.03 billion parameters of Llama 3 8B sends over
+# the slow network:
 #
-# | mesh | what crosses | bytes of a device | how often |
-# |---|---|---|---|
-# | `data=2,fsdp=8` | gradients in float32 | 4 x 8.03e9/8 = 4.0 GB | once per step |
-# | `fsdp=16` | half of: weights in bfloat16, forward and backward; gradients in float32 | (2 + 2 + 4)/2 x 8.03e9/8 = 4.0 GB | per microbatch |
-# | `stage=2,fsdp=8` | activations of 8,192 tokens, forward and backward | 2 x 2 x 8,192 x 4,096 = 0.13 GB | per microbatch |
+# - `data=2,fsdp=8`: gradients in float32, 4 x 8.03e9/8 = 4.0 GB, once per step.
+# - `fsdp=16`: half of the weights in bfloat16, forward and backward, and half of the gradients, (2 + 2 + 4)/2
+#   x 8.03e9/8 = 4.0 GB, per microbatch.
+# - `stage=2,fsdp=8`: activations of 8,192 tokens, 2 x 2 x 8,192 x 4,096 = 0.13 GB, per microbatch.
 #
 # 4.0 GB take 0.08 s on H100s (50 GB/s each), and 0.64 s between v5p slices (6.25 GB/s per chip). (Chapter 03
 # counts 2 + 2 + 2 bytes, because it sends gradients in bfloat16.) So for one microbatch, HSDP sends no fewer
 # bytes.
 #
-# The planner (09) adds up a step on two v5p slices of 8 chips. `across` names the axis that spans both slices.
-# The first two batches force one sequence per device and microbatch (`work.device_batch=1`), and gather each
-# layer's weights in every microbatch (`work.gather=layer`):
+# The planner (09) adds up a step on two v5p slices of 8 chips. `across` names the axis that spans both
+# slices. The first two batches force one sequence per device and microbatch (`work.device_batch=1`), and
+# gather each layer's weights in every microbatch (`work.gather=layer`):
 
-# %%
+# %% tags=["hide-input"]
 ACROSS = "data=2,fsdp=8", "fsdp=16,across=fsdp", "stage=2,fsdp=8,across=stage"
 took = {}
 FORCED = {"work.device_batch": 1, "work.gather": "layer"}
@@ -474,21 +466,16 @@ data, fsdp, stage = took[64, True]
 assert stage < data < fsdp and round(stage / data, 2) == 0.98, "a plan has changed"
 
 # %% [markdown]
-# `fsdp` is fastest for one microbatch, because its communication partly overlaps. If memory forces four
-# microbatches, it is slowest: **HSDP sends once per step, whatever the number of microbatches.** (`stage`
-# takes 2% less, but 53 GiB.) With the planner's settings, `fsdp` is fastest again. The cost of HSDP is
-# memory: its shards are twice as large. (With `--optim.shard_over_data`, each replica stores half of the
-# parameters and moments.)
-#
-# With [local steps](../fewer_bytes.md#communicate-less-often) (DiLoCo), replicas exchange only every 50
-# steps or so how far their weights have moved, at the price of a slightly higher loss.
+# `fsdp` is fastest for one microbatch, because its communication partly overlaps, and with the planner's
+# settings. If memory forces four microbatches, it is slowest: **HSDP sends once per step, whatever the number
+# of microbatches.** (`stage` takes 2% less, but 53 GiB.) The cost of HSDP is memory: its shards are twice as
+# large. (With `--optim.shard_over_data`, each replica stores half of the parameters and moments.)
 #
 # ## Valid but slow
 #
-# Take Llama 3 8B on 16 devices, with 8 sequences of 32,768 tokens per step. `fsdp=16` is invalid, because 8
-# sequences cannot be split over 16 devices. The planner (09) prints lower bounds for four valid meshes on
-# three machines: a v5p slice of 16 chips, two H100 nodes with a 400 Gbit/s network card per GPU, and the same
-# nodes with one 100 Gbit/s card per node:
+# Take Llama 3 8B on 16 devices, with 8 sequences of 32,768 tokens per step, so `fsdp=16` is invalid. The
+# planner prints lower bounds for four valid meshes on three machines: a v5p slice of 16 chips, two H100 nodes
+# with a 400 Gbit/s network card per GPU, and the same nodes with one 100 Gbit/s card per node:
 
 # %% tags=["hide-input"]
 slow_chip = dataclasses.replace(hardware.CHIPS["h100"], dcn_bytes_per_s=12.5e9 / 8)
@@ -549,9 +536,9 @@ every = np.ones((B, T))
 print("no target masked:     ", worst((2, 2, 2), mean_of_means, counted=every))
 
 # %% [markdown]
-# Rounding errors are a few times the last bit (6e-8 in float32), and nearly vanish in float64. An error
-# caused by a bug is as large in float64 as in float32. So **compare in float32 with a tolerance of about
-# 1e-5, and if in doubt, in float64.** And mask some targets: without a mask, this bug is invisible.
+# Rounding errors are a few times the last bit (6e-8 in float32), and nearly vanish in float64. A bug's error
+# is as large in float64 as in float32. So **compare in float32 with a tolerance of about 1e-5, and if in
+# doubt, in float64.** And mask some targets: without a mask, this bug is invisible.
 #
 # ## Parity as a debugging tool
 #
@@ -564,8 +551,8 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 
 # %% [markdown]
 # The gradient is wrong on every mesh with `tensor=2`, and on no other. If only a pair of axes gives wrong
-# gradients, the bug is in their combination. `tests.parity` compares the project's model on any mesh. Here it
-# is with all six axes, on 64 simulated devices, for a small model with experts. (Quoted: it takes a minute.)
+# gradients, the bug is in their combination. `tests.parity` compares the project's model on any mesh, here
+# all six axes on 64 simulated devices. (Quoted: it takes a minute.)
 #
 # ```
 # $ python -m tests.parity tiny --mesh data=2,stage=2,fsdp=2,expert=2,context=2,tensor=2 \
@@ -580,17 +567,13 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 #
 # ## 1F1B with two more axes
 #
-# GPipe can leave the whole backward pass to JAX, but 1F1B (05) calls `jax.vjp` for each microbatch. So 1F1B
-# must treat the gain's gradient itself, in two lines:
-#
-# - Before the loop, `before` casts the gain, so that each microbatch's gradient stays a local sum. Without the
-#   cast, JAX sums it over devices in every tick.
-# - After the loop, `after` sums this gradient over `fsdp` and `tensor`, once per step.
-#
-# The matrices need neither: each reduce-scatter along `fsdp` completes their gradients.
+# GPipe can leave the whole backward pass to JAX, but 1F1B (05) calls `jax.vjp` for each microbatch. The
+# reduce-scatters along `fsdp` still complete the matrices' gradients, but the gain needs two lines. Before
+# the loop, a cast keeps each microbatch's gradient a local sum. Without it, JAX sums over devices in every
+# tick. After the loop, one sum over `fsdp` and `tensor` completes the gradient. What if a line is missing?
 
 
-# %%
+# %% tags=["hide-input"]
 BOTH = "fsdp", "tensor"
 cast = lambda gain: lax.pcast(gain, BOTH, to="varying")
 total = lambda d_gain: lax.psum(d_gain, BOTH)
@@ -610,7 +593,7 @@ def empty_carry(w, slots, x_btD):
     return kept[0], kept[0], kept, empty(()), jax.tree.map(jnp.zeros_like, w)
 
 
-# %%
+# %% tags=["hide-input"]
 def one_f_one_b(w, *batch, before=cast, after=total):
     here, last = lax.axis_index("stage"), lax.axis_size("stage") - 1
     x_ZbtD, target_ZbtD, counted_Zbt = (a.reshape(Z, -1, *a.shape[1:]) for a in batch)
@@ -635,7 +618,7 @@ def one_f_one_b(w, *batch, before=cast, after=total):
     return lax.psum(lost, AXES) / count, dw
 
 
-# %%
+# %% tags=["hide-input"]
 def outcome(sizes=(2, 2, 2), **lines):
     """Run 1F1B, and say how the gain's gradient differs from one device's."""
     grid = jax.make_mesh(sizes, AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
@@ -656,7 +639,7 @@ def outcome(sizes=(2, 2, 2), **lines):
     return f"{lesson.ratio(gain, gain_alone)}, sums: {sum(sums)}"
 
 
-# %%
+# %% tags=["hide-input"]
 nothing = lambda x: x
 ROWS = (cast, total), (nothing, nothing), (nothing, total), (cast, nothing)
 outcomes = [outcome(before=before, after=after) for before, after in ROWS]
@@ -670,14 +653,11 @@ assert outcomes[2] == "4 times too big, sums: 13" and "ValueError" in outcomes[3
 assert outcome((4, 2, 1)).startswith("equal")
 
 # %% [markdown]
-# In the three rows that run, the loss and the matrices' gradients are right:
-#
-# | cast before | sum after | what happens |
-# |---|---|---|
-# | yes | yes | right: one sum per step |
-# | no | no | right, but slow: JAX sums in each `jax.vjp`, for 2 layers in each of 6 ticks |
-# | no | yes | **silently wrong**: the sum after the loop adds 2 x 2 equal, complete gradients |
-# | yes | no | an error: the gradient differs between devices, and the gain's spec says that it is equal on them |
+# In the three rows that run, the loss and the matrices' gradients are right. But with only the sum, the
+# gain's gradient is **silently wrong**: the sum adds 2 x 2 equal, complete gradients. With neither line, the
+# program is right but slow: JAX sums in each `jax.vjp`, for 2 layers in each of 6 ticks. With only the cast,
+# JAX refuses, because the gradient differs between devices, and the gain's spec says that it is equal on
+# them.
 #
 # ## Exercise 1: choose the sharding
 #
@@ -761,23 +741,12 @@ print(check_layout(layout))
 #
 # `query_LDHK: ("stage", ("fsdp", "expert"), "tensor", None)`, `out_LHKD: ("stage", "tensor", None, ("fsdp",
 # "expert"))`, `up_LEDM: ("stage", "expert", "fsdp", "tensor")`, `down_LEMD: ("stage", "expert", "tensor",
-# "fsdp")`. In each pair of matmuls, `tensor` shards the inner dim, which the second matmul sums over (H in
-# attention, M in an expert). `expert` shards E if the weight has that dim. D is sharded over `fsdp`, and
-# also over `expert` if the weight has no dim E: along both axes, devices have different sequences.
+# "fsdp")`. In each pair of matmuls, `tensor` shards the inner dim (H in attention, M in an expert), which the
+# second matmul sums over. `expert` shards E if the weight has that dim. Otherwise it shards D together with
+# `fsdp`: along both axes, devices have different sequences.
 #
-# The layer then runs in these steps. An expert receives A token vectors:
-#
-# | step | result | communication of activations | weights |
-# |---|---|---|---|
-# | norm, query | `q_bThK` | all-gather positions along `tensor` | `gain_D`, `query_DhK` |
-# | attention output | `x_btD` | reduce-scatter positions along `tensor` | `out_hKD` |
-# | norm, router | `h_bTD` | all-gather positions along `tensor` | `gain_D`, `router_DE` |
-# | dispatch | `rows_eAD` | all-to-all along `expert` | |
-# | experts | `rows_eAD`, a partial sum over m | | `up_eDm`, `down_emD` |
-# | combine | `y_bTD`, a partial sum | all-to-all along `expert` | |
-# | add | `x_btD` | reduce-scatter positions along `tensor` | |
-#
-# The sum along `tensor` comes last, so it is sent once per token, not once per expert.
+# In an expert, the sum along `tensor` comes after the second all-to-all, so it is sent once per token, not
+# once per expert.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -793,9 +762,9 @@ lesson.expect(check_layout, (layout, lesson.NOTHING), (lambda: RIGHT, "Right."),
 # %% [markdown]
 # ## Exercise 2: find the group
 #
-# Device numbers increase along the last axis first, as in the grid at the top. Return the group of `device`
-# in a collective over `axes`, including the device itself. `sizes` lists the axes in order, such as
-# `{"stage": 2, "fsdp": 2, "tensor": 2}`.
+# Device numbers increase along the last axis first, as in the grid at the top. Return the group of `device`,
+# itself included, in a collective over `axes`. `sizes` lists the axes in order, such as `{"stage": 2, "fsdp":
+# 2, "tensor": 2}`.
 
 
 # %%
@@ -850,8 +819,7 @@ print(check_group(group))
 # return sorted(box[tuple(free)].ravel().tolist())
 # ```
 #
-# Along an axis, neighboring device numbers differ by the product of the sizes of all later axes. For device
-# 5 of the cube, that is 1 along `tensor`, 2 along `fsdp` and 4 along `stage`.
+# Along an axis, neighboring device numbers differ by the product of the sizes of all later axes.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -868,7 +836,7 @@ lesson.expect(
 #
 # On the slow network above, a colleague chose `context=16` for the 8 sequences of 32,768 tokens, "because
 # they are long". Its lower bound is 11.7 s. Find a mesh of at most 3.1 s. Which axis sends the least between
-# nodes, and how often does it cross? Which axes do you then use inside a node?
+# nodes, and which axes do you then use inside a node?
 
 
 # %%
@@ -915,9 +883,8 @@ print(check_better(better))
 #
 # The lower bound of `stage=2,context=4,tensor=2` is 2.87 s, and of `stage=2,context=8` 3.04 s. Only x_btD
 # crosses the network, once, between the two stages. `context` and `tensor` shard each *sequence*, so there
-# are still 8 microbatches, one per sequence, and the bubble is small. `stage=2,fsdp=8` sends as little over
-# the slow network, but each device along `fsdp` has one sequence, so Z = 1 and the bubble is half of the
-# time. An axis that shards the batch leaves fewer microbatches for the pipeline.
+# are still 8 microbatches, and the bubble is small. `stage=2,fsdp=8` sends as little over the slow network,
+# but each device along `fsdp` has one sequence, so Z = 1 and the bubble is half of the time.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -939,8 +906,8 @@ lesson.expect(check_better, ("stage=2,context=4,tensor=2",
 #
 # A colleague trains the four layers on `data=2,context=2,tensor=2`. `context` shards positions, as `tensor`
 # does. The layers have no attention, so none communicates over `context`. As in PyTorch, each device has its
-# own arrays: dim 0 of each weight is the number of the device. The program sums gradients itself, once per
-# step.
+# own arrays (dim 0 of each weight is the number of the device), and the program sums gradients itself, once
+# per step.
 
 
 # %%
@@ -1098,19 +1065,17 @@ print(check_all_reduce(all_reduce))
 # Return `lax.psum(grad, tuple(axes))`. `all_reduce` sums over the last and the first axis in use. That is
 # enough for the matrices, which are replicated along two axes. The gain is replicated along three, and its
 # gradient is never summed over the middle one, `context`. So the gains of the two `context` halves drift
-# apart, each trained on its own positions. A checkpoint saves one of the copies. When it is restored, the
-# other half gets gains that it was never trained with. JAX's check finds nothing, because arrays that belong
-# to a device may differ. If the gain had the spec `P()`, JAX would refuse the program, and name the axis.
+# apart. A checkpoint saves one of the copies, and when it is restored, the other half gets gains that it was
+# never trained with. JAX's check finds nothing, because arrays that belong to a device may differ. If the
+# gain had the spec `P()`, JAX would refuse the program, and name the axis.
 #
 # Three published bugs are of this kind. In NeMo Automodel, weights replicated along `tensor` drifted apart,
-# and a reload from a checkpoint showed it
-# ([#3822](https://github.com/NVIDIA-NeMo/Automodel/pull/3822), September 2026). In NeMo RL, a new training
-# loop did not call the function that sums the gradients of query and key norms
+# and a reload from a checkpoint showed it ([#3822](https://github.com/NVIDIA-NeMo/Automodel/pull/3822),
+# September 2026). In NeMo RL, a new training loop did not sum the gradients of query and key norms
 # ([#3716](https://github.com/NVIDIA-NeMo/RL/issues/3716)); 500 steps with `tensor` = 2 had stayed within the
-# noise between runs ([#2683](https://github.com/NVIDIA-NeMo/RL/pull/2683)). Somebody ran a checker like JAX's
-# on Megatron Core. The report lists settings that are wrong together, not all of them verified. One is a norm
-# gain whose gradient is summed over `tensor` only if sequence parallelism is on
-# ([#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452), September 2026).
+# noise between runs ([#2683](https://github.com/NVIDIA-NeMo/RL/pull/2683)). A report on Megatron Core, not
+# all of it verified, lists a norm gain whose gradient is summed over `tensor` only if sequence parallelism is
+# on ([#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452), September 2026).
 # </details>
 
 # %% tags=["remove-cell"]
@@ -1147,23 +1112,21 @@ assert resumed[0] > on[0] * 1.02, "the loss no longer jumps"
 # | group along an axis | axis name of a collective | process group | process group |
 # | `P("stage", None)` | `PartitionSpec`, one entry per dim | placements, one per mesh axis: `Shard(dim)`, `Replicate()`, `Partial()` (a pending sum) | attributes of each parallel layer |
 # | `data` x `fsdp` (HSDP) | two mesh axes | `fully_shard` on a 2-D mesh (replicate, shard) | `--num-distributed-optimizer-instances` |
-# | `data` or `fsdp`, `tensor`, `stage` | three mesh axes | "3D parallel" | DP, TP, PP |
 # </details>
 #
 # | devices | which axis goes where |
 # |---|---|
-# | any slow network | across it `data` if the batch is large, `stage` if it is small (05): `data` sends once per step, and `stage` once per microbatch, but the other axes in every layer |
-# | TPU slices | `data` between slices (6.25 GB/s per v5p chip, against 90 per link), or `fsdp` if a step has one microbatch; inside a slice all links are equal, and a bad order only adds hops |
-# | one node of 8 H100 | any order: all GPUs share NVLink at 450 GB/s |
+# | any slow network | across it `data` if the batch is large, `stage` if it is small (05): the other axes send in every layer |
+# | TPU slices | `data` between slices, or `fsdp` if a step has one microbatch; inside a slice a bad order only adds hops |
+# | one node of 8 H100 | any order |
 # | two nodes of 8 H100 | `tensor` and `context` inside, `stage` or `data` across; also `fsdp` if each GPU has its own 400 Gbit/s network card |
 #
 # ## Three lines to keep
 #
 # 1. For each weight and each axis, ask: sharded or replicated? If the weight is replicated and the tokens
 #    differ, sum its gradient along the axis.
-# 2. The order of the axes determines which axis crosses the slow network. Choose an axis that sends once per
-#    step or once per microbatch, and reduce-scatter over the fast axis before you all-reduce over the slow
-#    one.
+# 2. The order of the axes determines which axis crosses the slow network. Choose one that sends once per step
+#    or microbatch, and reduce-scatter over the fast axis before you all-reduce over the slow one.
 # 3. Two correct sums differ by a few 1e-7 in float32 and by 1e-15 in float64; a bug is as large in both. To
 #    find its axis, set axes to 1 until it disappears.
 #
