@@ -9,7 +9,7 @@
 # the other. Nothing fails. You notice only when the bill arrives.
 #
 # *Prerequisites:* chapters 00 (rooflines), 03 (FSDP), 04 (tensor), 05 (stages). *Mesh:* none; this page plans
-# meshes of up to 16,384 devices. *Runs in* 15 s on 2 cores. *Reading takes* 50 minutes, and the exercises
+# meshes of up to 16,384 devices. *Runs in* 15 s on 2 cores. *Reading takes* 45 minutes, and the exercises
 # another 40.
 
 # %% tags=["hide-input"]
@@ -18,7 +18,6 @@ from devices import simulate_devices
 simulate_devices(8)
 
 import dataclasses
-import textwrap
 from collections import Counter
 from functools import cache
 
@@ -28,7 +27,6 @@ import numpy as np
 import config
 from chapters import lesson, opening
 from plan import planner
-from plan.answer import budget
 from plan.chips import hardware
 from plan.time import measured as measured_steps
 from utils import UserError
@@ -80,16 +78,15 @@ assert 18.9 < now < 19.4 and 10.7 < 6 * pair_ms < 11
 #
 # ## More devices, the same batch
 #
-# You choose the batch size in tokens for convergence, so more devices do not change it. Take Llama 3 405B:
-# P = 405 billion parameters and 16.8 million tokens per step, in sequences of 8,192, trained on up to
-# 16,384 H100s ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), table 4). The naive mesh is `fsdp`
-# alone. Two facts from chapter 03:
+# You choose the batch size in tokens for convergence, so more devices do not change it. Take Llama 3 405B: P
+# = 405 billion parameters and 16.8 million tokens per step, in sequences of 8,192, on up to 16,384 H100s
+# ([arXiv:2407.21783](https://arxiv.org/abs/2407.21783), table 4). The naive mesh is `fsdp` alone. Two facts
+# from chapter 03:
 #
 # - Compute costs 6 FLOPs per parameter and token: 2 in the forward pass and 4 in the backward pass. The
 #   tokens are split over the devices.
-# - `fsdp` sends 6 bytes per parameter and step: every weight is all-gathered in the forward and in the
-#   backward pass, and its gradient is reduce-scattered, all in bfloat16. **This volume stays the same for
-#   any number of devices.**
+# - `fsdp` sends 6 bytes per parameter and step, in bfloat16: two all-gathers of every weight and a
+#   reduce-scatter of its gradient. **This volume stays the same for any number of devices.**
 #
 # | device | peak, FLOP/s | memory of a program | links, bytes/s in one direction |
 # |---|---|---|---|
@@ -99,7 +96,7 @@ assert 18.9 < now < 19.4 and 10.7 < 6 * pair_ms < 11
 # | B200, 8 per node | 2,250e12 | 134 GiB | NVLink 900e9, network card 50e9 |
 #
 # JAX takes 75% of a GPU's memory. In an all-gather between nodes, each weight enters a node once, through one
-# of its eight network cards. So a node receives over all eight, with 400 GB/s together ([scaling
+# of its eight network cards, so a node receives 400 GB/s together ([scaling
 # book](https://jax-ml.github.io/scaling-book/gpus)).
 
 # %%
@@ -113,9 +110,8 @@ for n in (512, 2048, 6787, 16384):
     print(f"{n:7,} {each:12,.0f} {each / T:15.3g} {compute:11.2f} {comm:16.2f}")
 
 # %% [markdown]
-# At 2,048 devices, each has one sequence, so `fsdp` cannot split the batch further. At 6,787, with 2,472 tokens
-# each, compute takes as long as communication. Llama 3 had 1,024 tokens per device, below both limits, so you
-# need other axes.
+# At 2,048 devices, each has one sequence, so `fsdp` cannot split the batch further. At 6,787, with 2,472
+# tokens each, compute takes as long as communication. Llama 3 had 1,024 tokens per device, below both limits.
 #
 # > **Predict.** With `fsdp` over several nodes of B200s, how many tokens per B200 make compute take as long as
 # > communication?
@@ -134,18 +130,18 @@ assert edge == 5625, "the chips of plan/chips/hardware.py have changed"
 
 # %% [markdown]
 # P cancels, because N tokens need 6 P N FLOPs, and `fsdp` sends 6 P bytes. What remains is **peak FLOP/s
-# divided by bandwidth in bytes/s**. In a sparse model, a token uses only some of the P parameters (the *active*
+# divided by bandwidth in bytes/s**. In a sparse model, a token uses only some of the parameters (the *active*
 # ones), but all P are gathered, so you need P/active times as many tokens.
 #
 # ## What each axis costs
 #
 # A *pass* is the forward and backward pass of one microbatch, the sequences that a device processes together.
-# A step has Z passes. **N is the tokens of a device per pass**. For example, if eight devices
-# along `tensor` share a sequence of 8,192 tokens, N is 1,024.
+# A step has Z passes. **N is the tokens of a device per pass**: if eight devices along `tensor` share a
+# sequence of 8,192 tokens, N is 1,024.
 #
-# The sizes of the axes are n_s (`stage`), n_f (`fsdp`), n_t (`tensor`), n_c (`context`) and n_e (`expert`), and
-# n is their product. A layer has W parameters and model dim D. There are L layers, L/n_s of them on each
-# device. **Per device, layer and pass:**
+# The sizes of the axes are n_s (`stage`), n_f (`fsdp`), n_t (`tensor`), n_c (`context`) and n_e (`expert`),
+# and n is their product. Each device has L/n_s of the L layers. A layer has W parameters and model dim D.
+# **Per device, layer and pass:**
 #
 # | item | amount | what it is |
 # |---|---|---|
@@ -166,8 +162,7 @@ assert edge == 5625, "the chips of plan/chips/hardware.py have changed"
 #
 # ## The lower bound by hand
 #
-# The program adds up these rows for every pair of sizes of `stage` and `tensor`, and compares the fastest mesh
-# with Meta's.
+# The program adds up these rows for every pair of sizes of `stage` and `tensor`.
 
 # %% tags=["by-hand"]
 from types import SimpleNamespace as Model
@@ -242,22 +237,22 @@ for size in ((16, 8), (16, 4), (1, 8), (4, 2)):
 # Decide in this order, here for Llama 3 405B:
 #
 # 1. **Does the state fit?** You need 16 P/n bytes, plus activations and the temporary arrays of one layer.
-#    Otherwise no mesh helps: use more devices or lower precision. *405B: 0.4 GB of 64, so it fits.*
+#    Otherwise use more devices or lower precision. *405B: 0.4 GB of 64, so it fits.*
 # 2. **`fsdp` alone**, if each device has a sequence and N is above peak/bandwidth. This assumes that gathers
-#    overlap with compute. Where they are exposed ([v5p](../waits.md#the-rules-of-the-planner)), they add 2/3 ·
-#    (peak/bandwidth)/N to the compute time, so N must be several times as large. *405B: no, because a device
-#    has an eighth of a sequence, and 1,024 tokens are below 2,472.*
+#    overlap with compute. Where they are exposed ([v5p](../waits.md#the-rules-of-the-planner)), they add 2/3
+#    · (peak/bandwidth)/N to the compute time, so N must be several times as large. *405B: no, because a
+#    device has an eighth of a sequence, and 1,024 tokens are below 2,472.*
 # 3. **`tensor`** otherwise: on TPUs the whole torus axis nearest to the minimum (below), on GPUs at most the
 #    node. *405B: `tensor=8`, so that eight devices share a sequence. `fsdp` still takes 6.07 s: a GPU gathers
 #    an eighth of the bytes, but through one network card instead of eight.*
 # 4. **Stages**, on several GPU nodes, if N is below peak/bandwidth or gathers are exposed. A stage has only
-#    1/n_s of the weights, so `fsdp` sends less. Use at least n_s microbatches if layers are interleaved, 4 n_s
-#    otherwise. *405B: `tensor=8` leaves Z = n_s microbatches for any n_s, which is enough. `stage=16` has the
-#    smallest sum of `fsdp` and bubble.*
+#    1/n_s of the weights, so `fsdp` sends less. Use at least n_s microbatches if layers are interleaved, 4
+#    n_s otherwise. *405B: `tensor=8` leaves Z = n_s for any n_s, which is enough. `stage=16` has the smallest
+#    sum of `fsdp` and bubble.*
 # 5. **`expert`** for a sparse model, if N is below 2.25 E M/top_k (derived below). An *expert group* is the
-#    devices that together have all experts of a layer. If it spans GPU nodes, the limit is an eighth. Use as
-#    few nodes as memory allows. Each expert is still gathered over the devices outside the group. If these are
-#    on other nodes, add stages.
+#    devices that together have all experts of a layer. If it spans GPU nodes, the limit is an eighth, and it
+#    should span as few as memory allows. Each expert is still gathered over the devices outside the group. If
+#    these are on other nodes, add stages.
 # 6. **`context`**, if the activations of one sequence do not fit, or if `fsdp` or the stages need more
 #    sequences.
 # 7. **`data`** over the slowest network, between TPU slices or buildings, because it sends once per step (03).
@@ -265,13 +260,13 @@ for size in ((16, 8), (16, 4), (1, 8), (4, 2)):
 #
 # ## The planner
 #
-# `planner.plan` does the same arithmetic in more detail, from the weight shapes in `model.py`. For TPUs it
-# also models what the compiler overlaps. For GPUs it does not, so all communication counts as exposed. Its
-# best estimate, the *step* (`step_s`), multiplies each cost by a constant fitted to [published
-# steps](../published.md): on H100s, 1.42 for matmuls, 0.60 for `fsdp`, part of which overlaps.
+# `planner.plan` does the same arithmetic in more detail. For TPUs it also models what the compiler overlaps;
+# on GPUs, all communication counts as exposed. Its best estimate, the *step* (`step_s`), multiplies each cost
+# by a constant fitted to [published steps](../published.md): on H100s, 1.42 for matmuls, 0.60 for `fsdp`,
+# part of which overlaps.
 #
-# The planner needs equal stages, so plan 128 layers instead of 126. These meshes recompute layers, as do the
-# lower bounds in the figure. (MFU, model FLOPs utilization, is the FLOP/s without recomputation, divided by the
+# The planner needs equal stages, so plan 128 layers instead of 126, here with recomputation, as in the lower
+# bounds of the figure. (MFU, model FLOPs utilization, is the FLOP/s without recomputation, divided by the
 # peak.)
 
 # %% tags=["hide-input"]
@@ -346,26 +341,12 @@ axes.figure.legend(*handles, ncols=4, loc="outside lower center")
 
 # %% [markdown]
 # **Does the planner choose Meta's mesh?** Yes. Its step is 23% longer than the measured one, because it
-# recomputes layers, and Meta did not (3.3.2). Its `stage` takes 0.49 s instead of 0.17 s, because the planned
-# schedule sends in both directions in every tick. At `stage=8`, the lower bound keeps the gathered weights,
-# which do not fit in the plan.
-#
-# ## Days and dollars
-#
-# The run had 15.6e12 tokens. In 54 days, 419 failures interrupted it (3.3.4): one per GPU in 50,700 hours.
-# Suppose that a restart takes 10 minutes, a host writes checkpoints at 1 GB/s, and a GPU costs 2.50 dollars
-# per hour:
-
-# %%
-failures = "mtbf=50700,disk=1,restart=600"
-asked = budget.Asked(15.6e12, "2.5", failures)
-llama_run = budget.budget(plans[best], asked)
-for line in budget.lines(llama_run, plans[best]):
-    print(textwrap.fill(" ".join(line.split()), 88, subsequent_indent=" " * 4))
+# recomputes layers, and Meta did not (3.3.2). At `stage=8`, the lower bound keeps the gathered weights, which
+# do not fit in the plan. (Days and dollars of a run follow from the step:
+# [planner](../planner.md#how-long-will-it-take-and-what-will-it-cost).)
 
 # %% tags=["remove-cell"]
 assert round(plans[best].step_s / measured, 2) == 1.23, "the text says 23%"
-assert round(llama_run.chip_hours / 30.84e6, 2) == 1.13, "the text says 13%"
 assert [round(causes_of(plans[best])[x], 2) for x in ("stage", "fsdp")] == [0.49, 0.26]
 of_h100 = measured_steps.table()["h100", ""].by_term
 assert [round(of_h100[x], 2) for x in ("matmuls", "weights")] == [1.42, 0.60]
@@ -373,15 +354,10 @@ assert 1040 < 2472 * of_h100["weights"] / of_h100["matmuls"] < 1050
 assert round(plans[16, 4].step_s, 1) == 18.5, "the figure says 18.5 s"
 
 # %% [markdown]
-# The [model
-# card](https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/MODEL_CARD.md) reports 30.84
-# million GPU hours, 13% fewer. `--explain` prints what a plan loses most time to, and what
-# would recover it.
-#
 # ## `tensor` against `fsdp`: find the minimum
 #
-# As `tensor` grows, the bytes of `fsdp` shrink, and the bytes of `tensor` grow. Take one recomputed layer. A
-# device sends 6 W/n_t bytes along `fsdp`, and 22 N D (n_t - 1) along `tensor`.
+# As `tensor` grows, the bytes of `fsdp` shrink, and the bytes of `tensor` grow: a device sends 6 W/n_t bytes
+# along `fsdp`, and 22 N D (n_t - 1) along `tensor` for a recomputed layer.
 #
 # ## Exercise 1: the best size of `tensor`
 #
@@ -427,10 +403,9 @@ print(check_valley(best_tensor))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The derivative of the sum is -6 W/(n_t² fsdp_speed) + 22 N D/tensor_speed. It is 0 at `(3 * W *
-# tensor_speed / (11 * N * D * fsdp_speed)) ** 0.5`. The [scaling
-# book](https://jax-ml.github.io/scaling-book/training) has the same formula, called X_opt, for the best
-# size of `fsdp`. It counts MLPs only, and different numbers of collectives.
+# The derivative of the sum is -6 W/(n_t² fsdp_speed) + 22 N D/tensor_speed. It is 0 at `(3 * W * tensor_speed
+# / (11 * N * D * fsdp_speed)) ** 0.5`. The [scaling book](https://jax-ml.github.io/scaling-book/training) has
+# the same formula, X_opt, for the size of `fsdp`, with MLPs only and other numbers of collectives.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -441,11 +416,10 @@ lesson.expect(check_valley, *VALLEY_HINTS, (bottom, "Right"),
 # %% [markdown]
 # ## PaLM: whole torus axes
 #
-# PaLM has 540B parameters in 118 layers of width 18,432. It was trained on two pods of 3,072 TPU v4 chips, with
-# `data=2` between the pods, and `fsdp=256,tensor=12` inside a pod
-# ([arXiv:2204.02311](https://arxiv.org/abs/2204.02311), 4). A pod's batch was 1,024 sequences of 2,048 tokens,
-# so N = 683, below the `fsdp` threshold of v4, 1,019. Take a slice of 12x16x16 chips, with `tensor` along the
-# axis of 12 (two links of 45 GB/s per chip) and `fsdp` along the other two:
+# PaLM has 540B parameters in 118 layers of width 18,432. It was trained on pods of 3,072 TPU v4 chips, with
+# `fsdp=256,tensor=12` ([arXiv:2204.02311](https://arxiv.org/abs/2204.02311), 4). A pod's batch was 1,024
+# sequences of 2,048 tokens, so N = 683, below v4's threshold of 1,019. Take 12x16x16 chips, with `tensor`
+# along the axis of 12 (two links of 45 GB/s per chip) and `fsdp` along the other two:
 
 # %%
 W, D_, N = 540e9 / 118, 18_432, 1024 * 2048 / 3072
@@ -458,8 +432,8 @@ at_12 = np.interp(12, n_t, both)
 print(f"minimum at tensor={lowest:.1f}: {both.min():.1f} s; at 12: {at_12:.1f} s")
 
 # %% [markdown]
-# The minimum is flat: 12 instead of 7 costs a sixth more. PaLM has one KV head, and `tensor=12` must divide KV
-# heads and positions, so the plans have 12 or 48 KV heads, and 2,064 positions.
+# The minimum is flat: 12 instead of 7 costs a sixth more. (The plans have 12 or 48 KV heads instead of one,
+# and 2,064 positions, because `tensor=12` must divide both.)
 
 # %% tags=["hide-input"]
 PALM = {"model.d_model": 18432, "model.n_layers": 118, "model.n_heads": 48,
@@ -507,10 +481,10 @@ axes.set_title("Splitting a torus axis costs more than missing the minimum")
 axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=3, fontsize=9)
 
 # %% [markdown]
-# Crosses include overlapped communication, which the printed seconds leave out. The numbers are the bandwidth
-# of `fsdp`. At 12, the formula and the planner agree. At 6, `tensor` uses half of a torus axis, so neighbors
-# along `fsdp` are six links apart. **Compute the minimum, then take the nearest whole torus axis**, or on
-# GPUs, the node. The planner also chooses 12. Its step has 48% MFU; PaLM measured 46.2% on two pods.
+# The crosses include overlapped communication, and the numbers are the bandwidth of `fsdp`. At 6, `tensor`
+# uses half of a torus axis, so neighbors along `fsdp` are six links apart. **Compute the minimum, then take
+# the nearest whole torus axis**, or on GPUs, the node. The planner also chooses 12, with 48% MFU; PaLM
+# measured 46.2% on two pods.
 #
 # ### Do the gathers overlap?
 #
@@ -530,12 +504,11 @@ for topology, n in (("v5p:4x4x4", 64), ("v6e:16x16", 256)):
 #
 # ## Sparse models: send tokens or weights
 #
-# DeepSeek-V3 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3) has P = 671B parameters, and 37B of them
-# are active per token. Nearly all parameters are in E = 256 experts per layer, with hidden dim M = 2,048, and a
-# token uses top_k = 8 experts. It was trained on 2,048 H800s: 16 stages, expert groups of 64 devices (8 nodes),
-# no `tensor`, and `data` with sharded optimizer state (ZeRO-1). With `fsdp` alone, a device would need 2,472 ·
-# 671/37 = 45,000 tokens per pass. So send the tokens to the experts, instead of gathering the weights. Compare
-# the bytes of a layer and pass:
+# DeepSeek-V3 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3) has P = 671B parameters, and 37B of
+# them are active per token. Nearly all are in E = 256 experts per layer, with hidden dim M = 2,048, and a
+# token uses top_k = 8. It was trained on 2,048 H800s: 16 stages, expert groups of 64 devices (8 nodes), no
+# `tensor`, and `data` with sharded optimizer state (ZeRO-1). With `fsdp` alone, a device would need 2,472 ·
+# 671/37 = 45,000 tokens per pass. So compare the bytes of a layer and pass if you send weights or tokens:
 #
 # | a device sends | bytes |
 # |---|---|
@@ -544,7 +517,8 @@ for topology, n in (("v5p:4x4x4", 64), ("v6e:16x16", 256)):
 #
 # Sending tokens needs fewer bytes if N < **2.25 E M/top_k**, which is 147,456 for DeepSeek-V3. Between GPU
 # nodes, divide this by eight to compare times, because an all-to-all uses one network card per GPU, and an
-# all-gather all eight of the node. That leaves 18,432 tokens. A pass of one sequence has 4,096, so send tokens.
+# all-gather all eight of the node. That leaves 18,432 tokens. A pass of one sequence has 4,096, so send
+# tokens.
 #
 # The paper reports 180,000 GPU-hours per trillion tokens. These plans use its 160 GB/s of NVLink, and 64 sparse
 # layers instead of 58, for equal stages:
@@ -586,15 +560,14 @@ assert 2.25 * c.n_experts * c.d_expert / c.top_k == 147_456
 # **Does the planner choose DeepSeek's mesh?** In part. It sends tokens, over as few nodes as memory allows:
 # `expert=8` would be faster, but does not fit. Two things differ:
 #
-# - With half as many stages, its step takes 16% less time, because in its program every stage also computes
-#   the three dense layers.
-# - Its best mesh takes 3.6 times the measured time. It sends tokens in bfloat16 to any node, and again when it
-#   recomputes a layer. DeepSeek-V3 sends them in FP8 to at most 4 nodes, overlapped with compute, and computes
-#   matmuls in FP8.
+# - With half as many stages, its step takes 16% less time: in its program every stage also computes the three
+#   dense layers.
+# - Its best mesh takes 3.6 times the measured time. It sends tokens in bfloat16 to any node, and again when
+#   it recomputes a layer. DeepSeek-V3 uses FP8, sends to at most 4 nodes, and overlaps.
 #
-# The threshold compares tokens with *all* expert weights. But weights are still gathered over the devices
-# outside the expert group (rule 5). Take Mixtral 8x7B on 64 H100s. Its 32,768 tokens per pass are far below
-# 2.25 · 8 · 14,336/2 = 129,024, and yet `fsdp=8,expert=8` is no faster than `fsdp` alone.
+# The threshold compares tokens with *all* expert weights, but weights are still gathered over the devices
+# outside the expert group (rule 5). Mixtral 8x7B on 64 H100s has 32,768 tokens per pass, far below 2.25 · 8 ·
+# 14,336/2 = 129,024, and yet `fsdp=8,expert=8` is no faster than `fsdp` alone:
 
 # %%
 MIXTRAL = {"data.batch_size": 1024, "data.seq_len": 4096, "model.capacity_factor": 1.0,
@@ -606,9 +579,9 @@ for mesh in ("fsdp=64", "fsdp=8,expert=8", "data=2,stage=4,expert=8"):
     show_plan(mixtral[mesh])
 
 # %% [markdown]
-# With `expert=8` inside each node, a GPU gathers an eighth of the bytes. But each GPU of a node now gathers
-# different experts, each through one network card instead of all eight. So the gathers take almost as long as
-# before, and the all-to-alls come on top. Only stages avoid the gathers, for a bubble of 0.62 s.
+# With `expert=8` inside each node, a GPU gathers an eighth of the bytes. But each GPU of a node gathers
+# different experts, through one network card instead of all eight, and the all-to-alls come on top. Only
+# stages avoid the gathers, for a bubble of 0.62 s.
 #
 # ## One long sequence
 #
@@ -630,10 +603,10 @@ assert long.sched.microbatches == 1
 assert abs(lowest / bottom(W, D_, N, 180e9, 90e9) - 1) < 0.01
 
 # %% [markdown]
-# There are 128 sequences for `fsdp=128`, so there is one microbatch. While one of the 16 stages computes it, 15
-# wait. So use `context`, which shards each sequence, instead of `fsdp`. What does it cost? A layer sends 12 G K
-# T bytes during 6 W T/n_c FLOPs (without attention). The times are equal at **n_c = W/(2 G K) ·
-# bandwidth/peak**, for any T. For 405B over one network card, this gives:
+# There are 128 sequences for `fsdp=128`, so there is one microbatch, and 15 of the 16 stages wait. So use
+# `context`, which shards each sequence, instead of `fsdp`. A layer sends 12 G K T bytes during 6 W T/n_c
+# FLOPs (without attention). The times are equal at **n_c = W/(2 G K) · bandwidth/peak**, for any T. For 405B
+# over one network card, this gives:
 
 # %%
 print(f"largest context: {405e9 / 126 / (2 * 8 * 128) * 50e9 / 989e12:.0f}")
@@ -654,8 +627,8 @@ assert round(contexts[32].step_s / contexts[16].step_s, 2) == 0.97, "the text sa
 
 # %% [markdown]
 # Meta used `context=16` (table 4), which narrowly has the smallest lower bound. The planner's step is 3%
-# shorter with 32. With twice the `context`, there are twice as many microbatches. So the bubble is about half
-# as long, and a step sends twice the bytes of keys and values.
+# shorter with 32: there are twice as many microbatches, so the bubble is about half as long, but a step sends
+# twice the bytes of keys and values.
 #
 # ## One sheet of thresholds
 #
@@ -678,7 +651,7 @@ assert round(contexts[32].step_s / contexts[16].step_s, 2) == 0.97, "the text sa
 # become 2,680 (10). For other chips, and a layer of a 70B model (W = 856M, D = 8,192, 8 KV heads of 128), the
 # rows are:
 
-# %%
+# %% tags=["hide-input"]
 W, D_, GK = 855.6e6, 8192, 1024
 
 
@@ -693,7 +666,7 @@ def thresholds(topology, whole, split):
     return [*(edge * more for more in times), tensor, context]
 
 
-# %%
+# %% tags=["hide-input"]
 COLUMNS = "fsdp", "remat", "1 axis", "Mixtral", "DeepSeek", "tensor", "context"
 print(f"{'':9}", *(f"{name:>8}" for name in COLUMNS))
 for topology, whole, split in (
@@ -803,9 +776,9 @@ print(check_mesh(mesh_on_v5p, "v5p:4x4x4"))
 # <details><summary>Solution</summary>
 #
 # N = 2,048 is above 850, but 32 sequences are enough for only `fsdp=32`. So `tensor` is at least 2. The
-# minimum is at (3 · 856e6 · 180 / (11 · 2048 · 8192 · 360))^0.5 = 2.6, and the nearest whole torus axis is
-# 4: `fsdp=16,tensor=4`. `tensor=2` would use half an axis, and `fsdp` would lose links. Even with 64 sequences,
-# the exposed gathers of `fsdp=64` would add 2/3 · 850/2,048 = 28% to the compute time.
+# minimum is at (3 · 856e6 · 180 / (11 · 2048 · 8192 · 360))^0.5 = 2.6, and the nearest whole torus axis is 4:
+# `fsdp=16,tensor=4`. `tensor=2` would use half an axis, and `fsdp` would lose links. (Even with 64 sequences,
+# the exposed gathers of `fsdp=64` would add 2/3 · 850/2,048 = 28% to the compute time.)
 # </details>
 
 # %% tags=["remove-cell"]
@@ -834,8 +807,9 @@ print(check_mesh(mesh_on_h100, "h100:64"))
 # `fsdp=32,context=2` takes 2.23 s. The best mesh for v5p takes 19% longer.
 #
 # The rule says stages, because N = 2,048 is below 2,472. The best mesh with stages,
-# `stage=8,context=2,tensor=4`, has a smaller lower bound (1.66 s, not 1.96 s). But its step takes 2.63 s: with
-# the fitted constants, the threshold is only 2,472 · 0.60/1.42, or about 1,045. Near a threshold, measure both.
+# `stage=8,context=2,tensor=4`, has a smaller lower bound (1.66 s, not 1.96 s), but its step takes 2.63 s:
+# with the fitted constants, the threshold is only 2,472 · 0.60/1.42, or about 1,045. Near a threshold,
+# measure both.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -860,9 +834,8 @@ assert [round(x.lower_bound_s, 2) for x in (winner, staged)] == [1.96, 1.66]
 # ## A bug to find
 #
 # A colleague's trainer runs one epoch of 512 sequences on 8 devices. `rows` is the number of sequences that a
-# device reads at a time, and every mesh should take 16 per step. On each mesh the loss falls smoothly, and the
-# log ends at epoch 1.00. One mesh is twice as fast, and the team adopts it. But its model is worse. Fix the
-# program.
+# device reads at a time, and every mesh should take 16 per step. On each mesh the loss falls smoothly, and
+# the log ends at epoch 1.00. One mesh is twice as fast, but its model is worse. Fix the program.
 
 # %%
 rng = np.random.default_rng(0)
@@ -979,17 +952,17 @@ print(check_batch_size(batch_size))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# `same_rows = mesh.stage * mesh.context * mesh.tensor`. Devices along `context` share their sequences, as those
-# along `tensor` do. The program counted them as data parallel. So it believed in 32 sequences per step, and
-# stopped after 16 steps, when half of the data had been read. The learning rate had decayed to 0 by then, so
-# the curve looks finished. The log divides by the same wrong number, and therefore shows epoch 1.00.
+# `same_rows = mesh.stage * mesh.context * mesh.tensor`. Devices along `context` share their sequences, as
+# those along `tensor` do. The program counted them as data parallel, so it believed in 32 sequences per step,
+# and stopped when half of the data had been read. The learning rate had decayed to 0 by then, so the curve
+# looks finished. The log divides by the same wrong number, and therefore shows epoch 1.00.
 #
 # axolotl had this bug ([#3444](https://github.com/axolotl-ai-cloud/axolotl/pull/3444), March 2026): with
-# `context_parallel_size: 2` on two GPUs, half of the data set was used per epoch. An earlier workaround
-# multiplied the steps by the context size, so the trainer reported 5.4 epochs instead of one. That number is
-# what a user noticed ([#3218](https://github.com/axolotl-ai-cloud/axolotl/issues/3218)). `tensor` needed the
-# same fix ([#3462](https://github.com/axolotl-ai-cloud/axolotl/pull/3462)). In verl, the opposite happened: the
-# tokens of a batch were summed without the context group, so the loss was divided by too few
+# `context_parallel_size: 2` on two GPUs, half of the data set was used per epoch. A workaround multiplied the
+# steps, and a user noticed an epoch of 5.4
+# ([#3218](https://github.com/axolotl-ai-cloud/axolotl/issues/3218)). `tensor` needed the same fix
+# ([#3462](https://github.com/axolotl-ai-cloud/axolotl/pull/3462)). In verl, the tokens of a batch were summed
+# without the context group, so the loss was divided by too few
 # ([#6049](https://github.com/verl-project/verl/pull/6049)).
 # </details>
 
@@ -1006,14 +979,14 @@ assert [*lengths.values()] == [32, 32, 16]
 # %% [markdown]
 # ## In one table
 #
-# | axis | JAX, PyTorch | Megatron-LM | exposed? | when |
-# |---|---|---|---|---|
-# | `data` | `psum` of gradients; DDP, outer dim of HSDP | DP | at the end of a step | slowest network: pods |
-# | `fsdp` | `all_gather`; `fully_shard` (FSDP2), ZeRO-3 | Megatron-FSDP | if N < (peak/bandwidth) P/active, or not prefetched | enough sequences and tokens |
-# | `tensor` | `all_gather`, `psum_scatter`; `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` | TP with `--sequence-parallel` | yes: needed at once | fewer sequences or tokens; inside a torus axis or node |
-# | `stage` | `ppermute`; `Schedule1F1B`, `ScheduleInterleaved1F1B` | PP | its bubble is | GPU nodes, if N < peak/bandwidth or gathers are exposed |
-# | `context` | `ppermute` ring; `context_parallel` | CP | a ring overlaps some | a sequence that does not fit, or too few sequences |
-# | `expert` | `all_to_all`; `ExpertParallel` (torchtitan) | EP | yes | sparse; N < 2.25 E M/top_k, an eighth of it across GPU nodes |
+# | axis | JAX, PyTorch | Megatron-LM | exposed? |
+# |---|---|---|---|
+# | `data` | `psum` of gradients; DDP, outer dim of HSDP | DP | at the end of a step |
+# | `fsdp` | `all_gather`; `fully_shard` (FSDP2), ZeRO-3 | Megatron-FSDP | if N < (peak/bandwidth) P/active, or not prefetched |
+# | `tensor` | `all_gather`, `psum_scatter`; `ColwiseParallel`, `RowwiseParallel`, `SequenceParallel` | TP with `--sequence-parallel` | yes: needed at once |
+# | `stage` | `ppermute`; `Schedule1F1B`, `ScheduleInterleaved1F1B` | PP | its bubble is |
+# | `context` | `ppermute` ring; `context_parallel` | CP | a ring overlaps some |
+# | `expert` | `all_to_all`; `ExpertParallel` (torchtitan) | EP | yes |
 #
 # ## Three lines to keep
 #

@@ -20,7 +20,7 @@ BUILDS = {  # what a reader writes or runs by hand in a chapter
     "06": "ring attention with a causal mask, zig-zag order and packed documents",
     "07": "an MoE layer that sends tokens with all-to-alls, and balances its experts",
     "08": "one layer on three axes, and a test that names the axis with the bug",
-    "09": "a search for the fastest mesh in 40 lines of arithmetic, and the days and dollars of a run",
+    "09": "a search for the fastest mesh in 40 lines of arithmetic, and all thresholds on one sheet",
     "10": "a decoder in 45 lines, and the test that finds a wrong one",
     "11": "a loader that reads each token once, also after a restart on other hosts",
     "12": "a training loop that you can kill, and a check for silent corruption",
