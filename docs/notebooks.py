@@ -145,7 +145,7 @@ def state(path: Path) -> str:
     rooms = [place for place in ROOT.glob("*/*.py") if place.parent.name not in ("chapters", "docs", "tests", "bench")]
     files = [
         path,
-        *sorted((ROOT / "chapters").glob("[a-z]*.py")),
+        *sorted((ROOT / "chapters").glob("[a-z]*.*")),
         ROOT / "bench" / "partition.py",
         ROOT / "requirements.txt",
         *sorted(ROOT.glob("*.py")),

@@ -27,6 +27,7 @@ BUILDS = {  # what a reader writes or runs by hand in a chapter
     "13": "four processes with one mesh, and the diagnosis of a host that fails",
     "14": "prefill and decode with a sharded KV cache, and a batch size for serving",
     "15": "the same layer three ways: by hand, with constraints, with explicit sharding",
+    "16": "a reader of traces that splits a step in three, and a loop that no longer stalls",
 }
 
 
