@@ -15,7 +15,7 @@ DEVICES, TOKENS = 8, 65_536  # one node of eight H100, and the tokens of a step:
 D, F, H, G, K = 4096, 14_336, 32, 8, 128  # width, hidden width, query heads, KV heads, head dim
 PARAMETERS = 2 * D * H * K + 2 * D * G * K + 3 * D * F  # of one layer, without its two norms: 218,103,808
 CHIP = hardware.CHIPS["h100"]
-PARTS = {"weights": "#4a4a4a", "gradients": "#8b8b8b", "optimizer state": "#b3b3b3", "activations": "#dddddd",
+PARTS = {"weights": "#4a4a4a", "gradients": "#8b8b8b", "optimizer state": "#b3b3b3", "activations": "#dddddd", "scores": "#8b8b8b",
          "KV cache": "#b3b3b3", "snapshot in host memory": "#dddddd", "text read": "#8b8b8b",
          "computes": "#8b8b8b", "waits": "#dddddd", "sum": "#4a4a4a"}  # fmt: skip
 ON_HOST = ("snapshot in host memory",)  # parts that are not in a device's memory: hatched bars next to those of devices
