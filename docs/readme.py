@@ -28,6 +28,7 @@ BUILDS = {  # what a reader writes or runs by hand in a chapter
     "14": "prefill and decode with a sharded KV cache, and a batch size for serving",
     "15": "the same layer three ways: by hand, with constraints, with explicit sharding",
     "16": "a reader of traces that splits a step in three, and a loop that no longer stalls",
+    "17": "FlashAttention's forward pass in Pallas, used in a ring and compiled for a TPU",
 }
 
 
