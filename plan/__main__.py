@@ -76,6 +76,7 @@ class Arguments(flags.Arguments):
     prompt: Count = 0  # --inference: tokens per prompt; 0: three quarters of data.seq_len
     answer: Count = 0  # --inference: generated tokens per sequence; 0: a quarter of data.seq_len
     piece: Count = 64  # --inference: prompt tokens per prefill chunk
+    shared: Count = 0  # --inference: first tokens of every prompt that are equal and in a prefix cache, so not computed
     weights_dtype: DTypeOrAuto = AUTO  # --inference: dtype of the stored weights; auto: the dtype of activations
     cache_dtype: DTypeOrAuto = AUTO  # --inference: dtype of the KV cache; auto: the dtype of activations
     # --inference: milliseconds per generated token, such as 20: with --search or several topologies, find the cheapest
@@ -136,6 +137,7 @@ if __name__ == "__main__" and not with_jax:  # these trace or compile a step
 
 from plan import planner, verify
 from plan.answer import budget, explain, front, inference, own_steps, parameter_list, planning, serving, show, why
+from plan.answer.at_scale import numbers_at_scale
 from plan.chips import constants, hardware
 from plan.count.costs import parameters
 from plan.count.step import is_tpu
@@ -213,7 +215,7 @@ def check(cfg: Config, args: Arguments, topology: hardware.Topology | None) -> N
 
 GOODPUT_ALONE = "--goodput has an effect only with --tokens; add --tokens 15T or drop --goodput"
 OF_CHIP = "constants", "measured", "trainer"  # flags that tell how long a step takes on a chip
-INFERENCE_FLAGS = ("prompt", "answer", "piece", "weights_dtype", "cache_dtype", "token_ms", "batch")
+INFERENCE_FLAGS = ("prompt", "answer", "piece", "shared", "weights_dtype", "cache_dtype", "token_ms", "batch")
 
 
 def check_effect(argv: list[str], answers: bool) -> None:
@@ -231,7 +233,7 @@ def check_effect(argv: list[str], answers: bool) -> None:
 def request_of(cfg: Config, args: Arguments) -> inference.Request:
     T = cfg.data.seq_len
     return inference.Request(args.prompt or max(3 * T // 4, 1), args.answer or max(T // 4, 1), args.weights_dtype,
-                             args.cache_dtype, args.piece)  # fmt: skip
+                             args.cache_dtype, args.piece, args.shared)  # fmt: skip
 
 
 def run_inference(cfg: Config, args: Arguments, topology: hardware.Topology | None, console) -> tuple[dict, int]:
@@ -249,7 +251,7 @@ def run_inference(cfg: Config, args: Arguments, topology: hardware.Topology | No
     draw(args, show.plot_inference, plan, args.batch)
     if plan.largest_batch == 0:
         print_to_stderr(f"error: {plan.refusal()}")
-    numbers = plan.to_json(args.batch)
+    numbers = plan.to_json(args.batch) | {"at_scale": numbers_at_scale(plan, plan.batches(args.batch)[-1])}
     return numbers, 1 if any(row["fits"] is False for row in numbers["batches"]) else 0
 
 

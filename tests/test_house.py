@@ -56,9 +56,9 @@ ROOMS = {
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
     "plan.time": (906, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
-    "plan.answer": (2440, "utils config compile sharding architectures parameters pipeline local_steps generate "
+    "plan.answer": (2498, "utils config compile sharding architectures parameters pipeline local_steps generate "
                           "plan.chips plan.trace plan.count plan.time"),
-    "plan": (1540, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
+    "plan": (1542, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
                    "plan.simulate plan.time plan.answer"),
     "startup": (255, "utils devices config compile sharding pipeline optimizer dataset data.reading data plan.chips "
                       "plan.answer plan train.hosts train generate weights"),
@@ -79,7 +79,7 @@ FILES = {
     "plan.count": "weights traced_layer networks costs memory step",
     "plan.simulate": "moved live simulator replayed",
     "plan.time": "offload roofline simulated terms measured fit tiers plan",
-    "plan.answer": "auto planning own_steps inference show why budget explain front serving parameter_list",
+    "plan.answer": "auto planning own_steps inference at_scale show why budget explain front serving parameter_list",
     "plan": "without_jax planner traced replay profile verify __main__",
     "train.hosts": "pace board agreement watchdog processes",
     "train": "storage steps checkpoint guard tracking report directory interruptions progress selfcheck recorder",

@@ -46,11 +46,16 @@ class Request:
     weights_dtype: DTypeOrAuto = AUTO  # auto: the dtype of activations
     cache_dtype: DTypeOrAuto = AUTO
     piece: int = 64  # prompt tokens per prefill chunk; the default of `generate.engine`
+    shared: int = 0  # first tokens of every prompt, equal in all of them and already in a prefix cache
 
     def __post_init__(self):
         for name in ("prompt", "answer", "piece"):
             if (value := getattr(self, name)) < 1:
                 raise UserError(f"--{name} {value}: must be at least 1 token")
+        if not 0 <= self.shared < self.prompt:
+            raise UserError(
+                f"--shared {self.shared}: must be below --prompt {self.prompt}; raise --prompt or drop --shared"
+            )
 
     @property
     def slots(self) -> int:
@@ -123,13 +128,18 @@ class Pass:
     @property
     def slots(self) -> int:
         """Number of positions per sequence in a device's shard of the cache."""
-        return math.ceil(cached_positions(self.cfg, self.request) / self.n[CONTEXT])
+        return math.ceil(cached_positions(self.cfg, self.request.slots) / self.n[CONTEXT])
+
+    @property
+    def own_slots(self) -> int:
+        """Number of `slots` that a sequence does not share. With sliding windows, its tokens replace shared ones."""
+        return math.ceil(cached_positions(self.cfg, self.request.slots - self.request.shared) / self.n[CONTEXT])
 
 
-def cached_positions(cfg: Config, request: Request) -> float:
+def cached_positions(cfg: Config, tokens: int) -> float:
     """Return the positions of a sequence in the cache. With sliding windows, it is the mean over the layers."""
     windowed = getattr(cfg, "windowed", 0)  # see `weights.published.WindowedConfig`
-    return request.slots - (windowed * max(request.slots - cfg.window, 0) if windowed else 0)
+    return tokens - (windowed * max(tokens - cfg.window, 0) if windowed else 0)
 
 
 def weights(cfg: Config) -> list[Weights]:
@@ -328,8 +338,8 @@ class Plan:
         b, padded = -(-batch // self.unit), not self.speed_known
         if phase == "decode":
             return rows(Pass(self.cfg, self.request, b, 1, padded))
-        piece = min(self.request.piece, self.request.prompt)
-        pieces = -(-self.request.prompt // piece)
+        piece = min(self.request.piece, self.request.prompt - self.request.shared)
+        pieces = -(-(self.request.prompt - self.request.shared) // piece)
         parts = rows(Pass(self.cfg, self.request, 1, piece, padded))
         return [row.times(b if row.part == "drawing" else b * pieces) for row in parts]
 
@@ -353,13 +363,14 @@ class Plan:
     @property
     def sequence_bytes(self) -> int:
         """Bytes of cache of one sequence in all layers."""
-        return round(self.token_bytes * cached_positions(self.cfg, self.request))
+        return round(self.token_bytes * cached_positions(self.cfg, self.request.slots))
 
     def cache_bytes(self, batch: int) -> int:
         """Return the bytes of a device's cache. Every stage caches the dense_prefix layers, see `generate`."""
         c, at = self.cfg.model, Pass(self.cfg, self.request, -(-batch // self.unit), 1)
         layers = c.dense_prefix + (c.n_layers - c.dense_prefix) // self.cfg.mesh.stage
-        return layers * at.b * at.slots * cache_entries(c, self.cfg.mesh.tensor) * WIDTHS[self.request.cache_dtype]
+        slots = at.b and at.slots + (at.b - 1) * at.own_slots
+        return layers * slots * cache_entries(c, self.cfg.mesh.tensor) * WIDTHS[self.request.cache_dtype]
 
     def weights_bytes(self, dtype: str = "") -> int:
         return sum(w.local_size * width(w, dtype or self.request.weights_dtype) for w in weights(self.cfg))
@@ -389,8 +400,8 @@ class Plan:
         """The largest batch that fits. None if the memory is unknown."""
         if not self.usable_bytes:
             return None
-        none, one = (sum(self.memory_bytes(batch).values()) for batch in (0, self.unit))
-        return max(int((self.usable_bytes - none) // (one - none)), 0) * self.unit
+        one, two = (sum(self.memory_bytes(batch).values()) for batch in (self.unit, 2 * self.unit))
+        return max(int((self.usable_bytes - one) // (two - one)) + 1, 0) * self.unit
 
     def refusal(self) -> str:
         """Return an error message for a mesh on which no batch fits, with sizes and remedies."""
@@ -482,7 +493,7 @@ class Plan:
             lines.append(f"each of the context={context} devices stores and reads the same weights; context shards the "
                          "cache and the tokens")  # fmt: skip
         enough = -(-(self.bounds.get("matmuls") or 0) // self.unit)  # tokens of a chunk
-        piece = min(self.request.piece, self.request.prompt)
+        piece = min(self.request.piece, self.request.prompt - self.request.shared)
         if piece < enough:
             lines.append(f"prefill in chunks of {piece} tokens is limited by reading the weights once per chunk; "
                          f"--piece {enough} or more avoids this")  # fmt: skip

@@ -6,7 +6,7 @@ import utils
 from compile import ledger
 from config.fields import parse_outer
 from pipeline import draw, fit, schedules
-from plan.answer import auto, inference, planning
+from plan.answer import at_scale, auto, inference, planning
 from plan.chips import hardware, hiding
 from plan.chips.units import amount
 from plan.count import costs
@@ -290,7 +290,7 @@ def inference_tables(plan: inference.Plan, asked: tuple[int, ...], console) -> N
     cfg, batches, (total, active) = plan.cfg, plan.batches(asked), costs.parameters(plan.cfg.model)
     for line in (f"model      {total:,} parameters, {active:,} active per token",
                  f"mesh       {cfg.mesh} on {plan.topology or f'{cfg.mesh.devices} devices of unknown kind'}",
-                 *inference_lines(plan), *link_lines(cfg.mesh, plan.topology)):  # fmt: skip
+                 *inference_lines(plan, batches[-1]), *link_lines(cfg.mesh, plan.topology)):  # fmt: skip
         console.print(line, soft_wrap=True)
     of_chip = hardware.chip_notes(plan.topology) if plan.topology else []
     for line in plan.notes() + [line for line in of_chip if "--compile" not in line]:
@@ -324,7 +324,7 @@ def inference_search_table(fit: list, large: list, refused: dict[str, int], cons
     print_rejected(len(large), *(smallest or [()]), refused, console)
 
 
-def inference_lines(plan: inference.Plan) -> list[str]:
+def inference_lines(plan: inference.Plan, batch: int) -> list[str]:
     """Describe the request, the size of the cache, how many sequences fit, and from which batch FLOPs bound a step."""
     request, most = plan.request, plan.largest_batch
     found = [f"request    prompts of {request.prompt:,} tokens, answers of {request.answer:,}; weights in "
@@ -340,7 +340,8 @@ def inference_lines(plan: inference.Plan) -> list[str]:
         full = f"; memory is already full at {most:,}" if most and most < first else ""
         found.append(f"FLOPs      take longer than reading the weights: {bound['matmuls']}; longer than reading "
                      f"weights and cache: {bound['step']}{full}")  # fmt: skip
-    return found
+    answers = at_scale.numbers_at_scale(plan, batch).items()
+    return found + [f"{name:10} {at_scale.TEXT[name].format(**one)}" for name, one in answers]
 
 
 def part_table(plan: inference.Plan, batch: int, phase: str, title: str, console) -> None:

@@ -24,6 +24,7 @@ from generate.engine import Engine
 from plan import planner
 from plan.__main__ import main
 from plan.answer import inference
+from plan.answer.at_scale import numbers_at_scale
 from plan.chips import hardware
 from utils import UserError
 
@@ -253,6 +254,65 @@ def test_the_batch_size_from_which_flops_limit_decode(answer, bound):
         assert (sum(row.flops for row in rows) / 197e12 >= reading) == binds
 
 
+# Serving at scale -----------------------------------------------------------------------------------------------------
+
+
+def at_scale(name, mesh, topology, asked, batch=1):
+    return numbers_at_scale(inference.plan(preset(name, mesh=mesh), topology, asked), batch)
+
+
+def test_data_parallel_attention_by_hand():
+    """DeepSeek-V3 on tensor=16. Catches latents that are still replicated, down-projections counted as sharded, an
+    exchange of the feed-forward layers, and a break-even that ignores the replicas' share."""
+    found = at_scale("deepseek_v3", "tensor=16", None, request(2048, 256))["attention"]
+    by_head = 1536 * 128 * (128 + 64) + 512 * 128 * (128 + 128) + 128 * 128 * 7168  # queries, keys and values, output
+    assert found["token_bytes"] == 61 * (512 + 64) * 2 / 16
+    assert found["weight_bytes"] == 2 * 61 * by_head * 15 / 16
+    # A device gathers the latents of queries and of keys and values, and reduce-scatters the output.
+    assert found["unsent_bytes"] == pytest.approx(2 * 61 * (1536 + 512 + 64 + 7168) * 15 / 16)
+    assert found["tokens"] == pytest.approx(2 * by_head / (2 * (512 + 64)))
+    sharded = at_scale("deepseek_v3", "fsdp=2,tensor=8", None, request(2048, 256))["attention"]
+    assert sharded["unsent_bytes"] == pytest.approx(found["unsent_bytes"] * (7 / 8) / (15 / 16)), "gathered weights"
+    assert sharded["token_bytes"] == pytest.approx(found["token_bytes"] * 2)
+    assert "attention" not in at_scale("llama3_8b", "tensor=8", None, request())
+    assert "attention" not in at_scale("deepseek_v3", "data=8", None, request())
+    assert "attention" not in at_scale("deepseek_v3", "stage=2,tensor=8", None, request()), "a stage has other layers"
+
+
+def test_a_prefix_cache_by_hand():
+    """Llama 3 8B, 1,536 of 2,048 prompt tokens shared. Catches a prefix that is stored per sequence or not at all,
+    prefill that computes it, and decode that no longer reads it."""
+    one, all_new = (inference.plan(preset("llama3_8b", mesh="data=2,tensor=4"), "v5e:2x4",
+                                   request(2048, 256, shared=shared)) for shared in (1536, 0))  # fmt: skip
+    found, each = numbers_at_scale(one, 8)["shared"], 2 * 8 * 128 * 2 * 32
+    assert found["cache_bytes"] == 1536 * each / 4 and "shared" not in numbers_at_scale(all_new, 8)
+    assert one.cache_bytes(8) == (2304 + 3 * (2304 - 1536)) * each / 4  # 4 sequences per device
+    layers, scores = 2 * 32 * 218_103_808, 4 * 2304 * 32 * 128 * 32  # FLOPs per token
+    assert found["flops"] == pytest.approx(1536 * (layers + scores) + 1536 / 64 * 2 * 4096 * 128_256, rel=1e-3)
+    few = at_scale("llama3_8b", "tensor=8", None, request(2048, 256, shared=2032))["shared"]  # one chunk, of 16 tokens
+    assert few["flops"] == pytest.approx(2032 * (layers + scores) + 2032 / 16 * 2 * 4096 * 128_256, rel=1e-3)
+    assert one.seconds(8, "prefill")["weights"] == pytest.approx(all_new.seconds(8, "prefill")["weights"] / 4)
+    assert one.seconds(8, "decode") == all_new.seconds(8, "decode")
+    held = lambda batch: sum(one.memory_bytes(batch).values())
+    assert held(one.largest_batch) <= one.usable_bytes < held(one.largest_batch + 2)
+
+
+def test_a_handoff_by_hand():
+    """Llama 3 8B on 8 v5e. Catches a cache that one device sends, a prefix that is sent again, and a chunk that is all
+    of the prompt."""
+    found = at_scale("llama3_8b", "data=2,tensor=4", "v5e:2x4", request(2048, 257, shared=1024, piece=100), 64)
+    moved, alone = found["handoff"], inference.plan(preset("llama3_8b", mesh="data=2,tensor=4"), "v5e:2x4",
+                                                    request(2048, 257, shared=1024, piece=100))  # fmt: skip
+    assert moved["bytes"] == 1024 * 131_072 and moved["layer_bytes"] == 4096
+    assert moved["near_ms"] == pytest.approx(1024 * 131_072 / 4 / 45e9 * 1e3)
+    assert moved["far_ms"] == pytest.approx(1024 * 131_072 / 4 / 3.125e9 * 1e3)
+    prefill_s, step_s = (sum(alone.seconds(64, phase).values()) for phase in ("prefill", "decode"))
+    assert moved["prefill_ms"] == pytest.approx(1e3 * prefill_s / 32), "both replicas read prompts"
+    assert found["slices"]["chunk_ms"] == pytest.approx(moved["prefill_ms"] / 11)
+    assert found["slices"]["prefill"] == pytest.approx(prefill_s / (256 * step_s))
+    assert at_scale("llama3_8b", "tensor=8", "v3:2x2", request()) == {}, "the speed between slices of v3 is unknown"
+
+
 # The command ----------------------------------------------------------------------------------------------------------
 
 EIGHT = ["--inference", "--topology", "v5e:2x4", "--mesh", "tensor=8"]
@@ -363,6 +423,8 @@ def test_a_search_prints_why_no_mesh_fits(capsys):
     ("tiny", ["--inference", "--work.remat=full"], "--work.remat has no effect with --inference"),
     ("tiny", ["--inference", "--max-batch"], "--max_batch has no effect with --inference"),
     ("tiny", ["--prompt", "9"], "--prompt has an effect only with --inference"),
+    ("tiny", ["--shared", "9"], "--shared has an effect only with --inference"),
+    ("tiny", ["--inference", "--prompt", "9", "--shared", "9"], "--shared 9: must be below --prompt 9; raise --prompt"),
     ("tiny", ["--inference", "--batch", "0"], "--batch 0: must be at least 1 sequence"),
     ("tiny", ["--inference", "--plot", "a.png"], "the speed of these devices is unknown"),
     ("llama3_8b", ["--inference", "--mesh", "tensor=16"], "cannot split 8 key/value heads of"),
