@@ -582,7 +582,7 @@ for slots_ in (8, 32):
 #
 # A long prompt stalls all other requests: 8,192 tokens of Llama 3 8B take an H100 133 ms, as long as 28
 # decode steps. *Chunked prefill* splits the prompt into chunks that run together with decode steps, which
-# leave most FLOP/s unused. Or prefill runs on separate devices, with a different mesh.
+# leave most FLOP/s unused. Or prefill runs on separate devices, with a different mesh (18).
 #
 # **Speculative decoding** uses these FLOP/s differently: a small model drafts some tokens, and the large
 # model processes them all in one step, like a prompt, and accepts some of them. Exercise 3 asks for the

@@ -29,6 +29,7 @@ BUILDS = {  # what a reader writes or runs by hand in a chapter
     "15": "the same layer three ways: by hand, with constraints, with explicit sharding",
     "16": "a reader of traces that splits a step in three, and a loop that no longer stalls",
     "17": "FlashAttention's forward pass in Pallas, used in a ring and compiled for a TPU",
+    "18": "data-parallel attention, a prefix cache with pages, and prefill and decode on two slices",
 }
 
 
