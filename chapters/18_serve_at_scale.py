@@ -26,10 +26,10 @@ import numpy as np
 import config
 from chapters import lesson, opening
 from plan.answer import at_scale, inference
-from plan.chips.hardware import CHIPS
+from plan.chips import hardware
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "The attention of one layer on eight devices. Left, split by head: each device stores few weights and 576 MiB of KV cache, and reads for 0.20 ms. Right, split by sequence: each stores all weights and 72 MiB of cache, and reads for 0.13 ms."}}
-MiB, n, h100 = 2**20, opening.DEVICES, CHIPS["h100"]
+MiB, n, h100 = 2**20, opening.DEVICES, hardware.CHIPS["h100"]
 HEADS = 2 * (1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168)  # bytes, by head
 DOWN = 2 * 7168 * (1536 + 512 + 64)  # bytes of weights that have no head
 LATENT = 2 * (512 + 64)  # bytes per token
@@ -64,8 +64,8 @@ opening.before_after(by_heads, by_seqs, title, **labels)
 # a copy of their weights would not fit on a device.
 #
 # > **Predict.** A layer has 343.9 MB of attention weights that `tensor` splits by head, and 1,152 bytes of
-# > cache per token. From how many cached tokens on, all sequences of the 8 devices together, does a device
-# > read less if the sequences are split instead?
+# > cache per token. From how many cached tokens on does a device read less if attention is split by sequence?
+# > Count the tokens of all sequences of the 8 devices.
 
 # %% tags=["hide-input"]
 enough = HEADS * (1 - 1 / n) / (LATENT * (1 - 1 / n))
@@ -90,8 +90,11 @@ assert [round(scene.memory["KV cache"]) for scene in (by_heads, by_seqs)] == [57
 # cancels, and 343.9 MB / 1,152 bytes = 298,553 tokens remain: 37 sequences of 8,192 tokens, or 584 of 512.
 # </details>
 #
-# What does each way send? Here are both by hand, with a cache of latents that queries and outputs use directly
-# (absorbed MLA). B sequences have S slots each; C is the size of a latent.
+# With the 524,288 tokens of the figure, a device needs 217 MiB less per layer. Over 61 layers, that is 13.9
+# GB, in which more sequences fit.
+#
+# What does each way send? The next program runs both. Its cache has one latent of C numbers per token, which
+# is key and value for all H heads (absorbed MLA). B sequences have S slots each.
 
 # %% tags=["by-hand"]
 import os
@@ -162,16 +165,34 @@ for way, step in steps.items():
     sent[way] = found.total.wire_bytes
 
 # %% tags=["remove-cell"]
+token_sent, us = 7 / 8 * 7168 * 2, []
+for where in ("h100:8", "v5e:2x4"):
+    eight = config.preset("deepseek_v3", mesh="tensor=8").mesh
+    link = hardware.link(eight, hardware.Topology.parse(where), ("tensor",))
+    latency_s = hardware.latency_seconds("all-gather", link)
+    us += [1e6 * 64 * token_sent / link.bytes_per_s, 1e6 * latency_s]
+    us += [int(latency_s * link.bytes_per_s / token_sent)]
+assert round(64 * token_sent / 1e3) == 803, "the page says so"
+assert [round(x, 1) for x in us] == [1.8, 10.8, 387, 8.9, 4.0, 28], us
+needs = [61 * MiB * sum(scene.memory.values()) for scene in (by_heads, by_seqs)]
+room = needs[0] - needs[1]
+assert round(room / 61 / MiB) == 217 and round(room / 1e9, 1) == 13.9, room
+
+# %% tags=["remove-cell"]
 kept = [cache.addressable_shards[0].data.nbytes for cache in caches.values()]
 assert kept == [4 * B * S * C, 4 * B * S * C // n], kept
 assert [x // (4 * B * D * 7 // 8) for x in sent.values()] == [4, 2], sent
 
 # %% [markdown]
-# Split by sequence, a device stores an eighth of the cache, and sends half as many bytes: the exchange around
-# attention disappears. The one around the feed-forward layer remains. It all-gathers the tokens, and
-# reduce-scatters the outputs.
+# Split by sequence, a device stores an eighth of the cache, and sends half as many bytes: attention needs no
+# collective. The feed-forward layer still all-gathers the tokens and reduce-scatters the outputs.
 #
-# With experts, an all-to-all can replace it (07). It sends each token only to its k experts:
+# For 64 sequences and D = 7,168 in bfloat16, each of these collectives sends 803 kB per device. That takes
+# 1.8 us over NVLink and 8.9 us over the ICI of a v5e slice of 2x4. The latency is about 11 and 4 us. So
+# latency dominates up to 387 sequences on the H100s, and up to 28 on the v5e.
+#
+# With experts, two all-to-alls can replace the two collectives (07). The first sends each token only to its k
+# experts:
 
 
 # %%
@@ -299,11 +320,11 @@ assert len(pages) == 15 + 20 * 2, len(pages)
 #
 # The prefix cache saves 81% of the prefill FLOPs, and 19 copies of 15 pages. For Llama 3 70B and a system
 # prompt of 1,536 tokens, each request saves about 2.2e14 FLOPs and 503 MB (`--shared 1536` of the planner). A
-# decode step reads as many bytes as before, because each sequence attends to the whole prefix. Only *cascade
-# attention* reads a shared prefix once for all sequences.
+# decode step reads as many bytes as before, because each sequence attends to the whole prefix. (A kernel for
+# *cascade attention* reads a shared prefix only once for all sequences.)
 #
 # **The key is the whole prefix, not the page.** From the second layer on, the keys of a token depend on all
-# tokens before it. Servers do not store such long keys. vLLM hashes the tokens of a page together with the
+# tokens before it. Servers do not store such long keys: vLLM hashes the tokens of a page together with the
 # hash of the previous page ([design](https://docs.vllm.ai/en/latest/design/prefix_caching/)), and SGLang
 # walks down a tree of tokens ([RadixAttention](https://arxiv.org/abs/2312.07104)). The key also needs
 # everything else that changes keys and values: the adapter (LoRA), and the images behind placeholder tokens.
@@ -327,8 +348,8 @@ assert len(pages) == 15 + 20 * 2, len(pages)
 # ([DistServe](https://arxiv.org/abs/2401.09670)).
 #
 # > **Predict.** A token of Llama 3 70B has 327,680 bytes of cache, and costs 2 FLOPs for each of 70.6e9
-# > weights. On H100s of 989 TFLOP/s, with 50 GB/s of InfiniBand each, how long does the move take, as a
-# > percentage of the prefill? (The cache is spread over all devices; both at peak rates.)
+# > weights. On H100s of 989 TFLOP/s, with 50 GB/s of InfiniBand each, how long does it take to move the
+# > cache, as a percentage of the time of the prefill? (All devices send equal shares. Use peak rates.)
 
 # %% tags=["hide-input"]
 SIZES = {  # weights that a token uses, and bytes of its cache
@@ -350,14 +371,14 @@ share = 100 * move_share("Llama 3 70B", h100, h100.dcn_bytes_per_s)
 my_prediction = None  # percent
 lesson.predicted("move / prefill", my_prediction, share, "%", 0.05)
 for key in ("h100", "v5e"):
-    chip = CHIPS[key]
+    chip = hardware.CHIPS[key]
     for link in ("link_bytes_per_s", "dcn_bytes_per_s"):
         speed = getattr(chip, link)
         cells = (f"{model} {move_share(model, chip, speed):6.1%}" for model in SIZES)
         print(f"{key:5} {speed / 1e9:7.3f} GB/s   {'   '.join(cells)}")
 
 # %% tags=["remove-cell"]
-v5e = CHIPS["v5e"]
+v5e = hardware.CHIPS["v5e"]
 assert 4.5 < share < 4.7, share
 slow = move_share("Llama 3 8B", v5e, v5e.dcn_bytes_per_s)
 assert round(100 * slow) == 51, "the page says 51%"
@@ -409,11 +430,13 @@ ax.legend(loc="upper left", ncols=2)
 assert (round(step_ms), round(step_ms + chunk_ms)) == (11, 29), "the figure says so"
 
 # %% [markdown]
-# (The figure assumes 64 sequences, and a chunk in a quarter of the steps.)
+# (The figure assumes 64 sequences, a chunk in a quarter of the steps, and separate passes for chunks and
+# decode, as in this project's engine. vLLM puts both into one pass, which reads the weights once, so its
+# delay is shorter.)
 #
-# **When is it worth it?** Disaggregation does not save work, and vLLM documents that it [does not improve
-# throughput](https://docs.vllm.ai/en/latest/features/disagg_prefill/). Chunked prefill on one slice even uses
-# FLOP/s that decode leaves idle. Disaggregation reduces latency, under three conditions:
+# **When is it worth it?** Disaggregation does not save work. vLLM's documentation says that it [does not
+# improve throughput](https://docs.vllm.ai/en/latest/features/disagg_prefill/). Chunked prefill on one slice
+# even uses FLOP/s that decode leaves idle. Disaggregation reduces latency, under three conditions:
 #
 # 1. Users notice when a token is late by a chunk. (Smaller chunks delay less, but each one reads all
 #    weights.)
