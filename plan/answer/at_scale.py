@@ -1,4 +1,4 @@
-"""Answer what the engine doesn't do: data-parallel attention, a prefix cache, and prefill and decode on two slices."""
+"""Answer what the engine doesn't do: data-parallel attention, shared pages, and prefill and decode on two slices."""
 
 from dataclasses import replace
 
@@ -7,8 +7,8 @@ from sharding import TENSOR, drop_axis
 
 TEXT = {
     "attention": "by sequence instead of by head: {token_bytes:,.0f} bytes of cache per token and device; sends "
-    "{unsent_bytes:,.0f} bytes per token less, reads {weight_bytes:,.0f} bytes of weights more, and less in all from "
-    "{tokens:,.0f} cached tokens on",
+    "{unsent_bytes:,.0f} bytes per token fewer, reads {weight_bytes:,.0f} bytes of weights more, and fewer bytes in "
+    "total from {tokens:,.0f} cached tokens on",
     "shared": "prefix in the cache: saves {flops:.4g} FLOPs of each prefill, and {cache_bytes:,.0f} bytes of cache on "
     "each device per sequence after the first",
     "handoff": "of a prompt's cache to another slice: {bytes:,} bytes, {layer_bytes:,.0f} per layer and token; takes "
