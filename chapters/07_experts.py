@@ -526,7 +526,7 @@ label = axes[1].set_xlabel("tokens per device; latency not included")
 # The all-to-alls of a token cannot overlap with its own matmuls. They can overlap with attention, with shared
 # experts (which all tokens use), or with another microbatch, as in DeepSeek-V3 (DualPipe, section 3.2.1). The
 # ratios above count only the forward pass of the routed experts. A backward pass has twice the matmuls for
-# the same all-to-alls. Chapter 09 lists the threshold for M with those of the other axes.
+# the same all-to-alls. Exercise 3 asks for the M at which both take equally long.
 #
 # ## Load balancing
 #

@@ -507,7 +507,7 @@ assert spread["slow network"] > 2.9 and spread["v5p slice"] < 1.2, "a plan has c
 # ## Rounding or bug?
 #
 # Floating-point sums depend on their order, which differs between eight devices and one. How far apart can
-# two correct results be? Here is a wrong loss that `shard_map` accepts: along `tensor`, `mean_of_means`
+# two correct results be? Compare with a wrong loss that `shard_map` accepts: along `tensor`, `mean_of_means`
 # divides by each device's own count, and then averages the quotients.
 
 
@@ -569,8 +569,8 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 #
 # GPipe can leave the whole backward pass to JAX, but 1F1B (05) calls `jax.vjp` for each microbatch. The
 # reduce-scatters along `fsdp` still complete the matrices' gradients, but the gain needs two lines. Before
-# the loop, a cast keeps each microbatch's gradient a local sum. Without it, JAX sums over devices in every
-# tick. After the loop, one sum over `fsdp` and `tensor` completes the gradient. What if a line is missing?
+# the loop, a cast keeps each microbatch's gradient a local sum. After the loop, one sum over `fsdp` and
+# `tensor` completes it. What if a line is missing?
 
 
 # %% tags=["hide-input"]
@@ -744,9 +744,6 @@ print(check_layout(layout))
 # "fsdp")`. In each pair of matmuls, `tensor` shards the inner dim (H in attention, M in an expert), which the
 # second matmul sums over. `expert` shards E if the weight has that dim. Otherwise it shards D together with
 # `fsdp`: along both axes, devices have different sequences.
-#
-# In an expert, the sum along `tensor` comes after the second all-to-all, so it is sent once per token, not
-# once per expert.
 # </details>
 
 # %% tags=["remove-cell"]

@@ -221,8 +221,8 @@ assert 0.6 < total[16, 8] / measured < 0.7, "a lower bound: 65% of the measured 
 
 # %% [markdown]
 # The lower bound chooses the same mesh as Meta. It is 65% of the measured 6.22 s, because every matmul runs
-# at the peak, and no GPU is slow. (Meta did not recompute layers, so this counts 6 FLOPs and 8 collectives.)
-# The causes say why this mesh wins:
+# at the peak. (Meta did not recompute layers, so this counts 6 FLOPs and 8 collectives.) The causes say why
+# this mesh wins:
 
 # %%
 for size in ((16, 8), (16, 4), (1, 8), (4, 2)):
@@ -404,8 +404,8 @@ print(check_valley(best_tensor))
 # <details><summary>Solution</summary>
 #
 # The derivative of the sum is -6 W/(n_t² fsdp_speed) + 22 N D/tensor_speed. It is 0 at `(3 * W * tensor_speed
-# / (11 * N * D * fsdp_speed)) ** 0.5`. The [scaling book](https://jax-ml.github.io/scaling-book/training) has
-# the same formula, X_opt, for the size of `fsdp`, with MLPs only and other numbers of collectives.
+# / (11 * N * D * fsdp_speed)) ** 0.5`. (The [scaling book](https://jax-ml.github.io/scaling-book/training)
+# has this formula for `fsdp`, called X_opt, with other counts.)
 # </details>
 
 # %% tags=["remove-cell"]
@@ -504,11 +504,11 @@ for topology, n in (("v5p:4x4x4", 64), ("v6e:16x16", 256)):
 #
 # ## Sparse models: send tokens or weights
 #
-# DeepSeek-V3 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3) has P = 671B parameters, and 37B of
-# them are active per token. Nearly all are in E = 256 experts per layer, with hidden dim M = 2,048, and a
-# token uses top_k = 8. It was trained on 2,048 H800s: 16 stages, expert groups of 64 devices (8 nodes), no
-# `tensor`, and `data` with sharded optimizer state (ZeRO-1). With `fsdp` alone, a device would need 2,472 ·
-# 671/37 = 45,000 tokens per pass. So compare the bytes of a layer and pass if you send weights or tokens:
+# DeepSeek-V3 ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), 3) has P = 671B parameters, 37B of them
+# active per token. Nearly all are in E = 256 experts per layer, with hidden dim M = 2,048, and a token uses
+# top_k = 8. It was trained on 2,048 H800s: 16 stages, expert groups of 64 devices (8 nodes), no `tensor`, and
+# `data` with sharded optimizer state (ZeRO-1). With `fsdp` alone, a device would need 2,472 · 671/37 = 45,000
+# tokens per pass. Should it send weights or tokens? Per layer and pass:
 #
 # | a device sends | bytes |
 # |---|---|
@@ -960,9 +960,8 @@ print(check_batch_size(batch_size))
 # axolotl had this bug ([#3444](https://github.com/axolotl-ai-cloud/axolotl/pull/3444), March 2026): with
 # `context_parallel_size: 2` on two GPUs, half of the data set was used per epoch. A workaround multiplied the
 # steps, and a user noticed an epoch of 5.4
-# ([#3218](https://github.com/axolotl-ai-cloud/axolotl/issues/3218)). `tensor` needed the same fix
-# ([#3462](https://github.com/axolotl-ai-cloud/axolotl/pull/3462)). In verl, the tokens of a batch were summed
-# without the context group, so the loss was divided by too few
+# ([#3218](https://github.com/axolotl-ai-cloud/axolotl/issues/3218)). In verl, the tokens of a batch were
+# summed without the context group, so the loss was divided by too few
 # ([#6049](https://github.com/verl-project/verl/pull/6049)).
 # </details>
 
