@@ -7,8 +7,8 @@
 #
 # Attention is the usual reason to write one. In each step of chapter 06's ring, XLA writes all scores to
 # HBM and reads them again. That takes several times as long as the matmuls. The kernel of this page is
-# FlashAttention's forward pass, and it never writes scores. You write it in 40 lines, run it on a CPU in
-# an interpreter, use it in the ring, and compile it for a TPU that you don't have.
+# FlashAttention's forward pass, and it never writes scores. You write it in 45 lines with its test, run it
+# on a CPU in an interpreter, use it in the ring, and compile it for a TPU that you don't have.
 #
 # *Prerequisites:* chapters 00 (roofline) and 06 (ring attention). *Mesh:* `context=4`, simulated.
 # *Runs in* 40 s on 2 cores. *Reading takes* 30 minutes, 75 with the exercises.
@@ -86,11 +86,11 @@ for chip in (CHIPS["v5e"], CHIPS["h100"]):
     print(f"{chip.name:10}{1e3 * compute_s:8.1f} ms {1e3 * scores_s:12.1f} ms")
 
 # %% [markdown]
-# HBM takes six times as long as the matmuls. XLA does fuse elementwise operations with a matmul. But it
-# does not fuse two matmuls with a softmax between them, because the softmax needs a whole row of scores
-# before it can return the first weight. Compiled for a v5e at this size, chapter 06's `attend_block` needs
-# 8.59 GB of temporary memory, all for scores, and XLA counts 26.8 GB of traffic (the command is below). To
-# fuse the matmuls, you have to change the algorithm.
+# HBM takes six or seven times as long as the matmuls. XLA does fuse elementwise operations with a matmul.
+# But it does not fuse two matmuls with a softmax between them, because the softmax needs a whole row of
+# scores before it can return the first weight. Compiled for a v5e at this size, chapter 06's
+# `attend_block` needs 8.59 GB of temporary memory, all for scores, and XLA counts 26.8 GB of traffic (the
+# command is below). To fuse the matmuls, you have to change the algorithm.
 #
 # ## The online softmax
 #
@@ -321,10 +321,10 @@ print("chapter 06's ring gives the same")
 #
 # ## Gradients
 #
-# JAX cannot differentiate a kernel that writes to its references. So you write the backward pass, with
-# `jax.custom_vjp`. If you saved the softmax weights for it, they would go through HBM again.
-# FlashAttention saves one number per query instead: the logsumexp $m + \log \ell$. The backward pass
-# recomputes a block of scores $z$, and their weights are $w = e^{z - m - \log \ell}$.
+# JAX cannot derive the backward pass of this kernel, because it writes to its references. So you write the
+# backward pass yourself, with `jax.custom_vjp`. If you saved the softmax weights for it, they would go
+# through HBM again. FlashAttention saves one number per query instead: the logsumexp $m + \log \ell$. The
+# backward pass recomputes a block of scores $z$, and their weights are $w = e^{z - m - \log \ell}$.
 #
 # The gradient of a weight, $d_w$, is the dot product of the key's value and the gradient of the result.
 # Through the softmax, the gradient of the score is $w\,(d_w - \sum w\,d_w)$. The sum over all keys would
@@ -474,8 +474,11 @@ title = figure.suptitle("The kernel computes the green blocks", size=11)
 # the state, so it must be a multiple of 128.
 #
 # **VMEM.** A kernel may use 16 MiB, unless you raise `vmem_limit_bytes`. Each block of an input or an
-# output has two buffers, so that the next block arrives while this one is used. The scores need space,
-# too. (The rows of maxima and sums are small.)
+# output has two buffers, so that the next block arrives while this one is used. A block of float32 scores
+# needs space, too. (The rows of maxima and sums are small.)
+#
+# > **Predict.** K = 128. Queries, keys and values are bfloat16, the old and the new state float32. What is
+# > the largest power of two for x = X?
 
 
 # %%
@@ -485,10 +488,6 @@ def vmem_bytes(x, X, K):
     return 2 * one_buffer + 4 * x * X
 
 
-# %% [markdown]
-# > **Predict.** K = 128. What is the largest power of two for x = X?
-
-# %%
 my_prediction = None  # queries, and keys, per block
 fit = [size for size in (128, 256, 512, 1024, 2048, 4096)
        if vmem_bytes(size, size, 128) <= 16 * 2**20]  # fmt: skip
@@ -545,9 +544,10 @@ for chip in (CHIPS["v5e"], CHIPS["v6e"]):
 #
 # ## Exercise 1: a sliding window
 #
-# Some layers of Mistral and Gemma models have a sliding window: the query at position p sees only keys p -
-# window + 1 to p. Write the condition of `pl.when` for a block of x queries from position `q_first` on and
-# X keys from `k_first` on. It is true exactly if one of the queries sees one of the keys.
+# Mistral 7B has a sliding window ([arXiv:2310.06825](https://arxiv.org/abs/2310.06825)): the query at
+# position p sees only keys p - window + 1 to p. Write the condition of `pl.when` for a block of x queries
+# from position `q_first` on and X keys from `k_first` on. It is true exactly if one of the queries sees
+# one of the keys.
 
 # %% tags=["hide-input"]
 WINDOWS = [(16, 16, 40), (8, 32, 20), (32, 8, 33), (16, 24, 7)]  # x, X, window
@@ -632,8 +632,8 @@ lesson.expect(check_window, *WINDOW_HINTS, (right_window, "Right"),
 #
 # Before each step, Pallas copies the block of keys to VMEM, even if `pl.when` then skips the step. But it
 # copies only if the block's index differs from the previous step's. Write the index function of the keys
-# so that skipped steps fetch nothing unnecessary. Blocks are fetched in the order of the grid. The check
-# runs the kernel with your function, and counts the fetched blocks.
+# so that skipped steps fetch nothing unnecessary. (x is the number of queries in a block.) The check runs
+# the kernel with your function, and counts the fetched blocks.
 
 # %% tags=["hide-input"]
 CAUSAL = [(16, 32, 0, 0), (32, 16, 0, 0), (16, 16, 64, 128)]  # x, X; first positions
@@ -721,8 +721,8 @@ print(check_index(key_index))
 # ```
 #
 # With causal order, the skipped blocks of a row come last. Block 0 is the first one that the next row
-# needs, so it is fetched early and once. JAX's TPU kernel `flash_attention` does this. The smallest block
-# that is still needed, `jnp.minimum(j, last_seen)`, fetches as few. So does no index at all: a grid that
+# needs, so it is fetched early and once. JAX's TPU kernel `flash_attention` does this. `jnp.minimum(j,
+# last_seen)`, which stays at the last block that the row computes, fetches as few. So does a grid that
 # lists only the computed blocks, as in `kernels/attention.py`.
 # </details>
 
