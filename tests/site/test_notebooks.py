@@ -14,6 +14,7 @@ SQUARES = "sum(jnp.sum(one**2) for one in {})".format
 SCATTER = "psum_scatter({}, TENSOR, scatter_dimension=1, tiled=True)".format
 DENSE = '("fsdp", "expert")'
 EXPERTS = ['("stage", "expert", "fsdp", "tensor")', '("stage", "expert", "tensor", "fsdp")']
+EQUAL = "[*(a == b for a, b in zip(prompt, cached, strict=False)), False].index(False)"
 FIRST = {
     "00": (["width * chip.peak_flops_per_s / chip.hbm_bytes_per_s"], "Two times too many",
            ["width * chip.peak_flops_per_s / chip.hbm_bytes_per_s / 2"], "Right on three chips"),
@@ -49,6 +50,12 @@ FIRST = {
     "15": (["tuple(table.get(name) for name in names)"], "A mesh axis occurs twice",
            ["(lambda axes: tuple(axis if axis not in axes[:n] else None for n, axis in enumerate(axes)))"
             "([table.get(name) for name in names])"], "Right: every mesh axis shards at most one dim"),
+    "16": (["when[1][1] - when[0][0], when[1][1] - when[0][0]"], "But is the core idle for all of that time?",
+           ["when[1][1] - when[0][0], when[1][1] - when[1][0]"], "Right: 55 and 14, 52 and 2"),
+    "17": (["q_first + x > k_first"], "That is the causal condition",
+           ["q_first + x > k_first and k_first + X > q_first - window + 1"], "Right: no visible pair is skipped"),
+    "18": ([f"{EQUAL} // page * page"], "For a prompt that is all in the cache, you compute nothing",
+           [f"min({EQUAL}, len(prompt) - 1) // page * page"], "Right: 32, 16, 0 and 16"),
 }  # fmt: skip
 
 
