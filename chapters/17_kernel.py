@@ -224,13 +224,14 @@ def one_device(q, k, v, at_S):
     return jax.nn.softmax(scores) @ v
 
 
-def no_keys(H, s, K):
-    """The state of s queries before the first key."""
-    return jnp.zeros((H, K, s)), jnp.full((H, 1, s), -1e30), jnp.zeros((H, 1, s))
+def no_keys(q_HsK):
+    """The state of queries before the first key: made from them, so it varies alike."""
+    zero_HKs = 0 * q_HsK.swapaxes(1, 2).astype(jnp.float32)
+    return zero_HKs, zero_HKs[:, :1] - 1e30, zero_HKs[:, :1]
 
 
 def with_kernel(q, k, v, at_S, step=ring_step):
-    state = step(q, k, v, at_S, at_S, no_keys(*q.shape), interpret=True)
+    state = step(q, k, v, at_S, at_S, no_keys(q), interpret=True)
     return (state[0] / state[2]).swapaxes(1, 2)
 
 
@@ -264,10 +265,9 @@ assert megabytes[4096][1] < 2.1 * megabytes[2048][1], "the kernel's memory does 
 # %%
 def ring(q_HsK, k_HsK, v_HsK, at_s, **more):
     """Attention [H, s, K], and the logsumexp of each query's scores [H, s]."""
-    n, (H, s, K) = jax.lax.axis_size("context"), q_HsK.shape
+    n = jax.lax.axis_size("context")
     onward = [(i, (i + 1) % n) for i in range(n)]
-    state, keys = no_keys(H, s, K), [k_HsK, v_HsK, at_s]
-    state = jax.lax.pcast(state, "context", to="varying")
+    state, keys = no_keys(q_HsK), [k_HsK, v_HsK, at_s]
     for step in range(n):
         if step > 0:
             keys = [jax.lax.ppermute(one, "context", onward) for one in keys]
@@ -281,20 +281,36 @@ def ring(q_HsK, k_HsK, v_HsK, at_s, **more):
 mesh = jax.make_mesh((4,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
 cut = P(None, "context")
 specs = dict(mesh=mesh, in_specs=(cut, cut, cut, P("context")), out_specs=cut)
-
-
-def on_mesh(device, **more):
-    return jax.jit(jax.shard_map(device, **specs, **more))
-
-
 interpreted = partial(ring, interpret=True)
 try:
-    on_mesh(interpreted)(q, k, v, at_S)
+    jax.jit(jax.shard_map(interpreted, **specs))(q, k, v, at_S)
 except ValueError as error:
-    print(f"with the default, check_vma=True: {str(error).split(', but')[0]}")
-result, log_sums = on_mesh(interpreted, check_vma=False)(q, k, v, at_S)
+    print(f"shard_map: {str(error).split(', but')[0]}")
+
+# %% [markdown]
+# `check_vma`, chapter 02's check of the axes along which a value varies, does not support this
+# interpreter. This guide never switches it off. `jax.vmap` with an axis name also simulates devices: it
+# runs the program of all four, and `ppermute` exchanges their values.
+
+
+# %%
+def on_four(program):
+    """Run the program of four devices, each with a quarter of the positions."""
+    split = lambda y_HSK: y_HSK.reshape(H, 4, -1, K)
+    join = lambda y: y.reshape(H, S, *y.shape[3:])
+
+    def run(q, k, v, at_S, *more):
+        dims = (1, 1, 1, 0, *[1] * len(more))
+        each = jax.vmap(program, dims, out_axes=1, axis_name="context")
+        arrays = *map(split, (q, k, v)), at_S.reshape(4, -1), *map(split, more)
+        return jax.tree.map(join, each(*arrays))
+
+    return jax.jit(run)
+
+
+result, log_sums = on_four(interpreted)(q, k, v, at_S)
 assert lesson.same(result, want), "the ring differs from one device"
-print("with check_vma=False: the ring matches one device")
+print("the ring of four devices matches one device")
 
 # %% tags=["hide-input"]
 chapter_06 = {}
@@ -314,10 +330,9 @@ assert lesson.same(jax.jit(ring_06)(q, k, v, at_S), want), "chapter 06 differs"
 print("chapter 06's ring gives the same")
 
 # %% [markdown]
-# `check_vma` is chapter 02's check of the axes along which a value varies. It is on by default, but this
-# interpreter does not support it. Another interpreter does: `interpret=pltpu.InterpretParams()` also
-# simulates the memories of a TPU, and is hundreds of times slower. The TPU compiler supports the check,
-# too. `tests/chapters/test_kernel.py` runs both with it.
+# A slower interpreter, `interpret=pltpu.InterpretParams()`, which also simulates the memories of a TPU,
+# runs in `shard_map` with the check. So does the compiled kernel. `tests/chapters/test_kernel.py` tests
+# both.
 #
 # ## Gradients
 #
@@ -370,18 +385,22 @@ def backward(saved, d_out):
 
 attention.defvjp(forward, backward)
 
+
 # %%
-d_out = jax.random.normal(jax.random.key(1), want.shape)
-
-
 def gradients(function):
-    """The gradients of q, k and v, of a function of all positions."""
-    return jax.jit(lambda *qkv: jax.vjp(lambda *y: function(*y, at_S), *qkv)[1](d_out))
+    """The gradients of q, k and v, from positions and the gradient of the result."""
+
+    def program(q, k, v, at_S, d_out):
+        return jax.vjp(lambda *qkv: function(*qkv, at_S), q, k, v)[1](d_out)
+
+    return program
 
 
-ours = gradients(on_mesh(attention, check_vma=False))(q, k, v)
+arrays = q, k, v, at_S, jax.random.normal(jax.random.key(1), want.shape)
+ours = on_four(gradients(attention))(*arrays)
 for name, other in {"one device": one_device, "chapter 06's ring": ring_06}.items():
-    assert lesson.same(ours, gradients(other)(q, k, v)), f"gradients differ from {name}"
+    theirs = jax.jit(gradients(other))(*arrays)
+    assert lesson.same(ours, theirs), f"gradients differ from {name}"
     print(f"three gradients match {name}")
 
 # %% [markdown]
@@ -407,7 +426,7 @@ for name, other in {"one device": one_device, "chapter 06's ring": ring_06}.item
 # %%
 @cache
 def counting_ring():
-    return on_mesh(partial(interpreted, x=16, X=16), check_vma=False)
+    return on_four(partial(interpreted, x=16, X=16))
 
 
 def computed(order):
@@ -488,6 +507,7 @@ def vmem_bytes(x, X, K):
     return 2 * one_buffer + 4 * x * X
 
 
+# %%
 my_prediction = None  # queries, and keys, per block
 fit = [size for size in (128, 256, 512, 1024, 2048, 4096)
        if vmem_bytes(size, size, 128) <= 16 * 2**20]  # fmt: skip
@@ -925,9 +945,9 @@ def ring_flash(q_sK, k_sK, v_sK, at_s):
 # %%
 def on_devices(n):
     """Ring attention of all positions [S, K] on n devices."""
-    devices = jax.make_mesh((n,), ("context",), axis_types=mesh.axis_types)
-    one = dict(mesh=devices, in_specs=(P("context"),) * 4, out_specs=P("context"))
-    return jax.jit(jax.shard_map(ring_flash, check_vma=False, **one))
+    each = jax.vmap(ring_flash, axis_name="context")
+    split = lambda y: jnp.reshape(y, (n, S // n, *y.shape[1:]))
+    return jax.jit(lambda *arrays: each(*map(split, arrays)).reshape(S, K))
 
 
 # %% tags=["hide-input"]
