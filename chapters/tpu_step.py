@@ -22,7 +22,7 @@ from config import MeshConfig
 from plan import replay
 from plan.chips import hardware
 from plan.simulate import replayed, simulator
-from utils import exit_status
+from utils import UserError, exit_status
 
 Event = simulator.Event
 CHAPTER, CELL = "16_profile", "loss"  # the cell that defines this function
@@ -98,6 +98,8 @@ def counted() -> ledger.Ledger:
 
 @exit_status
 def main() -> None:
+    if sys.argv[1:]:
+        raise UserError(f"python -m chapters.tpu_step takes no arguments; it writes {FILE.name}, and needs extra-tpu")
     FILE.write_bytes(lzma.compress(compiled_text().encode(), preset=9))
     print(f"wrote {FILE.name}: {FILE.stat().st_size:,} bytes")
 
