@@ -39,7 +39,9 @@ cached = 64 * 8192  # tokens of all sequences
 def attention(title, weights, cache):
     """The reads of one layer's attention on each device."""
     us = lambda size: 1e6 * size / h100.hbm_bytes_per_s
-    reads = [("weights", 0, us(weights)), ("cache", us(weights), us(cache))]
+    name = lambda text, size: text if us(size) > 30 else ""  # or it leaves the bar
+    reads = [(name("weights", weights), 0, us(weights))]
+    reads += [(name("cache", cache), us(weights), us(cache))]
     flops = 2 * 128 * (2 * 512 + 64) * cached / n
     computing = [("", 0, 1e3 * opening.compute_ms(flops))]
     sizes = {"weights": weights / MiB, "KV cache": cache / MiB}
@@ -54,8 +56,9 @@ opening.before_after(by_heads, by_seqs, title, **labels)
 
 # %% [markdown]
 # The figure shows the attention of one layer of DeepSeek-V3 in a decode step on eight H100s, for 64 sequences
-# of 8,192 tokens, at peak speed. Its latent attention (MLA, chapter 14) has a single latent per token, and no
-# heads to split. So with `tensor=8`, every device stores the latents of all sequences.
+# of 8,192 tokens, in bfloat16 and at peak speed. (The whole model needs more devices.) Its latent attention
+# (MLA, chapter 14) has a single latent per token, and no heads to split. So with `tensor=8`, every device
+# stores the latents of all sequences.
 #
 # ## Data-parallel attention
 #
@@ -63,9 +66,9 @@ opening.before_after(by_heads, by_seqs, title, **labels)
 # attention alone. The feed-forward layers stay sharded over all devices, by hidden dim or by expert, because
 # a copy of their weights would not fit on a device.
 #
-# > **Predict.** A layer has 343.9 MB of attention weights that `tensor` splits by head, and 1,152 bytes of
-# > cache per token. From how many cached tokens on does a device read less if attention is split by sequence?
-# > Count the tokens of all sequences of the 8 devices.
+# > **Predict.** In bfloat16, a layer has 343.9 MB of attention weights that `tensor` splits by head, and
+# > 1,152 bytes of cache per token. From how many cached tokens on does a device read less if attention is
+# > split by sequence? Count the tokens of all sequences of the 8 devices.
 
 # %% tags=["hide-input"]
 enough = HEADS * (1 - 1 / n) / (LATENT * (1 - 1 / n))
@@ -86,8 +89,9 @@ assert [round(scene.memory["KV cache"]) for scene in (by_heads, by_seqs)] == [57
 # %% [markdown]
 # <details><summary>Why</summary>
 #
-# On n devices, splitting the sequences saves (1 - 1/n) of the cache, and adds (1 - 1/n) of the weights. So n
-# cancels, and 343.9 MB / 1,152 bytes = 298,553 tokens remain: 37 sequences of 8,192 tokens, or 584 of 512.
+# By head, a device reads 1/n of these weights, and the cache of all sequences. By sequence, it reads all of
+# these weights, and 1/n of the cache. The difference is (1 - 1/n) of each, so n cancels, and 343.9 MB / 1,152
+# bytes = 298,553 tokens remain: 37 sequences of 8,192 tokens, or 584 of 512. Weights in 8 bits halve it.
 # </details>
 #
 # With the 524,288 tokens of the figure, a device needs 217 MiB less per layer. Over 61 layers, that is 13.9
@@ -188,8 +192,9 @@ assert [x // (4 * B * D * 7 // 8) for x in sent.values()] == [4, 2], sent
 # collective. The feed-forward layer still all-gathers the tokens and reduce-scatters the outputs.
 #
 # For 64 sequences and D = 7,168 in bfloat16, each of these collectives sends 803 kB per device. That takes
-# 1.8 us over NVLink and 8.9 us over the ICI of a v5e slice of 2x4. The latency is about 11 and 4 us. So
-# latency dominates up to 387 sequences on the H100s, and up to 28 on the v5e.
+# 1.8 us over NVLink and 8.9 us over the ICI of a v5e slice of 2x4. To that, the planner adds a latency of 10.8
+# and 4.0 us (`plan/chips/hardware.py`). So latency dominates up to 387 sequences on the H100s, and up to 28 on
+# the v5e.
 #
 # With experts, two all-to-alls can replace the two collectives (07). The first sends each token only to its k
 # experts:
@@ -218,15 +223,16 @@ assert all(sent_by(to_experts, k) == 4 * D * k * 7 / 8 for k in (2, 4, 8))
 assert sent_by(gather) == 4 * D * 7 == sent_by(to_experts, 8)
 
 # %% [markdown]
-# An all-gather sends n - 1 copies of a token, and an all-to-all k (n - 1)/n. So **the all-to-all sends less
-# if n is above k**. DeepSeek-V3 has k = 8. Its smallest unit for decode has 320 GPUs. In attention, 80 groups
+# An all-gather sends n - 1 copies of a token, and this all-to-all k (n - 1)/n. So **the all-to-all sends less
+# if n is above k**. (It sends even less if a token goes only once to a device with several of its experts.)
+# DeepSeek-V3 has k = 8. Its smallest unit for decode has 320 GPUs. In attention, 80 groups
 # of 4 GPUs have different sequences; the experts are spread over all 320
 # ([arXiv:2412.19437](https://arxiv.org/abs/2412.19437), section 3.4.2).
 #
 # Models with key-value heads have the same problem if `tensor` is larger than their number: with 8 heads on 16
 # devices, two devices store each head. Exercise 2 asks for the number of tokens in that case.
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "GB that each of 8 devices reads per step in the attention of DeepSeek-V3, against cached tokens. Split by head it rises steeply from 5 GB; split by sequence slowly from 25 GB. The lines cross at 298,553 tokens."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "GB that each of 8 devices reads per step in the attention of DeepSeek-V3, against cached tokens. Split by head it rises steeply from 5 GB; split by sequence slowly from 23 GB. The lines cross at 298,553 tokens."}}
 figure, ax = plt.subplots(figsize=(5.6, 3.2))
 tokens = np.array([0, 8e5])
 read = {"split by head": DOWN + HEADS / n + LATENT * tokens,
@@ -323,12 +329,13 @@ assert len(pages) == 15 + 20 * 2, len(pages)
 # decode step reads as many bytes as before, because each sequence attends to the whole prefix. (A kernel for
 # *cascade attention* reads a shared prefix only once for all sequences.)
 #
-# **The key is the whole prefix, not the page.** From the second layer on, the keys of a token depend on all
-# tokens before it. Servers do not store such long keys: vLLM hashes the tokens of a page together with the
-# hash of the previous page ([design](https://docs.vllm.ai/en/latest/design/prefix_caching/)), and SGLang
-# walks down a tree of tokens ([RadixAttention](https://arxiv.org/abs/2312.07104)). The key also needs
-# everything else that changes keys and values: the adapter (LoRA), and the images behind placeholder tokens.
-# It needs the tenant too, if response times must not reveal what others asked.
+# **A page is found by its whole prefix, not by its own tokens.** From the second layer on, keys and values
+# depend on all tokens before it. Servers do not store such long prefixes: vLLM hashes the tokens of a page
+# together with the hash of the previous page
+# ([design](https://docs.vllm.ai/en/latest/design/prefix_caching/)), and SGLang walks down a tree of tokens
+# ([RadixAttention](https://arxiv.org/abs/2312.07104)). Everything else that changes keys and values must be
+# equal too: the adapter (LoRA), and the images behind placeholder tokens. So must the customer, if response
+# times must not reveal what other customers asked.
 #
 # **What invalidates a page?** New weights invalidate all pages. If memory is full, the server evicts the
 # pages that nobody has used for longest. A full page never changes, so requests can share it without copying.
@@ -343,8 +350,8 @@ assert len(pages) == 15 + 20 * 2, len(pages)
 # ## Prefill and decode on different slices
 #
 # A prefill of a long prompt is bound by FLOPs, and decode by memory bandwidth (14). On shared devices, each
-# prefill, or each chunk of it, delays all sequences that decode. Disaggregation gives each phase its own slice,
-# mesh and batch size, and moves the cache of each prompt once
+# prefill, or each chunk of it, delays all sequences that decode. Disaggregation gives each phase its own slice
+# (on GPUs: its own group of nodes), mesh and batch size, and moves the cache of each prompt once
 # ([DistServe](https://arxiv.org/abs/2401.09670)).
 #
 # > **Predict.** A token of Llama 3 70B has 327,680 bytes of cache, and costs 2 FLOPs for each of 70.6e9
@@ -393,8 +400,8 @@ assert round(100 * slow) == 51, "the page says 51%"
 # So the move is short if **cache bytes / link speed is far below 2 P / FLOP/s**, where P counts the weights
 # that a token uses. The cache of one layer can be sent while the next layers compute, and then even less is
 # exposed. But over the data center network (DCN), the move of an 8B model on v5e takes 51% of the time of its
-# prefill. Then stay on one slice. The planner's numbers include attention, communication and chunks of 512
-# tokens:
+# prefill. In that case, keep both phases on the same devices. The planner's numbers include attention,
+# communication and chunks of 512 tokens:
 
 # %%
 asked = inference.Request(prompt=2048, answer=256, piece=512)
@@ -414,11 +421,11 @@ print(f"prefill: {handoff['prefill_ms']:.0f} ms")
 assert [round(x) for x in (handoff["prefill_ms"], 4 * slices["chunk_ms"])] == [72, 72]
 assert 3.8 < slices["prefill"] < 3.9, "the page says four"
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Milliseconds between two tokens of a sequence over time. On one slice, a step takes 11 ms, or 29 ms with a chunk of a prompt. On separate slices it always takes 11 ms."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Milliseconds between two tokens of a sequence over time. On one slice, a step takes 9 ms, or 27 ms with a chunk of a prompt. On separate slices it always takes 9 ms."}}
 figure, ax = plt.subplots(figsize=(5.6, 2.8))
-step_ms = 1e3 * one.batch_summary(64)["step_s"]
+step_ms = 1e3 * one.batch_summary(16)["step_s"]
 chunk_ms = slices["chunk_ms"]
-arrivals = np.random.default_rng(3).random(60) < 0.25
+arrivals = np.random.default_rng(3).random(60) < 16 * 4 / 256
 shared_ms = step_ms + chunk_ms * arrivals
 ax.step(range(60), shared_ms, color="black", label="one slice, chunked prefill")
 ax.plot(range(60), 60 * [step_ms], color=lesson.NEUTRAL, label="separate slices")
@@ -427,16 +434,17 @@ ax.set_title("A chunk of a prompt delays every sequence")
 ax.legend(loc="upper left", ncols=2)
 
 # %% tags=["remove-cell"]
-assert (round(step_ms), round(step_ms + chunk_ms)) == (11, 29), "the figure says so"
+assert (round(step_ms), round(step_ms + chunk_ms)) == (9, 27), "the figure says so"
 
 # %% [markdown]
-# (The figure assumes 64 sequences, a chunk in a quarter of the steps, and separate passes for chunks and
-# decode, as in this project's engine. vLLM puts both into one pass, which reads the weights once, so its
-# delay is shorter.)
+# (The figure has 16 sequences. Each needs 4 chunks in the time of its 256 steps, so a quarter of the steps have
+# a chunk; with 64 sequences, every step has one. Chunks and decode are separate passes, as in this project's
+# engine. vLLM puts both into one pass, which reads the weights once, so its delay is shorter.)
 #
 # **When is it worth it?** Disaggregation does not save work. vLLM's documentation says that it [does not
 # improve throughput](https://docs.vllm.ai/en/latest/features/disagg_prefill/). Chunked prefill on one slice
-# even uses FLOP/s that decode leaves idle. Disaggregation reduces latency, under three conditions:
+# even uses FLOP/s that decode leaves idle. But if the time between tokens has a limit, then separate slices can
+# serve more requests within it: DistServe calls these requests *goodput*. There are three conditions:
 #
 # 1. Users notice when a token is late by a chunk. (Smaller chunks delay less, but each one reads all
 #    weights.)
@@ -509,10 +517,11 @@ lesson.expect(check_hits, *BAD_HITS, (reused, "Right"), (reused_tokens, lesson.N
 # %% [markdown]
 # ## Exercise 2: few key-value heads
 #
-# A model has G key-value heads, and `tensor` has n devices, more than G. At how many cached tokens does a
-# device read as many bytes if attention is split by sequence as if it is split by head? Count the tokens of
-# all sequences. `weights` is the bytes of all attention weights (by head, each device has 1/n of them), and
-# `token` is the bytes of cache of a token, with all heads.
+# A model has G key-value heads, and `tensor` has n devices, more than G. With how many cached tokens does a
+# device read equally many bytes, whether attention is split by sequence or by head? Count the tokens of all
+# sequences. `weights` is the bytes of all attention weights. (By head, each device has 1/n of them; ignore
+# that the small key and value weights are replicated, too.) `token` is the bytes of cache of a token, with
+# all heads.
 
 
 # %%
@@ -740,9 +749,10 @@ print(check_generate(generate))
 # right because prefill computes it. A test with equal meshes, or with answers of one token, cannot find the
 # bug.
 #
-# TensorRT-LLM had this bug in 2025. A user got wrong outputs with `tp_size` 2 for prefill and 1 for decode.
-# The kernels that split and join caches expected heads before slots, but the cache of one attention backend
-# had slots before heads ([#6507](https://github.com/NVIDIA/TensorRT-LLM/issues/6507)).
+# A user of TensorRT-LLM reported this bug in 2025: outputs were wrong if prefill and decode had different
+# `tp_size`. The user found that the kernels that split and join caches expect heads before slots, but with the
+# FlashInfer backend, the cache had slots before heads. With the TRTLLM backend, outputs are right
+# ([#6507](https://github.com/NVIDIA/TensorRT-LLM/issues/6507)).
 # </details>
 
 
@@ -767,16 +777,16 @@ assert pairs[0][0] == pairs[1][0] and pairs[0] != pairs[1], "the page says so"
 #
 # | | data-parallel attention | prefix cache | separate slices |
 # |---|---|---|---|
-# | what it splits or shares | `cache_bSC` instead of `q_BHC` | pages `k_SgK` of equal prefixes | prompts `x_tD` and steps `x_bD` |
+# | what it splits or shares | sequences, `cache_bSC`, instead of heads, `q_BhC` | pages `k_SgK` of equal prefixes | prompts `x_tD` and steps `x_bD` |
 # | a device stores | attention weights, and 1/n of the caches, instead of 1/n of the weights and all latents | a shared page once | weights on both slices; caches of prompts or of answers |
 # | what is communicated | feed-forward: all-gather and reduce-scatter, or all-to-all if n is above k; attention: nothing | nothing; between replicas, a request goes to its prefix | the cache of each prompt, once |
 # | exposed | yes, latency-bound | - | the last layers, if layers are sent as they are computed |
 # | it saves | reads of cache, and an exchange | prefill FLOPs, and memory for shared pages | the delay of decode by prefill |
 # | when | cached tokens above weights / bytes per token | prompts begin alike | the move takes far less than prefill, and latency matters |
-# | when not | few or short sequences | what varies comes first | slow links, small service, throughput alone |
+# | when not | few or short sequences | what varies comes first | slow links, small service, no limit on latency |
 # | planner | line `attention` | `--shared` | lines `handoff`, `slices` |
-# | vLLM | `-dp` with `--enable-expert-parallel` | `--enable-prefix-caching` (default) | `--kv-transfer-config` |
-# | SGLang | `--enable-dp-attention` | RadixAttention (default) | `--disaggregation-mode` |
+# | vLLM | `-dp 8` with `--enable-expert-parallel` | `--enable-prefix-caching` (default) | `--kv-transfer-config` |
+# | SGLang | `--dp-size 8 --enable-dp-attention` | RadixAttention (default) | `--disaggregation-mode` |
 # | JAX; Megatron-LM | batch dim over `tensor`; - | a dict of pages; - | two meshes, `jax.device_put`; - |
 #
 # There is no backward pass. vLLM and SGLang, both in PyTorch, have all three.
@@ -784,8 +794,8 @@ assert pairs[0][0] == pairs[1][0] and pairs[0] != pairs[1], "the page says so"
 # ## Three lines to keep
 #
 # 1. Split attention by sequence if the cache of all tokens is larger than the attention weights.
-# 2. The key of a page is all tokens up to its end, and everything else that changes its keys and values.
-# 3. Separate slices for prefill and decode do not save work. They reduce latency, and move each cache once.
+# 2. Find a page by all tokens up to its end, and by everything else that changes its keys and values.
+# 3. Separate slices for prefill and decode do not save work. They keep prefill from delaying the next token.
 #
 # **Sources.** PagedAttention, [arXiv:2309.06180](https://arxiv.org/abs/2309.06180); RadixAttention in SGLang,
 # [arXiv:2312.07104](https://arxiv.org/abs/2312.07104); DistServe,
