@@ -228,7 +228,8 @@ def planned_and_published() -> str:
     """Draw planned against published steps as SVG, with the name and the error of each run as its tooltip."""
     from bench import published, speeds  # imported here, so that drawing the other figures stays fast
 
-    rows = published.plan_rows("dense, one slice")
+    kind, every = "dense, one slice", published.plan_rows()
+    rows = [row for row in every if row.kind == kind]
     low, high, left, top, side = math.log10(2), math.log10(150), 46, 10, 260
     place = lambda seconds: (math.log10(seconds) - low) / (high - low) * side
     x, y = lambda seconds: left + place(seconds), lambda seconds: top + side - place(seconds)
@@ -254,7 +255,7 @@ def planned_and_published() -> str:
         text(0, 0, "planned, seconds per step", more=f'transform="translate(12 {top + side / 2}) rotate(-90)"'),
     ]
     number, mean, _, worst, _ = published.errors(published.trials(rows))
-    _, unseen, *_ = published.errors(speeds.leave_out(rows))
+    _, unseen, *_ = published.errors(one for one in speeds.leave_out(every) if one.row.kind == kind)
     alt = (
         f"Planned against published seconds per step of {number} runs. Most dots are close to the diagonal. The mean "
         f"error is {mean:.1%}, the largest {worst:.1%}"

@@ -168,7 +168,7 @@ def planner_widget() -> str:
 <p class="fetched" role="status">This button sends the page's only request to another host.</p>
 </fieldset>
 <fieldset><legend>mesh</legend>{text("", "mesh", "fsdp=16,tensor=2")}{sliders}</fieldset>
-<p><button type="button" name="search">search all meshes of this many devices</button></p>
+<p><button type="button" name="search">search all meshes of these chips</button></p>
 <div class="found" role="status"></div>
 <output aria-live="polite"><p>The planner is loading: the Python of the command line, 14 MB.</p></output>
 </form>

@@ -62,9 +62,17 @@
     if (shape) field.topology.value = `${several > 1 ? `${several}*` : ""}${key}:${shape}`;
   }
 
+  // `64 v5e` and `v5e:64` name a number of chips: return a slice of this size, v5e:8x8, or the text as it is.
+  function shaped(text) {
+    const [, first, key, last] = text.match(/^(?:(\d+)\s+)?([a-z]\w*)(?::(\d+))?$/) ?? [];
+    const chip = Object.hasOwn(data.chips, key ?? "") ? data.chips[key] : {};
+    return chip.torus_dims && chip.shapes[first ?? last] ? `${key}:${chip.shapes[first ?? last]}` : text;
+  }
+
   function read() {
     const question = { preset: value("preset"), explain: field.explain.checked ? "1" : "" };
     for (const name of ["topology", "mesh", "batch_size", "seq_len", ...WORK, ...TYPED]) question[name] = value(name);
+    question.topology = shaped(question.topology);
     if (question.preset === "config") question.config = value("config") || "{}";
     return question;
   }
@@ -128,7 +136,7 @@
       <pre>${escape(one.command)}</pre>`;
   }
 
-  // The search: every mesh of as many devices, with the other settings as they are ----------------------------------------
+  // The search: every mesh of all chips, with the other settings as they are ------------------------------------------------
 
   function meshes(devices, axes = AXES) {
     if (axes.length === 1) return [{ [axes[0]]: devices }];
@@ -140,7 +148,12 @@
   let searching = 0;  // number of the search that runs, so that a new one stops the old one
 
   async function search() {
-    const cfg = read(), own = ++searching, devices = devicesOf(cfg.mesh), found = [], box = form.querySelector(".found");
+    const cfg = read(), own = ++searching, found = [], box = form.querySelector(".found");
+    const { devices, error } = await ask({ topology: cfg.topology, count: true });
+    if (error) {
+      box.textContent = error;
+      return;
+    }
     const { across = "" } = Object.fromEntries(sizesOf(cfg.mesh)), sparse = data.presets[cfg.preset]?.sparse ?? true;
     const all = meshes(devices).filter((mesh) => sparse || mesh.expert === 1);  // without experts, expert is one more fsdp
     for (const [i, mesh] of all.entries()) {
@@ -152,7 +165,7 @@
     const fit = found.filter(({ one }) => one.fits).sort((a, b) => a.one.step_s - b.one.step_s), best = fit[0]?.one.step_s;
     const rows = fit.slice(0, 10).map(({ mesh, one }) => `<tr><th scope="row"><button type="button" data-mesh="${nameOf(mesh)}">${nameOf(mesh)}</button></th>
       <td>${time(one.step_s)}</td><td>+${((one.step_s / best - 1) * 100).toFixed(0)}%</td><td>${percent(one.mfu)}</td><td>${bytes(one.peak_bytes)}</td></tr>`);
-    box.innerHTML = `<p>Of ${all.length} meshes of ${devices} devices, ${found.length} can run this batch with the settings above, and ${fit.length} of these fit into memory.</p>`
+    box.innerHTML = `<p>Of ${all.length} meshes of ${devices} devices, ${found.length} can run this batch with the settings above, and ${fit.length} of these fit into memory. The search plans settings that are <code>auto</code> with the least memory. Choose a mesh to plan it with the fastest settings that fit, and see the interval of its step: rows that differ by less may be equally fast.</p>`
       + (rows.length ? `<table><thead><tr><th scope="col">mesh</th><th scope="col">step</th><th scope="col">slower by</th><th scope="col">MFU</th><th scope="col">memory</th></tr></thead><tbody>${rows.join("")}</tbody></table>` : "");
   }
 

@@ -16,6 +16,8 @@ from spmd import arrays, program
 
 AXES = "data", "stage", "fsdp", "expert", "context", "tensor"  # as in config/mesh.py
 YOURS = "your code"  # the file name of the reader's cell in tracebacks
+NOTHING_PRINTED = "Your code printed nothing. Keep the last line, which prints the checker's reply."
+OTHER_NAMES = "(Here are jax, jnp, np, and those names of the chapter that the exercise needs; a notebook has all.)"
 
 
 class UserError(Exception):
@@ -112,4 +114,5 @@ class Exercises:
         except Exception as error:  # the reader's code may raise anything
             lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == YOURS]
             said = f"{type(error).__name__} in line {lines[-1] if lines else '?'}: {error}"
-        return (out.getvalue() + said).strip()
+        shown = (out.getvalue() + said).strip() or NOTHING_PRINTED
+        return f"{shown}\n{OTHER_NAMES}" if "NameError" in shown else shown

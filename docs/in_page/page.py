@@ -92,6 +92,8 @@ def lines_of(one: planner.Plan, asked: dict) -> list[str]:
 
 def plan(asked: dict) -> dict:
     """Return the numbers of a plan, see `planner.Plan.to_json`, and the lines and the command that go with it."""
+    if asked.get("count"):  # before a search
+        return {"devices": hardware.Topology.parse(asked["topology"]).devices}
     cfg, lines = settings(asked)
     if asked.get("brief"):  # one mesh of a search, which plans what is `auto` as `planner.search` does at first
         autos = cfg.work.auto_settings

@@ -16,6 +16,7 @@ from plan import planner
 from plan.answer import explain
 from plan.chips import hardware
 from tests.plan.test_in_page import different
+from tests.site.browser import evaluate
 from utils import UserError
 from weights import published
 
@@ -113,6 +114,34 @@ def test_the_browser_computes_the_planners_numbers():
     assert not wrong, (len(wrong), *wrong[:3])
     for (asked, error), there in zip(refusals, found[len(plans) :], strict=True):
         assert there == {"error": error}, asked
+
+
+SEARCH = """
+const form = document.querySelector("#planner"), field = form.elements, box = form.querySelector(".found");
+const type = (name, text) => {
+  field[name].value = text;
+  field[name].dispatchEvent(new Event("input", { bubbles: true }));
+};
+const settle = async (done) => { do await new Promise((later) => setTimeout(later, 200)); while (!done()); };
+await settle(() => form.dataset.state === "ready");
+type("preset", "llama3_8b");
+for (const [name, text] of [["topology", "64 v5e"], ["batch_size", "256"], ["seq_len", "4096"]]) type(name, text);
+form.querySelector("[name=search]").click();
+await settle(() => box.querySelector("table"));
+const said = box.textContent, first = box.querySelector("tbody button");
+type("topology", "v5e:7");
+form.querySelector("[name=search]").click();
+await settle(() => box.textContent);
+return { said, first: first.textContent, refused: box.textContent };
+"""
+
+
+def test_the_search_takes_its_devices_from_the_chips():
+    """Catches a search of as many devices as the mesh of an earlier model has, and a refused topology that hangs it."""
+    [seen] = evaluate({"page": "planner_widget.html", "script": SEARCH})
+    assert re.match(r"Of \d+ meshes of 64 devices, \d\d+ can run this batch .*, and \d+ of these fit", seen["said"])
+    assert seen["first"] == "fsdp=64"
+    assert seen["refused"].startswith("topology 'v5e:7': ")
 
 
 def test_the_browser_reads_config_json_and_explains(tmp_path):
