@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 08 · n-D parallelism: combining mesh axes
 #
-# *n-D parallelism* shards one training step over two or more mesh axes at once. Along each axis, every array
+# *n-D parallelism* shards one training step over two or more mesh axes at once. Along each axis, every weight
 # is either sharded or replicated. Data, tensor and pipeline parallelism together are called 3-D parallelism.
 #
 # Why combine axes? Each one alone reaches a limit. With few tokens per device, `fsdp` gathers weights for
@@ -63,7 +63,8 @@ right.text(1.45, 1, "red: tensor, activations", size=8, va="center")
 # %% [markdown]
 # One layer of Llama 3 8B, 8,192 tokens, eight H100s. Times are arithmetic at peak speed. Blue is
 # communication along `fsdp` (weights W, gradients dW), red along `tensor`. The next layer's W is gathered
-# while a layer computes. With `tensor=2`, a device gathers only half of W.
+# while a layer computes. With `tensor=2`, a device gathers only half of W. The memory includes the
+# gathered W and the unsharded dW; chapter 03 draws only what is stored between steps.
 #
 # ## Three coordinates per device
 #
@@ -82,8 +83,8 @@ for side, axis in enumerate(("stage", "fsdp", "tensor")):
 #
 # ## Sharded or replicated
 #
-# If several axes shard an array, the number of shards is the product of their sizes. Along an axis that does
-# not shard it, the array is *replicated*.
+# If several axes shard a weight, the number of shards is the product of their sizes. Along an axis that does
+# not shard it, the weight is *replicated*: devices along this axis store equal values.
 #
 # Take L = 4 layers, each an MLP with a norm in front. The model dim is D = 64, the hidden dim of the MLP is F
 # = 256, and the norm has one scale (gain) per channel. Everything is float32. An array's name ends with its
@@ -120,18 +121,22 @@ assert stored == (2 * 4 * 64 * 256 // 8 + 4 * 64 // 2) * 4, "the sharding has ch
 #
 # ### Activations, and gradients to sum
 #
-# The activations x between the layers are B sequences of T positions. `fsdp` shards the sequences, `tensor`
-# the positions (the sequence parallelism of chapter 04), and `stage` neither. A lower-case letter is the size
+# The batch has B sequences of T positions. `fsdp` shards the sequences, and `tensor` the positions (the
+# sequence parallelism of chapter 04). Along `stage`, the batch is replicated. A lower-case letter is the size
 # of a shard: b = B/2, t = T/2.
+#
+# Along `fsdp` and `tensor`, the activations x_btD are sharded like the batch. Along `stage` they are neither
+# sharded nor replicated: devices 0 and 4 hold different microbatches, after different layers. In JAX's term,
+# x_btD *varies* along `stage`.
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Four grids with device numbers: up_LDF has one shard per device, four for each stage's layers; x has four shards on two devices each; the gain has two shards on four devices each."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Four grids with device numbers: up_LDF has one shard per device, four for each stage's layers; the batch has four shards on two devices each; the gain has two shards on four devices each."}}
 title = "Which devices hold which shard, and which axis shards which dim"
 _, panels = lesson.panels(title, 1, 4, figsize=(6.6, 2.3))
 orange, blue = lesson.COLORS["stage"], lesson.COLORS["fsdp"]
 drawn = (
     ("up, stage 0", "D: fsdp", "F: tensor", [["0", "1"], ["2", "3"]], orange),
     ("up, stage 1", "D: fsdp", "F: tensor", [["4", "5"], ["6", "7"]], orange),
-    ("x", "B: fsdp", "T: tensor", [["0,4", "1,5"], ["2,6", "3,7"]], blue),
+    ("batch", "B: fsdp", "T: tensor", [["0,4", "1,5"], ["2,6", "3,7"]], blue),
     ("gain", "L: stage", "D", [["0,1,2,3"], ["4,5,6,7"]], orange),
 )
 for ax, (name, down, across, holders, colour) in zip(panels, drawn, strict=True):
@@ -153,8 +158,7 @@ for ax, (name, down, across, holders, colour) in zip(panels, drawn, strict=True)
 # | replicated | the same tokens | is already complete if the output's gradient is; a sum over n devices would be n times too large |
 #
 # The gain is replicated along `fsdp`, where each device has different sequences, *and* along `tensor`, where
-# each has different positions. So its gradient must be summed over both. (To compute the gradient norm, sum
-# the squares over the axes that *shard* the gradient.)
+# each has different positions. So its gradient must be summed over both.
 #
 # ## The program by hand
 #
@@ -285,14 +289,27 @@ assert sent["fsdp"].count == 4 + 4 * 5, "gathers before the loop, a scatter per 
 #
 # **In general, the ratio is 2 (n - 1) times the number of matmul pairs in a stage**, with n devices along
 # `tensor`. A transformer layer has two pairs: attention and the MLP. So with 16 layers per stage and n = 2,
-# the ratio is 64. (Along `fsdp`, JAX moves the all-gathers out of the loop: each matrix is gathered once.)
+# the ratio is 64.
+#
+# The other rows:
+#
+# | axes | collectives |
+# |---|---|
+# | `fsdp` | 4 all-gathers of 2 x 2 matrices, which JAX moves out of the loop; 4 reduce-scatters of their gradients x 5 ticks = 20 |
+# | `fsdp*tensor` | the gain's gradient, 2 layers x 5 ticks = 10 sums of 48 bytes; the count, 6 bytes |
+# | `stage*fsdp*tensor` | the loss |
+#
+# So this program is right but slow: it sums gradients in every tick. A device that adds up its gradients, and
+# communicates after the loop, sends a fifth. 1F1B, below, does so for the gain. (For the matrices, this takes
+# the memory of unsharded gradients.)
 #
 # ## Which axis crosses the slow network
 #
-# Take two hosts of four devices, with fast links inside a host and a slow network between them. The order of
-# the axes determines which one crosses. The last axis has consecutive device numbers, so it stays inside.
+# A *node* is a group of devices with fast links between them: eight H100s with NVLink, or on TPUs a *slice*.
+# Take two nodes of four devices, with a slow network in between. The order of the axes determines which one
+# crosses. The last axis has consecutive device numbers, so it stays inside.
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Two hosts of four devices, drawn twice: on the left the orange stage lines cross between the hosts, on the right the red tensor lines do."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Two nodes of four devices, drawn twice: on the left the orange stage lines cross between the nodes, on the right the red tensor lines do."}}
 figure, panels = plt.subplots(1, 2, figsize=(6, 3.3))
 places = [(0, 0), (1, 0), (0, 1), (1, 1), (2.6, 0), (3.6, 0), (2.6, 1), (3.6, 1)]
 circle = {"fc": "w", "ec": "k", "boxstyle": "circle"}
@@ -306,8 +323,8 @@ for ax, order in zip(panels, (AXES, AXES[::-1]), strict=True):
         ax.text(x, y, number, ha="center", va="center", bbox=circle, color="k")
     ax.axvline(1.8, color=lesson.NEUTRAL, linestyle=":")
     ax.set(xlim=(-0.4, 4), ylim=(1.7, -0.7), yticks=[])
-    ax.set_xticks([0.5, 3.1], ["host 0", "host 1"])
-    ax.set_title(f"{order[0]} crosses hosts", color=lesson.COLORS[order[0]])
+    ax.set_xticks([0.5, 3.1], ["node 0", "node 1"])
+    ax.set_title(f"{order[0]} crosses nodes", color=lesson.COLORS[order[0]])
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
 line = lambda axis: plt.Line2D([], [], color=lesson.COLORS[axis], lw=2.5, label=axis)
@@ -315,9 +332,9 @@ labels = [line(axis) for axis in AXES]
 legend = figure.legend(handles=labels, loc="outside lower center", ncols=3)
 
 # %% [markdown]
-# On the left the order is `stage, fsdp, tensor`, and on the right it is reversed. The results are equal, but
-# on the right four times as many bytes cross. For Llama 3 8B in bfloat16, with stages of 16 layers (218
-# million parameters each), n = 2 devices per axis, and 8,192 tokens per microbatch, the times are:
+# On the left the order is `stage, fsdp, tensor`, on the right the reverse. The results are equal, but
+# on the right four times as many bytes cross. Take Llama 3 8B in bfloat16, with 16 layers per stage, 218
+# million parameters per layer, n = 2 devices per axis, and 8,192 tokens per microbatch:
 
 # %% tags=["hide-input"]
 D_8B, tokens, layers_of_stage = 4096, 8192, 16
@@ -335,11 +352,10 @@ for key in ("v5p", "h100"):
         print(f"  {wire:7} ({speed / 1e9:.4g} GB/s)", ms)
 
 # %% [markdown]
-# Inside a TPU slice (chips joined by their own fast links) or a GPU node, `tensor` communicates for less time
-# than the matmuls take. Between v5p slices it takes nearly four times as long, and between H100 nodes about
-# as long. `stage` can cross the slow network: it needs 11 ms on v5p and 1 ms on H100. Hence the order of axes
-# in this project, from the slowest network to the fastest: `data, stage, fsdp, expert, context, tensor`.
-# Between TPU slices, `sharding.make_mesh` places `data`, or, on request, `stage` or `fsdp`.
+# Inside a slice or node, `tensor` communicates for less time than the matmuls take. Between v5p slices it
+# takes nearly four times as long as the matmuls, and between H100 nodes about as long. `stage` can cross the
+# slow network: it needs 11 ms on v5p and 1 ms on H100. Hence the order of axes in this project, from the
+# slowest network to the fastest: `data, stage, fsdp, expert, context, tensor`.
 #
 # ## Two axes on one dim: `context` x `tensor`
 #
@@ -365,13 +381,13 @@ print("tensor, then context:", gather_in_order("tensor", "context"))
 print("context, then tensor:", gather_in_order("context", "tensor"))
 
 # %% [markdown]
-# **Gather first along the axis that splits last.** In the other order, the shape is right, but the positions
-# are scrambled. This order also sends fewer bytes in attention: the device then computes keys for only its
-# own heads, and gathers only these along `context`.
+# **Gather first along the axis that splits last**, here `tensor`. In the other order, the shape is right, but
+# the positions are scrambled. In attention, gathering along `tensor` first also saves bytes: each device
+# then computes the keys of only its own heads, and gathers only those along `context`.
 #
 # ## Hybrid sharding (HSDP): `data` x `fsdp`
 #
-# If `fsdp` spans two TPU slices or two nodes, the weights of every layer cross the slow network. HSDP (hybrid
+# If `fsdp` spans two slices or two nodes, the weights of every layer cross the slow network. HSDP (hybrid
 # sharded data parallelism) shards the weights inside a slice and replicates them between slices, for example
 # with `data=2,fsdp=4`. Then only the gradients have to cross, once per step. Test whether the compiled
 # program does this, with one weight, Z = 4 microbatches, and a cast:
@@ -428,54 +444,67 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 # On two slices of 8 chips, a device with its share of the 8.03 billion parameters of Llama 3 8B sends over
 # the slow network:
 #
-# - `data=2,fsdp=8`: gradients in float32, 4 x 8.03e9/8 = 4.0 GB, once per step.
-# - `fsdp=16`: half of the weights in bfloat16, forward and backward, and half of the gradients, (2 + 2 + 4)/2
-#   x 8.03e9/8 = 4.0 GB, per microbatch.
-# - `stage=2,fsdp=8`: activations of 8,192 tokens, 2 x 2 x 8,192 x 4,096 = 0.13 GB, per microbatch.
+# | mesh | what | bytes | per |
+# |---|---|---|---|
+# | `data=2,fsdp=8` | gradients in float32 | 4 x 8.03e9/8 = 4.0 GB | step |
+# | `fsdp=16` | half of the weights in bfloat16, forward and backward, and half of the gradients | (2 + 2 + 4)/2 x 8.03e9/8 = 4.0 GB | microbatch |
+# | `stage=2,fsdp=8` | activations of 8,192 tokens, and their gradients | 2 x 2 x 8,192 x 4,096 = 0.13 GB | microbatch |
+# | | gradients in float32 of the two tables (embeddings and logits), which both stages store | 2 x 4 x 128,256 x 4,096/8 = 0.53 GB | step |
 #
 # 4.0 GB take 0.08 s on H100s (50 GB/s each), and 0.64 s between v5p slices (6.25 GB/s per chip). (Chapter 03
 # counts 2 + 2 + 2 bytes, because it sends gradients in bfloat16.) So for one microbatch, HSDP sends no fewer
 # bytes.
 #
-# The planner (09) adds up a step on two v5p slices of 8 chips. `across` names the axis that spans both
-# slices. The first two batches force one sequence per device and microbatch (`work.device_batch=1`), and
-# gather each layer's weights in every microbatch (`work.gather=layer`):
+# The planner of chapter 09 predicts a step on two v5p slices of 8 chips. The first two batches force one
+# sequence per device and microbatch, `full`, and weights gathered in every microbatch. In the third, the
+# planner chooses.
+#
+# | in the output | is |
+# |---|---|
+# | `across` | the axis that spans both slices |
+# | Z | microbatches per step |
+# | `full`, `dots` | what the backward pass recomputes: the whole layer, or what is not a matmul (saving outputs of matmuls takes memory) |
+# | stalls | exposed time of the communication between slices, and the bubble of 1F1B: the time in which stages wait (05) |
 
 # %% tags=["hide-input"]
 ACROSS = "data=2,fsdp=8", "fsdp=16,across=fsdp", "stage=2,fsdp=8,across=stage"
 took = {}
-FORCED = {"work.device_batch": 1, "work.gather": "layer"}
+FORCED = {"work.device_batch": 1, "work.gather": "layer", "work.remat": "full"}
 for sequences, forced in (16, FORCED), (64, FORCED), (64, {}):
-    how = "one per device and microbatch" if forced else "as the planner chooses"
-    print(f"{sequences} sequences, {how}:")
+    print(sequences, "sequences,", "forced:" if forced else "as the planner chooses:")
     for mesh in ACROSS:
         settings = {"data.batch_size": sequences, "data.seq_len": 8192, **forced}
         settings |= {"mesh": mesh, "work.schedule": "1f1b"}
         one = planner.plan(config.preset("llama3_8b", **settings), "2*v5p:2x2x2")
-        slow = {k: s for k, s in one.simulated.items() if "between" in k}
-        slow |= {"bubble": one.simulated.get("bubble", 0)}
-        slow = ", ".join(f"{k} {s:.2f} s" for k, s in slow.items() if s)
-        memory = one.peak_bytes / 2**30
-        print(f"  {mesh:27} {one.step_s:.2f} s, {memory:.0f} GiB; simulated {slow}")
-        took.setdefault((sequences, bool(forced)), []).append(one.step_s)
+        stalls = {k: s for k, s in one.simulated.items() if "between" in k}
+        stalls |= {"bubble": one.simulated.get("bubble", 0)}
+        stalls = {k.removesuffix(" between slices"): s for k, s in stalls.items() if s}
+        stalls = ", ".join(f"{name} {s:.2f} s" for name, s in stalls.items())
+        Z_plan = sequences // (one.cfg.mesh.batch_shards * one.device_batch)
+        how = f"Z={Z_plan}, {one.cfg.work.remat}: {one.step_s:.2f} s"
+        print(f"  {mesh:27} {how}, {one.peak_bytes / 2**30:.0f} GiB; stalls: {stalls}")
+        took.setdefault((sequences, bool(forced)), []).append((one.step_s, Z_plan))
 
 # %% tags=["remove-cell"]
 for case in ((16, True), (64, False)):
-    assert min(took[case]) == took[case][1], "the text says that fsdp is fastest"
+    data, fsdp, stage = took[case]
+    assert fsdp < data < stage and fsdp[1] == data[1] == 1, "fsdp is fastest for Z = 1"
 data, fsdp, stage = took[64, True]
-assert stage < data < fsdp and round(stage / data, 2) == 0.98, "a plan has changed"
+assert data < fsdp < stage and fsdp[1] == data[1] == 4, "a plan has changed"
 
 # %% [markdown]
-# `fsdp` is fastest for one microbatch, because its communication partly overlaps, and with the planner's
-# settings. If memory forces four microbatches, it is slowest: **HSDP sends once per step, whatever the number
-# of microbatches.** (`stage` takes 2% less, but 53 GiB.) The cost of HSDP is memory: its shards are twice as
-# large. (With `--optim.shard_over_data`, each replica stores half of the parameters and moments.)
+# With Z=1, `fsdp` is fastest, because its communication partly overlaps with matmuls. With Z=4, HSDP is
+# fastest: **HSDP sends once per step, whatever the number of microbatches.** Here one microbatch of four
+# sequences fits, so the planner chooses Z=1; with a larger model it may not fit. The cost of HSDP is memory:
+# its shards are twice as large. For `stage`, the planner keeps Z=8 and changes only `full` to `dots`.
 #
 # ## Valid but slow
 #
-# Take Llama 3 8B on 16 devices, with 8 sequences of 32,768 tokens per step, so `fsdp=16` is invalid. The
-# planner prints lower bounds for four valid meshes on three machines: a v5p slice of 16 chips, two H100 nodes
-# with a 400 Gbit/s network card per GPU, and the same nodes with one 100 Gbit/s card per node:
+# HSDP is about weights. With long sequences, keys and values (06) may cross the slow network, too. Take Llama
+# 3 8B on 16 devices, with 8 sequences of 32,768 tokens per step, so `fsdp=16` is invalid. The planner prints
+# *lower bounds* (matmuls at peak speed, communication at full bandwidth) for four valid meshes on three
+# machines: a v5p slice of 16 chips, two H100 nodes with a 400 Gbit/s network card per GPU, and the same nodes
+# with one 100 Gbit/s card per node:
 
 # %% tags=["hide-input"]
 slow_chip = dataclasses.replace(hardware.CHIPS["h100"], dcn_bytes_per_s=12.5e9 / 8)
@@ -552,7 +581,7 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 # %% [markdown]
 # The gradient is wrong on every mesh with `tensor=2`, and on no other. If only a pair of axes gives wrong
 # gradients, the bug is in their combination. `tests.parity` compares the project's model on any mesh, here
-# all six axes on 64 simulated devices. (Quoted: it takes a minute.)
+# all six axes on 64 simulated devices. (Quoted: it takes a minute. The last column is the tolerance.)
 #
 # ```
 # $ python -m tests.parity tiny --mesh data=2,stage=2,fsdp=2,expert=2,context=2,tensor=2 \
@@ -572,11 +601,12 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 # the loop, a cast keeps each microbatch's gradient a local sum. After the loop, one sum over `fsdp` and
 # `tensor` completes it. What if a line is missing?
 
+# %%
+BOTH = "fsdp", "tensor"
+cast = lambda gain: lax.pcast(gain, BOTH, to="varying")  # before the loop
+total = lambda d_gain: lax.psum(d_gain, BOTH)  # after the loop
 
 # %% tags=["hide-input"]
-BOTH = "fsdp", "tensor"
-cast = lambda gain: lax.pcast(gain, BOTH, to="varying")
-total = lambda d_gain: lax.psum(d_gain, BOTH)
 stage = lambda w, x_btD: lax.scan(layer, x_btD, w)[0]
 error = lambda y, target, counted: jnp.sum(counted * jnp.sum((y - target) ** 2, -1))
 empty = lambda shape: lax.pcast(jnp.zeros(shape), AXES, to="varying")
@@ -655,9 +685,8 @@ assert outcome((4, 2, 1)).startswith("equal")
 # %% [markdown]
 # In the three rows that run, the loss and the matrices' gradients are right. But with only the sum, the
 # gain's gradient is **silently wrong**: the sum adds 2 x 2 equal, complete gradients. With neither line, the
-# program is right but slow: JAX sums in each `jax.vjp`, for 2 layers in each of 6 ticks. With only the cast,
-# JAX refuses, because the gradient differs between devices, and the gain's spec says that it is equal on
-# them.
+# program is right but slow, like GPipe above: JAX sums in each `jax.vjp`, 2 layers x 6 ticks. With only the
+# cast, JAX refuses, because the gradient differs between devices, and the gain's spec says that it is equal.
 #
 # ## Exercise 1: choose the sharding
 #
@@ -1095,10 +1124,10 @@ assert resumed[0] > on[0] * 1.02, "the loss no longer jumps"
 # | | `data` | `stage` | `fsdp` | `expert` | `context` | `tensor` |
 # |---|---|---|---|---|---|---|
 # | dims it shards | B | L | B; D of weights | B; E of experts, D of other weights | T; D of weights | T between attention and MLP, H and F inside |
-# | what it replicates | all weights | x | gains | gains | gains | gains |
+# | what it replicates | all weights | the batch | gains | gains | gains | gains |
 # | sent in the forward pass | nothing | x_btD, once per microbatch | weights, every layer | tokens to experts and back; other weights | keys and values, every layer | x, 2 collectives per pair of matmuls |
 # | sent in the backward pass | gradients, once per step | gradient of x_btD | weights again, gradients | gradients of what was sent | gradients of keys and values | gradients of x |
-# | sent per device, times the bytes of the array | 2 (n - 1)/n of its gradients | 2 x_btD | (n - 1)/n of weights, 2 or 3 times | 4 (n - 1)/n of k copies of its tokens (k experts per token) | (n - 1)/n of the keys and values of its heads | 4 (n - 1)/n of x_bTD |
+# | sent per device, forward and backward, times the bytes of the array | 2 (n - 1)/n of its gradients | 2 x_btD | (n - 1)/n of weights, 2 or 3 times | 4 (n - 1)/n of k copies of its tokens (k experts per token) | 3 (n - 1)/n of the keys and values of its heads, or 2 if they are saved | 4 (n - 1)/n of x_bTD per pair of matmuls |
 # | what waits for it | the optimizer | the next stage | the layer, unless prefetched | the experts | the attention scores | the next matmul |
 #
 # <details><summary>The names in JAX, PyTorch and Megatron-LM</summary>
@@ -1114,7 +1143,7 @@ assert resumed[0] > on[0] * 1.02, "the loss no longer jumps"
 # | devices | which axis goes where |
 # |---|---|
 # | any slow network | across it `data` if the batch is large, `stage` if it is small (05): the other axes send in every layer |
-# | TPU slices | `data` between slices, or `fsdp` if a step has one microbatch; inside a slice a bad order only adds hops |
+# | TPU slices | between slices `data`, or `fsdp` if all of a device's sequences fit in one microbatch; inside a slice a bad order only adds hops |
 # | one node of 8 H100 | any order |
 # | two nodes of 8 H100 | `tensor` and `context` inside, `stage` or `data` across; also `fsdp` if each GPU has its own 400 Gbit/s network card |
 #
