@@ -463,7 +463,7 @@ assert late.wire_bytes == Z * 4 * early.wire_bytes, "the ratio should be Z x fsd
 # |---|---|
 # | `across` | the axis that spans both slices |
 # | Z | microbatches per step |
-# | `full`, `dots` | what the backward pass recomputes: the whole layer, or what is not a matmul (saving outputs of matmuls takes memory) |
+# | `full`, `dots` | what the backward pass recomputes: the whole layer, or all but the matmuls with weights (their saved outputs take memory) |
 # | stalls | exposed time of the communication between slices, and the bubble of 1F1B: the time in which stages wait (05) |
 
 # %% tags=["hide-input"]
