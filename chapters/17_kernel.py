@@ -43,7 +43,8 @@ def hbm_ms(size):
 write, soften, read = (hbm_ms(width * pairs) for width in (4, 4 + 2, 2))
 labels = dict(rows=("compute", "HBM"), units=("GiB", "ms"))
 small = {"activations": (inputs + states) / GiB}
-traffic = [("write", 0, write), ("softmax", write, soften), ("", write + soften, read)]
+traffic = [("write", 0, write), ("softmax", write, soften)]
+traffic += [("read", write + soften, read)]
 works = [("", 0, matmul), ("", write + soften, matmul)]
 again = hbm_ms(2 * states + 4 * opening.K * pairs / 512)  # keys for each 512 queries
 large = small | {"scores": 4 * pairs / GiB}
@@ -118,7 +119,7 @@ for chip in (CHIPS["v5e"], CHIPS["h100"]):
 # | the grid | programs that run in parallel, in any order | a loop that one core runs in order, the last index fastest |
 # | the loop over keys | a `for` inside the program, sums in registers | the last axis of the grid. An output block stays in VMEM as long as its index stays the same |
 # | the next block | prefetched if you set `num_stages` | always fetched during the current step, into a second buffer |
-# | the limit | shared memory, about 228 KB on an H100 | VMEM, of which a kernel may use 16 MiB by default |
+# | the limit | shared memory, about 228 KB on an H100 | VMEM, of which a kernel may use 16 MiB by default (32 MiB on a v6e) |
 #
 # Here the grid has three axes: heads, blocks of queries, and blocks of keys. For one head:
 
@@ -144,11 +145,14 @@ title = axes.set_title("In step 9, the gray blocks are in VMEM")
 #
 # `q_at[i]` is the position of the first query in block i, and `k_at[j]` that of the first key in block j.
 # The other positions of a block follow it. Pallas loads these two small tables before the loop starts
-# (*scalar prefetch*).
+# (*scalar prefetch*), and passes them to the kernel and, as `*at`, to the index functions.
 #
 # The arguments of `kernel` are references to blocks in VMEM: `ref[...]` reads a block or writes it.
 # `pl.when` runs a function only if its condition holds. The first three `states` are inputs, and the last
 # three outputs. `ring_step` says which block of each array belongs to which step of the grid.
+#
+# A query may see no key of a block that other queries see. If it has seen none before, its maximum stays
+# -1e30, so its weights are exp(0) = 1 and its sums are garbage. Its first real key multiplies them by 0.
 
 # %% tags=["by-hand"]
 import os
@@ -214,8 +218,8 @@ print("the kernel matches a softmax over all scores")
 
 # %% [markdown]
 # `interpret=True` runs the grid as a loop of JAX operations, on any device. It checks what the kernel
-# computes, not how fast. But memory shows the idea already. Here is the temporary memory that XLA's CPU
-# compiler reports, with and without the kernel:
+# computes, not how fast. For memory, here is what XLA's CPU compiler reports as temporary, with and without
+# the kernel:
 
 
 # %%
@@ -225,7 +229,7 @@ def one_device(q, k, v, at_S):
 
 
 def no_keys(q_HsK):
-    """The state of queries before the first key: made from them, so it varies alike."""
+    """The state before the first key, made from q so that it varies along q's axes."""
     zero_HKs = 0 * q_HsK.swapaxes(1, 2).astype(jnp.float32)
     return zero_HKs, zero_HKs[:, :1] - 1e30, zero_HKs[:, :1]
 
@@ -479,8 +483,9 @@ title = figure.suptitle("The kernel computes the green blocks", size=11)
 # %% [markdown]
 # The triangle has 136 blocks, 34 per device. In order, the last device computes 58: 10 for its own keys,
 # and all 16 in each of the three other steps. The others wait for it. In zig-zag order every device has
-# 34, and the kernel needs no change, because each block takes its first position from a table. (A block
-# must not cross the end of a chunk.)
+# 34, and the kernel needs no change, because each block takes its first position from a table. (The
+# positions inside a block must be consecutive, so no block may contain the end of one chunk and the start
+# of another.)
 #
 # A block on the diagonal is computed as a whole. So 136 x 256 = 34,816 pairs are computed, and 32,896 are
 # allowed: 6% more work than necessary. Larger blocks waste more. A skipped step of the grid is not free
@@ -492,12 +497,12 @@ title = figure.suptitle("The kernel computes the green blocks", size=11)
 # dims of a block must be multiples of 8 and 128, or the whole dims of the array. Here x is the last dim of
 # the state, so it must be a multiple of 128.
 #
-# **VMEM.** A kernel may use 16 MiB, unless you raise `vmem_limit_bytes`. Each block of an input or an
-# output has two buffers, so that the next block arrives while this one is used. A block of float32 scores
-# needs space, too. (The rows of maxima and sums are small.)
+# **VMEM.** On a v4 or v5e, a kernel may use 16 MiB, unless you raise `vmem_limit_bytes`. Each block of an
+# input or an output has two buffers, so that the next block arrives while this one is used. A block of
+# float32 scores needs space, too. (The rows of maxima and sums are small.)
 #
 # > **Predict.** K = 128. Queries, keys and values are bfloat16, the old and the new state float32. What is
-# > the largest power of two for x = X?
+# > the largest power of two for x = X on a v5e?
 
 
 # %%
@@ -518,18 +523,18 @@ lesson.predicted("x = X", my_prediction, fit[-1], "positions")
 # compiles this page's `ring_step` for a TPU, without a TPU. (It first installs libtpu, 700 MB.) For 32
 # heads, K = 128, and 8,192 queries and keys it prints these MiB of VMEM (libtpu 0.0.42.1):
 #
-# | x | X | computed above | v5e | v4 |
-# |---|---|---|---|---|
-# | 512 | 512 | 2.75 | 2.67 | 2.85 |
-# | 1,024 | 1,024 | 7.50 | 7.49 | 7.68 |
-# | 2,048 | 1,024 | 14.00 | 13.57 | 14.48 |
-# | 2,048 | 2,048 | 23.00 | refused | refused |
+# | x | X | computed above | v5e | v4 | v6e |
+# |---|---|---|---|---|---|
+# | 512 | 512 | 2.75 | 2.67 | 2.85 | 2.80 |
+# | 1,024 | 1,024 | 7.50 | 7.49 | 7.68 | 7.55 |
+# | 2,048 | 1,024 | 14.00 | 13.57 | 14.48 | 13.05 |
+# | 2,048 | 2,048 | 23.00 | refused | refused | 22.29 |
 #
-# Mosaic, the compiler of TPU kernels, accepts the first three, and our arithmetic is within 4% of what it
-# reserves. The kernel needs no temporary memory in HBM. The whole `ring` compiles too, for four chips and
-# with `check_vma` on. XLA cannot count the FLOPs inside a kernel. You have to tell it: with
-# `cost_estimate=pl.CostEstimate(..)` it reports the 1.10 TFLOP of both matmuls, and can schedule other
-# work around them. We had no TPU, so how fast the kernel runs is not measured.
+# Mosaic, the compiler of TPU kernels, accepts the first three, and on a v6e, with 32 MiB, also the last.
+# Our arithmetic is within 8% of what it reserves. The kernel needs no temporary memory in HBM. The whole
+# `ring` compiles too, for four chips and with `check_vma` on. XLA cannot count the FLOPs inside a kernel.
+# You have to tell it: with `cost_estimate=pl.CostEstimate(..)` it reports the 1.10 TFLOP of both matmuls,
+# and can schedule other work around them. We had no TPU, so how fast the kernel runs is not measured.
 #
 # **Bandwidth.** Every block of queries reads all keys and values again. In a step of the grid, the two
 # matmuls take $4xXK$ FLOPs, and the keys and values are $4XK$ bytes in bfloat16. That is **x FLOPs per
@@ -652,8 +657,8 @@ lesson.expect(check_window, *WINDOW_HINTS, (right_window, "Right"),
 #
 # Before each step, Pallas copies the block of keys to VMEM, even if `pl.when` then skips the step. But it
 # copies only if the block's index differs from the previous step's. Write the index function of the keys
-# so that skipped steps fetch nothing unnecessary. (x is the number of queries in a block.) The check runs
-# the kernel with your function, and counts the fetched blocks.
+# so that skipped steps fetch nothing unnecessary. It also receives the two prefetched tables, and x, the
+# number of queries in a block. The check runs the kernel with your function, and counts the fetched blocks.
 
 # %% tags=["hide-input"]
 CAUSAL = [(16, 32, 0, 0), (32, 16, 0, 0), (16, 16, 64, 128)]  # x, X; first positions
@@ -686,7 +691,10 @@ def fault(answer, case):
     for (h, i, j), index, is_computed in indices(answer, *case):
         if len(index) != 3:
             return "Return three numbers: the head, the block of keys, and 0."
-        if not (0 <= index[0] < H and 0 <= index[1] < S // X and index[2] == 0):
+        if index[1] < 0:
+            said = f"step {h, i, j}: there is no block {index[1]}"
+            return f"{said}. Queries before all keys see none: what is the least index?"
+        if not (0 <= index[0] < H and index[1] < S // X and index[2] == 0):
             return f"There is no block {index}."
         if is_computed and index != (h, j, 0):
             said = f"step {h, i, j} is computed, but gets block {index}"
@@ -742,8 +750,9 @@ print(check_index(key_index))
 #
 # With causal order, the skipped blocks of a row come last. Block 0 is the first one that the next row
 # needs, so it is fetched early and once. JAX's TPU kernel `flash_attention` does this. `jnp.minimum(j,
-# last_seen)`, which stays at the last block that the row computes, fetches as few. So does a grid that
-# lists only the computed blocks, as in `kernels/attention.py`.
+# jnp.maximum(last_seen, 0))`, which stays at the last block that the row computes, fetches as few. (Without
+# the 0, a row that sees no key asks for block -1.) So does a grid that lists only the computed blocks, as
+# in `kernels/attention.py`.
 # </details>
 
 
@@ -752,9 +761,16 @@ def in_solution(h, i, j, q_at, k_at, x):
     return h, jnp.where(q_at[i] + x > k_at[j], j, 0), 0
 
 
+def last_seen(i, q_at, k_at, x):
+    return sum(jnp.where(q_at[i] + x > k_at[b], 1, 0) for b in range(len(k_at))) - 1
+
+
 def stays(h, i, j, q_at, k_at, x):
-    seen = sum(jnp.where(q_at[i] + x > k_at[b], 1, 0) for b in range(len(k_at)))
-    return h, jnp.minimum(j, jnp.maximum(seen - 1, 0)), 0
+    return h, jnp.minimum(j, jnp.maximum(last_seen(i, q_at, k_at, x), 0)), 0
+
+
+def below_zero(h, i, j, q_at, k_at, x):
+    return h, jnp.minimum(j, last_seen(i, q_at, k_at, x)), 0
 
 
 too_strict = lambda h, i, j, q_at, k_at, x: (h, jnp.where(q_at[i] >= k_at[j], j, 0), 0)
@@ -766,6 +782,7 @@ lesson.expect(check_index, (in_solution, "Right"), (best_index, "Right"),
               (lambda h, i, j, q_at, k_at, x: (h, j), "three numbers"),
               (lambda h, i, j, q_at, k_at, x: (h, j + 1, 0), "is computed"),
               (lambda h, i, j, q_at, k_at, x: (j, h, 0), "no block"),
+              (below_zero, "what is the least index"),
               (key_index, lesson.NOTHING))  # fmt: skip
 assert lesson.same(run_with(stays), want) and "Right" in check_index(stays)
 
@@ -773,13 +790,14 @@ assert lesson.same(run_with(stays), want) and "Right" in check_index(stays)
 # ## Exercise 3: choose the blocks
 #
 # Each step of the grid has a fixed cost, so you want few steps, with a large product of x and X. Return
-# the pair (x, X) with the largest product. (If several have it, return the one with the larger x.) Both
-# must be multiples of 128, `vmem_bytes` at most `budget`, and HBM must not limit the kernel on a chip with
-# this `ridge`, in FLOPs per byte.
+# the pair (x, X) with the largest product. (If several have it, return the one with the larger x.) Choose
+# multiples of 128. (Only x needs it. X is a second-to-last dim, for which Mosaic accepts multiples of 16
+# in bfloat16.) `vmem_bytes` must be at most `budget`, and HBM must not limit the kernel on a chip with this
+# `ridge`, in FLOPs per byte: 243 for a v5e, 574 for a v6e.
 
 # %% tags=["hide-input"]
-DESIGNS = [(128, 243, 16 * 2**20), (256, 574, 16 * 2**20), (128, 574, 4 * 2**20),
-           (64, 243, 12 * 2**20), (256, 243, 8 * 2**20)]  # fmt: skip
+DESIGNS = [(128, 243, 16 * 2**20), (256, 574, 32 * 2**20), (128, 574, 4 * 2**20),
+           (128, 243, 12 * 2**20), (256, 243, 8 * 2**20)]  # fmt: skip
 
 
 def best_blocks(K, ridge, budget):
@@ -865,8 +883,9 @@ lesson.expect(check_blocks, (best_blocks, "Right"), (choose_blocks, lesson.NOTHI
 # ## A bug to find
 #
 # A colleague's kernel returns the result for one chunk of keys, and its logsumexp. The ring merges them,
-# as chapter 06 does. The kernel's own test passes, for any chunk. The model was trained on one device. On
-# several devices it answers questions about long texts, but it seems to overlook the most recent sentence.
+# as chapter 06 does. The kernel's own test passes for all three chunks that it tries. The model was trained
+# on one device. On several devices it answers questions about long texts, but it seems to overlook the most
+# recent sentence.
 
 # %%
 ONE = 16  # queries in a block, and keys
@@ -1048,8 +1067,10 @@ print(check_merge(on_devices))
 # and `logaddexp2`. Inside the kernel the base cancels. So a test of its result passes, and one device is
 # right.
 #
-# FlashInfer's kernels return base 2, and FlashAttention's base e
-# ([flashinfer#2113](https://github.com/flashinfer-ai/flashinfer/issues/2113), November 2025). vLLM merged
+# FlashAttention's kernels return base e, and many of FlashInfer's base 2
+# ([flashinfer#2113](https://github.com/flashinfer-ai/flashinfer/issues/2113), November 2025). Even one
+# function of FlashInfer does both: for DeepSeek's attention, backend `trtllm-gen` returns base 2 and
+# `cute-dsl` base e ([#4485](https://github.com/flashinfer-ai/flashinfer/issues/4485)). vLLM merged
 # with the wrong base under context parallelism ([#28840](https://github.com/vllm-project/vllm/pull/28840),
 # [#47079](https://github.com/vllm-project/vllm/pull/47079)), and after a hit in the prefix cache, where
 # output became repetitive ([#52796](https://github.com/vllm-project/vllm/pull/52796), August 2026). In
@@ -1091,8 +1112,8 @@ lesson.expect(check_merge, (on_devices, hints[0]), (natural, "Right"), (whole, "
 #
 # 1. A kernel pays when a large array exists only between two operations: keep its blocks on chip, and fuse
 #    the operations with an algorithm that needs one block at a time.
-# 2. The online softmax needs a maximum, a sum and a result per query. It is exact after every block, so
-#    blocks may come from HBM or from a neighbor.
+# 2. The online softmax needs a maximum, a sum and a result per query. As soon as a query has seen one key,
+#    they are exact for all keys so far, so blocks may come from HBM or from a neighbor.
 # 3. Block sizes have an upper limit, the memory on chip, and a lower one, the FLOPs per byte of the chip.
 #
 # **Sources.** FlashAttention, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135), and FlashAttention-2,

@@ -19,9 +19,9 @@ from sharding import CONTEXT, make_mesh
 
 CHAPTER = "17_kernel"
 PAGE = (Path(folded.__file__).parent / f"{CHAPTER}.py").read_text(encoding="utf-8")
-# | x | X | computed above | v5e | v4 |
-ROWS = re.findall(r"(?m)^# \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \| (\S+) \| (\S+) \|$", PAGE)
-SLICES = {"v5e": "v5e:2x2", "v4": "v4:2x2x1"}
+# | x | X | computed above | v5e | v4 | v6e |
+ROWS = re.findall(r"(?m)^# \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \| (\S+) \| (\S+) \| (\S+) \|$", PAGE)
+SLICES = {"v5e": "v5e:2x2", "v4": "v4:2x2x1", "v6e": "v6e:2x2"}
 H, K, S, MiB = 32, 128, 8192, 2**20
 
 
@@ -56,7 +56,7 @@ def test_the_page_has_its_rows():
     sizes = [tuple(int(one.replace(",", "")) for one in row[:2]) for row in ROWS]
     assert sizes == [(512, 512), (1024, 1024), (2048, 1024), (2048, 2048)]
     assert [f"{chapter()['vmem_bytes'](*size, K) / MiB:.2f}" for size in sizes] == [row[2] for row in ROWS]
-    assert [row[3:] for row in ROWS][3] == ("refused", "refused")
+    assert [row[3:] for row in ROWS][3][:2] == ("refused", "refused")
 
 
 def lower(name, x, X, **more):
@@ -77,14 +77,14 @@ def test_the_tpu_compiler_reserves_what_the_page_shows(name, row):
     if shown == "refused":
         with compiled.captured_stderr(), pytest.raises(Exception, match="memory space vmem"):
             lowered.compile()
-        print(f"\n{name}: x = {x}, X = {X}: refused, more than 16 MiB of VMEM")
+        print(f"\n{name}: x = {x}, X = {X}: refused, too much VMEM")
         return
     program = lowered.compile()
     [vmem], flops = vmem_of_kernels(program), program.cost_analysis()["flops"]
     print(f"\n{name}: x = {x}, X = {X}: Mosaic accepts it, {vmem / MiB:.2f} MiB of VMEM, {flops / 1e12:.2f} TFLOP")
     assert f"{flops / 1e12:.2f}" == "1.10", "the page says 1.10 TFLOP"
     assert vmem / MiB == pytest.approx(float(shown), abs=0.02)  # libtpu's rounding to tiles
-    assert abs(chapter()["vmem_bytes"](x, X, K) / vmem - 1) < 0.04, "the page says 4%"
+    assert abs(chapter()["vmem_bytes"](x, X, K) / vmem - 1) < 0.08, "the page says 8%"
     assert program.memory_analysis().temp_size_in_bytes < MiB, "the scores would be 8.6 GB"
 
 
