@@ -61,11 +61,12 @@ opening.before_after(before, after, title, FSDP)
 
 # %% [markdown]
 # This is one layer of Llama 3 8B (218 million parameters) on eight H100s, with 8,192 tokens per device, at
-# peak speed and without overlap. The memory is what a device stores between steps, in float32. AR is an
-# all-reduce, AG an all-gather, RS a reduce-scatter, all in bfloat16.
+# peak speed and without overlap. The memory is what a device stores in float32 when the optimizer starts.
+# AR is an all-reduce, AG an all-gather, RS a reduce-scatter, all in bfloat16.
 #
 # > **Predict.** Llama 3 8B has 8.03 billion parameters. With DDP (data parallelism with full copies), how
-# > many GiB of weights, gradients and optimizer state does each device store?
+# > many GiB of weights, gradients and optimizer state does each device store? All are float32, and the
+# > optimizer is Adam, whose state is two moments of each weight.
 
 # %% tags=["hide-input"]
 params_8b, _ = costs.parameters(config.preset("llama3_8b").model)
@@ -77,24 +78,25 @@ lesson.predicted("every device stores", my_prediction, stored, "GiB", within=0.0
 print(f"an H100 has {opening.CHIP.memory_bytes / GiB:.2f} GiB for a program")
 
 # %% [markdown]
-# A parameter takes 16 bytes, four float32 values: the weight, its gradient, and two moments, which are
-# Adam's optimizer state. The model does not fit. (JAX reserves only 75% of the H100's 79.6 GiB at start,
-# unless you set [`XLA_CLIENT_MEM_FRACTION`](https://docs.jax.dev/en/latest/gpu_memory_allocation.html).)
+# A parameter takes 16 bytes, four float32 values: the weight, its gradient, and two moments. The model does
+# not fit. (JAX reserves only 75% of the H100's 79.6 GiB at start, unless you set
+# [`XLA_CLIENT_MEM_FRACTION`](https://docs.jax.dev/en/latest/gpu_memory_allocation.html).)
 #
 # ## The memory of one device
 #
 # **Mixed precision.** Why float32? Matmuls run in bfloat16 (bf16), which is at least twice as fast and
 # halves the bytes of activations and of gathered weights. But an update below about 1/512 of a bf16 weight
 # would be rounded away. So the optimizer keeps float32 *master weights* and moments, and each step casts
-# the weights to bf16 ([arXiv:1710.03740](https://arxiv.org/abs/1710.03740)). Here, as with PyTorch's
-# `MixedPrecisionPolicy`, gradients are float32, too: 4 + 4 + 8 bytes.
+# the weights to bf16 ([arXiv:1710.03740](https://arxiv.org/abs/1710.03740)). Gradients are sent in bf16 and
+# stored in float32, as with PyTorch's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`: 4 + 4 + 8 bytes.
 #
 # **Activations**, the results of the forward pass that the backward pass needs, come on top. They grow with
-# the tokens of a device. In a layer of Llama with G KV heads of width K, one token leaves 6 D + 2 G K + 3 F
-# elements: 4 D for the inputs of attention and feed-forward, before and after their norms, 2 D for queries
-# and attention output, 2 G K for keys and values, and 3 F in feed-forward. (FlashAttention does not store
-# the attention matrix.) **Activation checkpointing** stores only each layer's input, D elements, and
-# recomputes the rest in the backward pass, for one third more compute.
+# the tokens of a device. In a layer of Llama with width D, hidden width F, and G KV heads of width K, one
+# token leaves 6 D + 2 G K + 3 F elements: 4 D for the inputs of attention and feed-forward, before and
+# after their norms, 2 D for queries and attention output, 2 G K for keys and values, and 3 F in
+# feed-forward. (FlashAttention does not store the attention matrix.) **Activation checkpointing** stores
+# only each layer's input, D elements, and recomputes the rest in the backward pass, for up to one third
+# more compute.
 
 # %%
 D, F, G, K, L = 4096, 14_336, 8, 128, 32  # widths, KV heads, head dim, layers
@@ -110,7 +112,7 @@ print(f"activations: {everything:.1f} GiB; checkpointed: {checkpointed:.1f} GiB"
 # And devices need a layer's weights only while that layer runs. So you can shard the optimizer state, then
 # also the gradients, then also the weights. The ZeRO paper
 # ([arXiv:1910.02054](https://arxiv.org/abs/1910.02054)) calls these steps stages 1, 2 and 3. Here they are
-# **levels**, because pipelines have stages, too:
+# **levels**, because pipelines have stages, too. With checkpointed activations on top, they need:
 
 # %% tags=["hide-input"] mystnb={"image": {"alt": "Memory per device for Llama 3 8B on eight devices: DDP 122 GiB, ZeRO 1 69, ZeRO 2 43, ZeRO 3 or FSDP 17 GiB. A dashed line marks the 59.7 GiB of an H100."}}
 n = 8
@@ -135,9 +137,8 @@ axes.set_title("Each level shards one more kind of state over eight devices")
 axes.legend()
 
 # %% [markdown]
-# (With the checkpointed activations.) **FSDP** gathers a layer's weights right before each use, in the
-# forward and in the backward pass, and then frees them. So only one or two layers are unsharded at a time,
-# 0.4 GiB each in bf16.
+# **FSDP** gathers a layer's weights right before each use, in the forward and in the backward pass, and
+# then frees them. So only one or two layers are unsharded at a time, 0.4 GiB each in bf16.
 #
 # ## FSDP by hand
 #
@@ -280,14 +281,15 @@ assert lesson.same(summed_gradient(w, x_BD, y_BD), d_one)
 #
 # Four programs take the same step of Adam, with different arrays sharded between steps. `add` is an
 # all-reduce of every matrix of a list, `scatter` a reduce-scatter, `gather` an all-gather; `my_shards`
-# selects this device's shards. If the activations of all rows don't fit in memory, a device processes Z
-# **microbatches** one after another and adds up their gradients (gradient accumulation).
+# selects this device's shards. ZeRO 1 and 2 return gathered weights with `out_specs=P()`, so `gather` asks
+# for an invariant result, whose type says that it is equal on all devices (chapter 02). If the activations
+# of all rows don't fit in memory, a device processes Z **microbatches** one after another and adds up their
+# gradients (gradient accumulation).
 
 # %%
 each = lambda function: lambda arrays: [function(one) for one in arrays]
 add = each(lambda d_DD: sharding.psum(d_DD, FSDP))
 scatter = each(lambda d_DD: sharding.reduce_scatter(d_DD, FSDP, dim=0))
-# replicated: ZeRO 1 and 2 return it. No gradient passes here, so no extra bytes (02).
 gather = each(lambda w_dD: sharding.all_gather(w_dD, FSDP, dim=0, to="invarying"))
 my_shards = each(lambda w_DD: sharding.own_slice(w_DD, FSDP, dim=0))
 
@@ -411,10 +413,9 @@ assert naive.total.wire_bytes == 1.5 * found.total.wire_bytes
 # %% [markdown]
 # It sends as much as DDP. An all-reduce *is* a reduce-scatter followed by an all-gather, 344,064 bytes
 # each. Between the two, a device holds its eighth of the summed gradient, and Adam needs no more. So ZeRO 1
-# updates at this point, and then gathers weights instead of gradients. (An all-reduce in place of the
-# reduce-scatter costs 1.5 times the bytes, as in DeepSpeed in
-# [2020](https://github.com/deepspeedai/DeepSpeed/issues/156) and
-# [2024](https://github.com/deepspeedai/DeepSpeed/issues/5758).)
+# updates at this point, and then gathers weights instead of gradients. (DeepSpeed used an all-reduce in
+# place of the reduce-scatter in [2020](https://github.com/deepspeedai/DeepSpeed/issues/156) and again in
+# [2024](https://github.com/deepspeedai/DeepSpeed/issues/5758). That sends 1.5 times the bytes.)
 #
 # Here are all four, with four microbatches of one row each:
 
@@ -431,13 +432,13 @@ assert sent["zero_1"] == sent["ddp"] and sent["zero_2"] == 2.5 * sent["zero_1"]
 
 # %% [markdown]
 # All four match the step on one device. On the left are the bytes that a device sends, on the right those
-# that it stores between steps.
+# that it stores between steps. (Gradients are freed by then.)
 #
 # - **ZeRO 1** accumulates unsharded gradients, and reduce-scatters them once.
 # - **ZeRO 2** reduce-scatters in every microbatch, so that the sum is always sharded.
 # - **ZeRO 3** gathers the weights at the start of the step instead of at its end. **Sharding the weights
 #   between steps costs no extra bytes.** `zero_3` gathers all layers once. FSDP (the by-hand program, and the
-#   paper's ZeRO 3) gathers one layer at a time, and each of them twice.
+#   paper's ZeRO 3, section 7) gathers one layer at a time, and each of them twice.
 #
 # > **Predict.** Between steps, `zero_3` stores 49,152 bytes of weights instead of 393,216. How much
 # > temporary memory does its step need, with one microbatch? (A gradient can reuse the memory of a gathered
@@ -480,7 +481,7 @@ panels[0].set(title="gathered once: zero_3 above")
 panels[1].set(title="gathered twice: FSDP", xlabel="time in a step")
 
 # %% [markdown]
-# The by-hand program, as the paper (section 7), gathers twice:
+# Count the bytes and the temporary memory of both:
 
 # %%
 donated = jax.jit(step, donate_argnums=(0, 1, 2))  # reuse the memory of the old state
@@ -520,9 +521,9 @@ assert gathers(written_out) == 2 and gathers(looped) == 4, "the loop matters"
 #
 # A device can receive the next layer's weights while it computes the current layer. Communication that
 # overlaps with compute costs no time; the rest is **exposed**. FSDP therefore *prefetches*: it starts the
-# gather of the next layer when the current one starts. (DDP sends gradients in **buckets** during the
-# backward pass.) These are three layers of Llama 3 8B on eight H100s, at peak speed; F1 is the forward pass
-# of layer 1, B1 its backward pass:
+# gather of the next layer when the current one starts. (DDP sends gradients during the backward pass, in
+# **buckets**: groups of matrices.) These are three layers of Llama 3 8B on eight H100s, at peak speed; F1
+# is the forward pass of layer 1, B1 its backward pass:
 
 
 # %% tags=["hide-input"]
@@ -576,7 +577,9 @@ figure.legend(boxes, FILL, loc="outside lower center", ncols=2, fontsize=9)
 # %% [markdown]
 # ## When FSDP is limited by communication
 #
-# Weights do not shrink with the batch, so with few tokens, communication takes longer than the matmuls.
+# Weights do not shrink with the batch, so with few tokens, communication takes longer than the matmuls. The
+# planner (`python -m plan`) adds up a step's matmuls, bytes and memory by formulas. With peak FLOP/s and full
+# bandwidth, it also computes a **lower bound** of the step's time.
 #
 # > **Predict.** How many tokens per device and microbatch do you need on eight H100s for compute to take as
 # > long as communication? An H100 has 989 TFLOP/s and a bandwidth of 450 GB/s over NVLink.
@@ -602,7 +605,7 @@ assert enough == 1792
 # By hand: a layer has W weights, and a device N tokens. The forward pass takes an all-gather, 2W bytes, and
 # 2WN FLOPs; the backward pass an all-gather and a reduce-scatter, 4W bytes, and 4WN FLOPs. So compute takes
 # longer than communication if **N > peak FLOP/s / bandwidth**, for any W and any number of devices: 989e12
-# / 450e9 = 2,198 for an H100. (The planner's number is lower, because devices send only 7/8 of W, and
+# / 450e9 = 2,198 for an H100. (The planner's 1,792 is lower, because devices send only 7/8 of W, and
 # attention has matmuls without weights.)
 #
 # The rule assumes two all-gathers and a reduce-scatter in bf16, no recomputation, full bandwidth, and a
@@ -677,9 +680,22 @@ print("gradient", lesson.ratio(grads, alone_grads))
 for axes, moves in found.totals_by("axes").items():
     print(f"  over {axes}: {moves.wire_bytes:,} bytes")
 
+# %% tags=["remove-cell"]
+of_all = jax.tree_util.tree_leaves_with_path(weights)
+named = lambda part: [x for path, x in of_all if part in jax.tree_util.keystr(path)]
+norms, tables = (sum(x.nbytes for x in named(one)) for one in ("norm", "embedding"))
+matrices = sum(x.nbytes for _, x in of_all) - norms
+over = {axes: moves.wire_bytes for axes, moves in found.totals_by("axes").items()}
+assert matrices == 145_920 == 4 * over["data"]
+assert over["fsdp"] == 3 / 4 * (3 * (matrices - tables) + 2 * tables)
+assert over["data*fsdp"] == 1526 == 7 / 4 * (norms + 8), "8: two sums of the loss"
+
 # %% [markdown]
-# Weights are gathered over `fsdp` only. A gradient must be summed over both axes, since all eight devices
-# had different rows. Still, few bytes go over `data` (exercise 2 asks why), so it suits a slow network.
+# All matrices have 145,920 bytes. Weights are gathered over `fsdp` only: a device sends 3/4 of each layer's
+# matrices three times, and of the embeddings twice. A gradient must be summed over both axes, since all
+# eight devices had different rows. But only a quarter of the 145,920 bytes go over `data`, so this axis
+# suits a slow network. (Exercise 2 asks how.) The 1,526 bytes over both axes are the gradients of the norms,
+# which are replicated, and the sums of the loss.
 #
 # ## Exercise 1: the norm of a sharded gradient
 #
@@ -857,8 +873,9 @@ print(check_two_axes(slice_of_sum))
 #
 # `return sharding.psum(sharding.reduce_scatter(partial_DD, FSDP, dim=0), DATA)` sends 16,384 bytes over the
 # slow axis. The other order gives equal sums but sends 65,536 bytes, which a test of the values cannot
-# reveal. In `model.py`, the reduce-scatter is the backward pass of the gather inside the layer, and the sum
-# over `data` that of a `pcast` before all loops, so it runs once per step.
+# reveal. In `model.py`, the reduce-scatter is the backward pass of the gather inside the layer. The sum over
+# `data` is the backward pass of a `pcast`, which makes an invariant weight varying (chapter 02). This
+# `pcast` comes before all loops, so the sum runs once per step.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -882,8 +899,8 @@ lesson.expect(check_two_axes, *TWO_AXES_HINTS, (answer_2, "Right on two"),
 # ## Exercise 3: choose the settings
 #
 # Train `llama3_8b` on `v5p:4x4x4` (64 chips), with 95.74 GiB per chip; a step has 4,096 sequences of 512
-# tokens. Return settings for which the plan fits, with a lower bound of at most 3.55 s without any overlap. You
-# choose these (what you leave out gets its first value):
+# tokens. Return settings whose planned memory fits, and whose planned lower bound is at most 3.55 s without
+# any overlap. You choose these (what you leave out gets its first value):
 #
 # - `mesh`, of `data` and `fsdp`, which is required;
 # - `work.gather`: `"layer"`, again in every microbatch; `"step"`, once;
@@ -945,9 +962,27 @@ print(check_settings(settings))
 # <details><summary>Solution</summary>
 #
 # `{"mesh": "fsdp=64", "work.gather": "step", "work.remat": "none", "work.device_batch": 4}` takes 3.47 s,
-# in 81 GiB. `fsdp=64` alone fits in 15 GiB and takes 4.20 s, as it computes every layer twice. `"dots"`
-# fits only with several microbatches, and each of them gathers again: 3.79 s with four. With `gather=step`,
-# more microbatches cost almost nothing.
+# in 81 GiB. This command prints them by part:
+#
+# ```
+# python -m plan llama3_8b --topology v5p:4x4x4 --mesh fsdp=64 --data.batch_size 4096 \
+#     --data.seq_len 512 --work.gather step --work.remat none --work.device_batch 4
+# ```
+#
+# The shards of weights and moments take 1.4 GiB, the gathered weights and unsharded gradients 45, saved
+# activations 33, and the arrays of the layer at work 1.2. The 33 are almost four times the 8.5 that the
+# formula above gives for 2,048 tokens. `"none"` saves every operand that a gradient needs, also the float32
+# values of norms, and 5 F instead of 3 F. And with several microbatches the planner counts this twice,
+# because the loop copies it to a buffer.
+#
+# `fsdp=64` alone fits in 15 GiB and takes 4.20 s, of which 4.09 are compute. That is less than 4/3 x 3.32 =
+# 4.43, because only the layers run twice, and without their last matmul: no gradient needs its result.
+# `"dots"` fits only with several microbatches, and each of them gathers again: 3.79 s with four. With
+# `gather=step`, more microbatches cost almost nothing.
+#
+# A lower bound leaves out what the operations between matmuls read from memory and write to it. The
+# planner's estimate, in the line `step`, includes it: 10.3 s for these settings, and 5.2 s for `fsdp=64`
+# alone. So prefer the latter for training.
 # </details>
 
 # %% tags=["remove-cell"]
@@ -956,8 +991,14 @@ EACH = "work.device_batch"
 DOTS, NONE = SLICED | {"work.remat": "dots"}, SLICED | {"work.remat": "none"}
 for size in (1, 2, 4, 8):
     assert check_settings(DOTS | STEP | {EACH: size}).startswith("Right: 3.")
-whole = planner.plan(preset(NONE | STEP | {EACH: 4}), "v5p:4x4x4")
+whole, again = (planner.plan(preset(one), "v5p:4x4x4")
+                for one in (NONE | STEP | {EACH: 4}, SLICED))  # fmt: skip
 assert abs(whole.lower_bound()["compute"] - ONCE) < 0.005
+assert round(again.lower_bound()["compute"], 2) == 4.09
+assert [round(one.step_s, 1) for one in (whole, again)] == [10.3, 5.2]
+sums = [("parameters", "optimizer"), ("weights", "gradients"), ("saved",), ("at work",)]
+parts = [sum(whole.memory_bytes[name] for name in names) / GiB for names in sums]
+assert [round(part, 1) for part in parts] == [1.4, 44.9, 33.0, 1.2]
 lesson.expect(check_settings, (lambda: NONE | STEP | {EACH: 4}, "Right: 3.47 s"),
               (NONE | STEP | {EACH: 4}, "81 GiB"),
               (lambda: SLICED, "4.20 s"), (SLICED, "15 GiB. Compute"),
@@ -1193,13 +1234,13 @@ lesson.expect(check_mend, *zip(WRONG, [hint for _, hint in MUON_HINTS], strict=T
 # all gradients, Z the microbatches. For bytes, multiply by (n - 1)/n, where n is the size of the axis, and
 # by the bytes per element.
 #
-# | | unsharded between steps | forward | backward | once per step | exposed |
+# | | stored unsharded | forward | backward | once per step | exposed |
 # |---|---|---|---|---|---|
 # | DDP | all | | | all-reduce, 2 dW | its last bucket |
 # | ZeRO 1 | weights, gradients | | | reduce-scatter and all-gather, dW + W | at the end of the step |
 # | ZeRO 2 | weights | | reduce-scatter, Z dW | all-gather, W | all-gather at the end of the step |
-# | `zero_3`, gathered once | nothing | all-gather, W | reduce-scatter, Z dW | | at the first layer |
-# | FSDP | nothing | all-gather, Z W | both, Z W + Z dW | | first gather, last scatter; all, unless prefetched |
+# | `zero_3`, gathered once | nothing, between steps | all-gather, W | reduce-scatter, Z dW | | at the first layer |
+# | FSDP | nothing | all-gather, Z W | both, Z W + Z dW | | with prefetching, the first gather and the last scatter; without, all of them |
 # | HSDP | nothing within a group | all-gather, Z W | both, Z W + Z dW | over `data`: all-reduce, 2 x a shard of dW | as FSDP, and once on the slow network |
 #
 # The same in three libraries:
