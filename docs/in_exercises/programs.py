@@ -18,7 +18,9 @@ from docs.notebooks import HIDDEN, ROOT
 HERE = Path(__file__).resolve().parent
 # The exercises whose checkers need neither the compiler nor the planner, nor arrays that are large for plain Python
 CHAPTERS = {"01_sharding": (1, 2, 3), "02_gradients": (1, 2, 3), "03_fsdp": (1,), "04_tensor": (1, 2, 3),
-            "07_experts": (1, 2, 3), "08_axes": (1,), "14_decode": (1,)}  # fmt: skip
+            "07_experts": (1, 2, 3), "08_axes": (1,), "09_choose": (1,), "11_tokens": (2,), "12_survive": (1,),
+            "13_hosts": (1,), "14_decode": (1,), "15_left_to_the_compiler": (1,), "16_profile": (1, 3),
+            "17_kernel": (3,), "18_serve_at_scale": (1, 2, 3)}  # fmt: skip
 GIVEN = {"jax", "jnp", "np", "P", "sharding", "lesson", "functools", "AxisType", "math"}  # `environment.py` has them
 STANDARD = "collections", "functools", "itertools", "dataclasses"  # modules from which a chapter may import names
 EMULATED = "jax", "jax.lax", "sharding"  # the same, of those that `environment.py` has

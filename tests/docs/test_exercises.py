@@ -46,7 +46,7 @@ def test_the_checkers_reply_as_with_jax(page):
                           capture_output=True, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
     names = [f"{chapter} {number}" for chapter, numbers in programs.CHAPTERS.items() for number in numbers]
-    assert done.stdout.splitlines()[-len(names) :] == names and len(names) == 15
+    assert done.stdout.splitlines()[-len(names) :] == names and len(names) == 26
 
 
 @pytest.fixture(scope="module")

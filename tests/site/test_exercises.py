@@ -40,6 +40,13 @@ RIGHT = {
 
 print(check_pair(pair_backward))
 """, "Right on 2 and 4 devices, with one psum."),
+    "18_serve_at_scale": (1, """def reused_tokens(prompt, cached, page):
+    same = [*(a == b for a, b in zip(prompt, cached, strict=False)), False].index(False)
+    return min(same, len(prompt) - 1) // page * page
+
+
+print(check_hits(reused_tokens))
+""", "Right: 32, 16, 0 and 16."),
 }  # fmt: skip
 
 
