@@ -4,7 +4,7 @@
 (function () {
   const list = document.querySelector("#exercises");
   if (!list || location.protocol === "file:") return;  // a browser loads no worker into a page that is opened as a file
-  const names = JSON.parse(list.textContent), address = new URL("exercise_worker.js", document.currentScript.src);
+  const exercises = Object.entries(JSON.parse(list.textContent)), address = new URL("exercise_worker.js", document.currentScript.src);
 
   // One worker for the page. A loop without an end is stopped by ending it.
   const waiting = new Map();
@@ -43,8 +43,7 @@
     return found;
   }
 
-  function offer(cell, name) {
-    const given = `${cell.querySelector(".cell_input pre").innerText.trimEnd()}\n`;
+  function offer(cell, name, given) {
     const open = element("button", { type: "button", textContent: "Solve it on this page" });
     const text = element("textarea", { value: stored.get(name) ?? given, spellcheck: false, wrap: "off" });
     const check = element("button", { type: "submit", textContent: "check" }), reset = element("button", { type: "button", textContent: "start again" });
@@ -83,7 +82,8 @@
   }
 
   for (const cell of document.querySelectorAll("div.cell")) {
-    const name = names[cell.querySelector(".cell_input pre")?.innerText.match(/print\((check_\w+)\(/)?.[1]];
-    if (name) offer(cell, name);
+    const text = cell.querySelector(".cell_input pre")?.innerText.trimEnd();
+    const [name, { cell: given }] = exercises.find(([, one]) => one.place.trimEnd() === text) ?? ["", {}];
+    if (name) offer(cell, name, given);
   }
 })();

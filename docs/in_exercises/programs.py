@@ -37,7 +37,8 @@ class Exercise:
     number: int
     title: str
     code: str  # what the checker needs
-    cell: str  # the reader's cell, with an answer to fill in
+    place: str  # the cell of the page with an answer to fill in
+    cell: str  # the reader's cell: the same, and the line that prints the checker's reply
     tests: str  # the hidden cell that asserts what the checker replies
 
 
@@ -123,13 +124,16 @@ def exercises(chapter: str) -> list[Exercise]:
     for number in CHAPTERS[chapter]:
         own = [cell for cell in every if cell.exercise == number]
         before = [cell for cell in every if cell.exercise in range(number + 1)]
-        (cell,) = (one for one in own if re.search(r"(?m)^print\(check_", one.text))
         tests = [one.text for one in own if HIDDEN in one.tags]
-        shown = [one for one in before if HIDDEN not in one.tags and one is not cell]
-        statements = [node for one in shown for node in ast.parse(one.text).body]
-        wanted = {name for node in ast.parse(cell.text + "\n".join(tests)).body for name in used(node)}
+        dots = re.compile(r"(?m)(return|=) \.\.\.( *#.*)?$")  # a reader's answer takes their place
+        place = next(one.text for one in own if HIDDEN not in one.tags and dots.search(one.text))
+        (line,) = {line for one in own for line in re.findall(r"(?m)^print\(check_.*\n", one.text)}
+        cell = place if line in place else f"{place}\n\n{line}"
+        shown = [one.text.replace(line, "") for one in before if HIDDEN not in one.tags and one.text != cell]
+        statements = [node for text in shown for node in ast.parse(text).body]
+        wanted = {name for node in ast.parse(cell + "\n".join(tests)).body for name in used(node)}
         code = "\n".join(map(source, needed(statements, wanted)))
-        found.append(Exercise(chapter, number, titles[number], code, cell.text, "\n".join(tests)))
+        found.append(Exercise(chapter, number, titles[number], code, place, cell, "\n".join(tests)))
     return found
 
 
@@ -166,6 +170,7 @@ def script(chapter: str) -> str:
     """Return the HTML with which a chapter's page offers its exercises, or ""."""
     if chapter not in CHAPTERS:
         return ""
-    names = {re.search(r"print\((check_\w+)\(", one.cell)[1]: f"{chapter} {one.number}" for one in exercises(chapter)}
-    data = f'<script type="application/json" id="exercises">{json.dumps(names)}</script>'
+    given = {f"{chapter} {one.number}": {"place": one.place, "cell": one.cell} for one in exercises(chapter)}
+    text = json.dumps(given).replace("</", "<\\/")  # nothing in it may end the script
+    data = f'<script type="application/json" id="exercises">{text}</script>'
     return f'{data}\n<script src="../_static/exercise.js"></script>'

@@ -1,6 +1,7 @@
 """Tests of the exercises that the site checks without JAX: replies, values, gradients and bytes are those of JAX."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -47,6 +48,13 @@ def test_the_checkers_reply_as_with_jax(page):
     assert done.returncode == 0, done.stderr
     names = [f"{chapter} {number}" for chapter, numbers in programs.CHAPTERS.items() for number in numbers]
     assert done.stdout.splitlines()[-len(names) :] == names and len(names) == 26
+
+
+def test_a_box_has_the_readers_function_and_no_checker():
+    """Catches a box with the checker, whose code has a right answer, or without the function that a reader fills in."""
+    for one in (one for chapter in programs.CHAPTERS for one in programs.exercises(chapter)):
+        assert re.search(r" \.\.\.($|  # )", one.cell, re.MULTILINE), one.cell
+        assert "lesson." not in one.cell and one.cell.splitlines()[-1].startswith("print(check_"), one.cell
 
 
 @pytest.fixture(scope="module")
