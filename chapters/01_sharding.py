@@ -545,8 +545,8 @@ figure.get_layout_engine().set(wspace=0.1)
 # - `psum_scatter` (`sharding.reduce_scatter` in this project): the devices' arrays are added, and each
 #   device keeps one shard of the sum.
 # - `psum`: the arrays are added, and every device gets the whole sum.
-# - `all_to_all`: device i sends its slot j to device j. One dim is split into slots, and the received slots
-#   are concatenated along the same dim or another one.
+# - `all_to_all(x, axis, split, concat)`: device i sends its slot j to device j. The dim `split` is split into
+#   slots, and the received slots are concatenated along the dim `concat`, which may be the same one.
 # - `ppermute` (`sharding.shift`): each device sends to one other device; here, to the next.
 #
 # ## What a ring sends
