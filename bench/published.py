@@ -34,6 +34,7 @@ KINDS = {  # the kinds of steps, and the page of each
     "MoE": "published_moe", "GPUs": "published_gpus",
     "GPUs without FlashAttention": "published_without_flash_attention", "GPUs, this trainer": "published_this_trainer",
 }  # fmt: skip
+ON_TPUS = [kind for kind in KINDS if not kind.startswith("GPUs")]  # the fit for TPUs uses these alone
 SIZES = {"vocab": "vocab_size", **{name: name for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head")}}
 WINDOWS = {"gpt-oss": (128, 1 / 2), "gemma3": (1024, 5 / 6)}  # the two numbers of `WindowedConfig`, by name
 # FLOPs as the source counts them: per token and weight of a layer, and of attention per query-key pair and head width.

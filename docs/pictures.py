@@ -228,7 +228,7 @@ def planned_and_published() -> str:
     """Draw planned against published steps as SVG, with the name and the error of each run as its tooltip."""
     from bench import published, speeds  # imported here, so that drawing the other figures stays fast
 
-    kind, every = "dense, one slice", published.plan_rows()
+    kind, every = "dense, one slice", published.plan_rows(*published.ON_TPUS)
     rows = [row for row in every if row.kind == kind]
     low, high, left, top, side = math.log10(2), math.log10(150), 46, 10, 260
     place = lambda seconds: (math.log10(seconds) - low) / (high - low) * side

@@ -117,8 +117,8 @@ def page_data() -> dict:
     from plan.chips import hardware
     from plan.count.memory import MEANS
 
-    chips = {key: {"shapes": shapes(chip), "torus_dims": chip.torus_dims} for key, chip in hardware.CHIPS.items()
-             if key != "cpu"}  # fmt: skip
+    of_chip = lambda chip: {"shapes": shapes(chip), "torus_dims": chip.torus_dims, "per_chip": chip.devices_per_chip}
+    chips = {key: of_chip(chip) for key, chip in hardware.CHIPS.items() if key != "cpu"}
     presets = {which: start_of(which, hardware.CHIPS["v4"]) for which in SHOWN}
     return {"presets": presets, "chips": chips, "means": MEANS}
 

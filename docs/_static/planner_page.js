@@ -66,7 +66,8 @@
   function shaped(text) {
     const [, first, key, last] = text.match(/^(?:(\d+)\s+)?([a-z]\w*)(?::(\d+))?$/) ?? [];
     const chip = Object.hasOwn(data.chips, key ?? "") ? data.chips[key] : {};
-    return chip.torus_dims && chip.shapes[first ?? last] ? `${key}:${chip.shapes[first ?? last]}` : text;
+    const shape = chip.torus_dims && chip.shapes[(first ?? last) * chip.per_chip];  // shapes are by the number of devices
+    return shape ? `${key}:${shape}` : text;
   }
 
   function read() {
@@ -150,6 +151,7 @@
   async function search() {
     const cfg = read(), own = ++searching, found = [], box = form.querySelector(".found");
     const { devices, error } = await ask({ topology: cfg.topology, count: true });
+    if (own !== searching) return;
     if (error) {
       box.textContent = error;
       return;

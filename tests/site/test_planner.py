@@ -129,10 +129,14 @@ for (const [name, text] of [["topology", "64 v5e"], ["batch_size", "256"], ["seq
 form.querySelector("[name=search]").click();
 await settle(() => box.querySelector("table"));
 const said = box.textContent, first = box.querySelector("tbody button");
+type("topology", "8 tpu7x");  // two devices a chip
+form.querySelector("[name=search]").click();
+await settle(() => box.textContent.startsWith("Of"));
+const two = box.textContent;
 type("topology", "v5e:7");
 form.querySelector("[name=search]").click();
 await settle(() => box.textContent);
-return { said, first: first.textContent, refused: box.textContent };
+return { said, two, first: first.textContent, refused: box.textContent };
 """
 
 
@@ -141,6 +145,7 @@ def test_the_search_takes_its_devices_from_the_chips():
     [seen] = evaluate({"page": "planner_widget.html", "script": SEARCH})
     assert re.match(r"Of \d+ meshes of 64 devices, \d\d+ can run this batch .*, and \d+ of these fit", seen["said"])
     assert seen["first"] == "fsdp=64"
+    assert re.match(r"Of \d+ meshes of 16 devices", seen["two"])
     assert seen["refused"].startswith("topology 'v5e:7': ")
 
 
