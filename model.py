@@ -47,6 +47,7 @@ from config import ModelConfig
 from config.fields import RopeScaling, parse_rope_scaling
 from kernels.grouped import grouped_matmul
 from overlap.context import over_context
+from overlap.experts import apply_experts
 from overlap.layers import scan_layers, stack_size
 from overlap.positions import apply_scatter, gather_apply, gather_apply_scatter
 from overlap.remat import named, remat
@@ -429,45 +430,18 @@ def experts_feed_forward(w: MoE, c: ModelConfig, matmul, rows, gates):
     return matmul(activate(c, up, gate) * gates[..., None].astype(up.dtype), w.w_down_EMD)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def permute_rows(x_ND, order_A, inverse_A, copies=1):
-    """Copy each row `copies` times and reorder the copies. The backward pass gathers with the inverse order,
-    because scatters are slow. Shapes: [N, D] -> [N * copies, D]."""
-    return x_ND[order_A // copies]
-
-
-def _permute_backward(copies, inverse_A, dx_AD):
-    return jnp.sum(dx_AD[inverse_A].reshape(-1, copies, dx_AD.shape[-1]), axis=1), None, None
-
-
-_permute_forward = lambda x, order, inverse, copies: (permute_rows(x, order, inverse, copies), inverse)
-permute_rows.defvjp(_permute_forward, _permute_backward)
-
-
 def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
-    """Apply the experts and drop no token: all-gather, sort by expert, grouped matmuls, reduce-scatter.
+    """Apply the experts and drop no token. `overlap/experts.py` chooses how tokens reach their experts.
 
-    Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR.
-    Sends over EXPERT (n devices): the activations of n - 1 devices in each of the two collectives.
+    Shapes: [b, s, D] -> [b, s, D], a partial sum over TENSOR. Sends over EXPERT: see `gathered` and `routed`.
     """
-    b, s, D = x_bsD.shape
-    x_ND = all_gather(x_bsD.reshape(b * s, D), EXPERT, dim=0)
-    gates_A = all_gather(gates_bsk.reshape(b * s, c.top_k), EXPERT, dim=0).reshape(-1)
-    experts_A = all_gather(experts_bsk.reshape(b * s, c.top_k), EXPERT, dim=0).reshape(-1)
 
-    n_local = c.n_experts // axis_size(EXPERT)
-    local_A = experts_A - axis_index(EXPERT) * n_local
-    # Assignments to remote experts form the last group, n_local; grouped_matmul returns 0 for their rows.
-    group_A = jnp.where((local_A >= 0) & (local_A < n_local), local_A, n_local)
-    order_A = jnp.argsort(group_A, stable=True)
-    inverse_A = jnp.argsort(order_A)
-    sizes_e = jnp.sum(jax.nn.one_hot(group_A, n_local, dtype=jnp.int32), axis=0)
+    def sorted_rows(w, rows_AD, gates_A, sizes_e):
+        return experts_feed_forward(w, c, lambda x, w: grouped_matmul(x, w, sizes_e), rows_AD, gates_A)
 
-    rows_AD = permute_rows(x_ND, order_A, inverse_A, c.top_k)
-    gates_A = permute_rows(gates_A[:, None], order_A, inverse_A)[:, 0]
-    out_AD = experts_feed_forward(w, c, lambda rows, w: grouped_matmul(rows, w, sizes_e), rows_AD, gates_A)
-    partial_ND = jnp.sum(permute_rows(out_AD, inverse_A, order_A).reshape(-1, c.top_k, D), axis=1)
-    return reduce_scatter(partial_ND, EXPERT, dim=0).reshape(b, s, D)
+    inputs_N = (x.reshape(-1, x.shape[-1]) for x in (x_bsD, gates_bsk, experts_bsk))
+    experts = MoE(w_gate_EDM=w.w_gate_EDM, w_up_EDM=w.w_up_EDM, w_down_EMD=w.w_down_EMD)
+    return apply_experts(c, sorted_rows, experts, *inputs_N).reshape(x_bsD.shape)
 
 
 def slots_per_expert(c: ModelConfig, positions: int) -> int:

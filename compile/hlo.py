@@ -20,6 +20,9 @@ BETWEEN_SLICES = {"ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter"
 # Files that wrap collectives: report the line that calls them instead.
 WRAPPERS = ("sharding.py", "positions.py", "rings.py", "context.py")
 
+# Named scope of loops that run as often as the data requires, and once if routers are balanced (`overlap/experts.py`).
+COUNTED_ONCE = "counted_once"
+
 COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 INSTRUCTION = re.compile(r"^  (ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\((.*?)\)(?:, (.*))?$")
 ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
@@ -147,8 +150,9 @@ class Program:
 
     def trip_count(self, caller: dict, loop: Instruction) -> int:
         """Return a loop's trip count, from the compiler's annotation or from its condition `counter < limit`.
+        Otherwise it is 1 for a loop in the scope COUNTED_ONCE.
 
-        Raises: ValueError if neither gives it.
+        Raises: ValueError for any other loop.
         """
         if known := loop.attribute('"known_trip_count":', r'\{"n":"(\d+)"'):
             return int(known)
@@ -160,6 +164,8 @@ class Program:
             start, limit, step = *map(first, values), self.counter_step(body, values[0])
             if all(isinstance(x, int) for x in (start, limit, step)) and step > 0:
                 return max(0, -(-(limit - start) // step))
+        if COUNTED_ONCE in loop.scope:
+            return 1
         raise ValueError(f"cannot know how often loop %{loop.name} runs ({loop.scope or 'no scope'}, "
                          f"{self.source(loop)}): its condition is not counter < constant")  # fmt: skip
 

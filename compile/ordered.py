@@ -258,7 +258,21 @@ class Writer:
             at = params["num_consts"]
             body = closed(params["jaxpr"], at=at)
             return self.add_with_token(equation, inputs, at, jaxpr=body, num_carry=params["num_carry"] + 1)
+        if name == "while":
+            return self.add_with_token(equation, inputs, params["cond_nconsts"] + params["body_nconsts"],
+                                       **self.while_params(params, closed))  # fmt: skip
         raise NotImplementedError(f"collectives in {name}: compile/ordered.py cannot order them on simulated devices")
+
+    def while_params(self, params: dict, closed) -> dict:
+        """Return the body and the condition of a loop that passes the token along. A collective in the condition is
+        refused, because a loop's token comes from its body."""
+        condition, at = params["cond_jaxpr"], params["cond_nconsts"]
+        if any(id(equation) in self.holders for equation in condition.jaxpr.eqns):
+            raise NotImplementedError("collectives in the condition of a loop: compile/ordered.py cannot order them")
+        variables = [*condition.jaxpr.invars[:at], jex.Var(self.token.aval), *condition.jaxpr.invars[at:]]
+        unnamed = condition.jaxpr.debug_info.with_unknown_names()
+        condition = condition.replace(jaxpr=condition.jaxpr.replace(invars=variables, debug_info=unnamed))
+        return {"cond_jaxpr": condition, "body_jaxpr": closed(params["body_jaxpr"], at=params["body_nconsts"])}
 
     def add_with_token(self, equation, inputs, at=0, **params) -> list:
         """Add an equation that takes the token as its input at index `at`, and returns it as its first result."""

@@ -37,6 +37,8 @@ ROPE = (
 )
 EXPERTS = Needs("model.n_experts", 8, "a model with experts", lambda cfg: cfg.model.n_experts > 0)
 SEVERAL_EXPERTS = EXPERTS, Needs("model.top_k", 2, "model.top_k above 1", lambda cfg: cfg.model.top_k > 1)
+DROPLESS = EXPERTS, Needs("model.capacity_factor", 0, "a model without a capacity",
+                          lambda cfg: not cfg.model.capacity_factor)  # fmt: skip
 DENSE_LAYERS = Needs("model.dense_prefix", 1, "a model with dense layers", lambda cfg: cfg.model.has_dense_layers)
 INPUTS = Needs("data.objective", "prefix", "an objective with inputs", lambda cfg: cfg.data.objective != "causal")
 TEXTS = Needs("data.objective", "causal", "an objective besides 'task'",
@@ -44,7 +46,7 @@ TEXTS = Needs("data.objective", "causal", "an objective besides 'task'",
 ADAMW = Needs("optim.name", "adamw", "AdamW")
 WARMUP = Needs("optim.schedule", "cosine", "a schedule with a name",
                lambda cfg: parse_schedule(cfg.optim.schedule).kind != "points")  # fmt: skip
-REPLICAS, STAGES, CONTEXT, TENSOR = (of_mesh(axis) for axis in ("data", "stage", "context", "tensor"))
+REPLICAS, STAGES, EXPERT, CONTEXT, TENSOR = map(of_mesh, ("data", "stage", "expert", "context", "tensor"))
 
 
 def read(cfg, name: str):

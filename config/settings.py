@@ -45,6 +45,8 @@ from config.needs import (
     ADAMW,
     CONTEXT,
     DENSE_LAYERS,
+    DROPLESS,
+    EXPERT,
     EXPERTS,
     GQA,
     INPUTS,
@@ -82,6 +84,11 @@ class WorkConfig:
     # all_to_all: shard heads instead (auto never chooses it)
     context_attention: Annotated[
         Literal["auto", "gather", "ring", "all_to_all"], Baseline("gather", "gather"), CONTEXT
+    ] = AUTO
+    # how tokens reach dropless experts along expert. gathered: all-gather all tokens; routed: send a token only to the
+    # devices that have its experts
+    expert_exchange: Annotated[
+        Literal["auto", "gathered", "routed"], Baseline("gathered", "routed"), *DROPLESS, EXPERT
     ] = AUTO
     # compute the loss in chunks: a device never stores more logits than this number of tokens has
     loss_chunk: Annotated[SizeOrAuto, Baseline(512)] = AUTO

@@ -61,7 +61,7 @@ MODELS = {
 # A word of a case -> the setting it changes. None of them may change a result.
 WORK = {"remat": "work.remat", "gather": "work.gather", "attention": "work.context_attention",
         "loss_chunk": "work.loss_chunk", "microbatches": "work.microbatches", "schedule": "work.schedule",
-        "exchange": "work.tensor_exchange"}  # fmt: skip
+        "exchange": "work.tensor_exchange", "experts": "work.expert_exchange"}  # fmt: skip
 
 CASES = """
 data=2                      dense     accumulation=3
@@ -75,7 +75,7 @@ fsdp=4                      dense     accumulation=3
 fsdp=8                      moe       remat=dots
 expert=2                    moe       accumulation=3
 expert=4                    capacity  remat=full
-expert=8                    moe       gather=step
+expert=8                    moe       gather=step experts=routed
 context=2                   moe       attention=ring
 context=4                   dense     attention=ring remat=input@host,keys,attention@host
 context=8                   capacity  attention=gather loss_chunk=40
@@ -123,11 +123,11 @@ data=2,expert=2,tensor=2    capacity  remat=dots gather=step exchange=ring
 stage=2,fsdp=2,expert=2     moe       microbatches=2 schedule=1f1b gather=step
 stage=2,fsdp=2,context=2    capacity  microbatches=4 remat=dots
 stage=2,fsdp=2,tensor=2     mixed     microbatches=2 schedule=interleaved:2 remat=dots exchange=ring
-stage=2,expert=2,context=2  moe       microbatches=4 schedule=interleaved:2 accumulation=3 gather=step
+stage=2,expert=2,context=2  moe       microbatches=4 schedule=interleaved:2 accumulation=3 gather=step experts=routed
 stage=2,expert=2,tensor=2   moe       microbatches=4 schedule=zb remat=full exchange=ring gather=step
 stage=2,context=2,tensor=2  dense     microbatches=2 attention=gather loss_chunk=40 gather=step
-fsdp=2,expert=2,context=2   mixed     attention=ring remat=full
-fsdp=2,expert=2,tensor=2    moe       accumulation=3 exchange=ring
+fsdp=2,expert=2,context=2   mixed     attention=ring remat=full experts=routed
+fsdp=2,expert=2,tensor=2    moe       accumulation=3 exchange=ring experts=routed
 fsdp=2,context=2,tensor=2   capacity  attention=ring accumulation=3 exchange=ring
 expert=2,context=2,tensor=2 moe       attention=ring
 stage=2,context=2,tensor=2  mixed     microbatches=2 attention=ring schedule=1f1b exchange=ring

@@ -157,7 +157,7 @@ def test_a_config_survives_a_round_trip(name):
 def test_auto_settings_resolve_to_the_plain_values():
     """Catches an execution setting that stays `auto` when it is read, or another default."""
     settled = WorkConfig().resolved
-    assert settled == WorkConfig("none", "layer", "gather", "gather", 512, "gpipe")
+    assert settled == WorkConfig("none", "layer", "gather", "gather", "gathered", 512, "gpipe")
     assert settled.auto_settings == ["microbatches", "device_batch"] and settled.resolved == settled
     cfg = preset("tiny", **{"work.tensor_exchange": "ring"})
     assert cfg.at_work.work == WorkConfig(tensor_exchange="ring", loss_chunk=36).resolved

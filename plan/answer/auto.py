@@ -13,7 +13,7 @@ from config import AUTO, Config, MeshConfig
 from config.fields import REMAT
 from pipeline import fit, schedules
 from plan.time.plan import Plan
-from sharding import CONTEXT, SLICED, STAGE, TENSOR
+from sharding import CONTEXT, EXPERT, SLICED, STAGE, TENSOR
 from utils import UserError
 
 SPARE = 0.1  # fraction of memory left free, because the real peak may exceed the predicted peak by that much
@@ -43,6 +43,7 @@ def without_effect(mesh: MeshConfig) -> set[str]:
         "gather": math.prod(n[axis] for axis in SLICED),
         "tensor_exchange": n[TENSOR],
         "context_attention": n[CONTEXT],
+        "expert_exchange": n[EXPERT],
         "schedule": n[STAGE],
     }
     return {name for name, devices in group_sizes.items() if devices == 1}

@@ -222,8 +222,8 @@ def test_a_report_becomes_published_rows(capsys):
         assert line | {"source": file} in published.read_rows(), "docs/gpus.md says that these rows are there"
         (of,) = report_rows[line["name"]]
         wanted, found = of["config"], published.config(line).to_dict()
-        assert {part: found[part] for part in ("model", "mesh", "work")} == {
-            part: wanted[part] for part in ("model", "mesh", "work")}  # fmt: skip
+        for part in ("model", "mesh", "work"):  # settings that are newer than the report are not in it
+            assert {name: found[part][name] for name in wanted[part]} == wanted[part]
         assert float(line["value"]) == pytest.approx(of["seconds"], rel=1e-3)
 
 

@@ -295,8 +295,8 @@ BY_HAND = {
     "expert=2": ({"model.n_experts": EXPERTS, "model.moe_every": 1, "model.n_shared": 0, "model.top_k": CHOSEN,
                   "model.balance_rate": 0.0},
                  there_and_back("gather_weights", ATTENTION + [WIDTH * EXPERTS]) | UNEMBEDDING | EMBEDDING | NORMS
-                 | {("dropless", "all-gather"): STREAM + [TOKENS * CHOSEN] * 2 + STREAM,
-                    ("dropless", "reduce-scatter"): STREAM + [TOKENS * CHOSEN] + STREAM,
+                 | {("gathered", "all-gather"): STREAM + [TOKENS * CHOSEN] * 2 + STREAM,
+                    ("gathered", "reduce-scatter"): STREAM + [TOKENS * CHOSEN] + STREAM,
                     ("loss", "all-reduce"): [2 + 2 * EXPERTS + 3]}),
 }  # fmt: skip
 

@@ -13,9 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec as P
 
-import model
 from config import MeshConfig
 from kernels import grouped, grouped_gpu
+from overlap import experts
 from plan.chips import hardware
 from sharding import FSDP, make_mesh
 from tests.helpers import every_form
@@ -233,7 +233,7 @@ def test_residuals_are_only_the_operands():
 def test_the_backward_pass_of_a_permutation(copies):
     """Catches a gradient permuted in the forward direction, and one that loses all copies of a row but one."""
     order, x = jnp.array([2, 0, 3, 1]), jnp.arange(8.0 / copies).reshape(-1, 2)
-    permute = lambda x: model.permute_rows(x, order, jnp.argsort(order), copies)
+    permute = lambda x: experts.permute_rows(x, order, jnp.argsort(order), copies)
     out, pull = jax.vjp(permute, x)
     want, want_pull = jax.vjp(lambda x: x[order // copies], x)
     np.testing.assert_array_equal(out, want)
