@@ -170,7 +170,8 @@ def test_a_setting_of_the_model_changes_the_program_or_is_refused():
 
 
 def deep(mesh: str, **work) -> Config:
-    plain = {"gather": "layer", "tensor_exchange": "gather", "context_attention": "gather", "remat": "none"} | work
+    plain = {"gather": "layer", "tensor_exchange": "gather", "context_attention": "gather", "remat": "none",
+             "expert_exchange": "gathered"} | work  # fmt: skip
     work = {f"work.{name}": value for name, value in plain.items()}
     return preset("deep", mesh=mesh, **{"data.batch_size": 32} | work)
 
@@ -179,6 +180,7 @@ MESHES = {
     "stages": deep("stage=2,fsdp=2,tensor=2", schedule="1f1b"),
     "chunks": deep("stage=2", schedule="interleaved"),
     "context": deep("context=2"),
+    "experts": deep("expert=2"),
     "replicas": deep("data=2"),
 }
 

@@ -21,6 +21,7 @@ from architectures import architecture
 from config import Config, ModelAtWork
 from config.fields import parse_outer
 from kernels import attention as attending, grouped
+from overlap import experts
 from overlap.context import chunk_starts
 from overlap.weights import tokens_go_to_table, vocabulary_slices
 from parameters import as_stored
@@ -130,6 +131,24 @@ def grouped_rows(A: int, e: int, platform: str) -> int:
     return grouped.rows_multiplied(A, e) if platform == "tpu" else math.prod(grouped.padded_tiles(A, e))
 
 
+def expert_exchange(c: ModelAtWork, z: Sizes) -> str:
+    """Return how tokens reach dropless experts: gathered or routed."""
+    return "routed" if experts.is_routed(c, z.mesh[EXPERT]) else "gathered"
+
+
+def expert_rows(c: ModelAtWork, z: Sizes) -> tuple[int, int]:
+    """Return the rows of the arrays of an MoE layer's experts on a device, and how many of them have an expert there.
+
+    A row is a token with one of its experts. Dropless experts have as many as if the load of all devices along EXPERT
+    were equal. The arrays have room for all tokens of the group (gathered), or for one round with its SPARE (routed).
+    """
+    N, n = z.b * z.s, z.mesh[EXPERT]
+    if c.capacity_factor:
+        return (c.n_experts * z.b * model.slots_per_expert(c, z.T),) * 2
+    rows = experts.round_arrays(c, N, n)[1] if expert_exchange(c, z) == "routed" else n * N * c.top_k
+    return rows, N * c.top_k
+
+
 def context_exchange(c: ModelAtWork, z: Sizes) -> str:
     """Return the form of attention over CONTEXT: gather, ring or all_to_all."""
     return c.work.context_attention if z.mesh[CONTEXT] > 1 else "gather"
@@ -187,10 +206,11 @@ def attention_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: S
     return [b * x for x in ahead], [b * x for x in back]
 
 
-def expert_matmul_cost(row: traced_layer.LayerRow, sizes: dict, z: Sizes):
-    """Return FLOPs and HBM bytes of an expert matmul, forward, including the rows that a tile pads or repeats."""
-    (A, _), (e, D, M), *_ = ([as_int(dim.at(sizes)) for dim in dims] for dims in row.dims)
-    rows = grouped_rows(A, e, z.platform)
+def expert_matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes):
+    """Return FLOPs and HBM bytes of an expert matmul, forward, including the rows that a tile pads or repeats. On a CPU
+    it also computes rows without an expert."""
+    _, (e, D, M), *_ = ([as_int(dim.at(sizes)) for dim in dims] for dims in row.dims)
+    rows = grouped_rows(expert_rows(c, z)[z.platform != "cpu"], e, z.platform)
     return 2 * rows * D * M, (rows * D + e * D * M + rows * M) * z.width
 
 
@@ -201,7 +221,9 @@ def matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Size
         kernel, (ahead, back) = "attention", ([count * x for x in one] for one in attention_cost(row, sizes, c, z))
     elif row.kind == "kernel":
         kernel = "experts"
-        ahead = [count * x for x in expert_matmul_cost(row, sizes, z)]
+        ahead = [count * x for x in expert_matmul_cost(row, sizes, c, z)]
+        if row.backward == 2:  # routed experts compute it again, whatever the layer saves
+            back = [3 * x for x in ahead]
     else:
         ahead = [count * row.flops.at(sizes), row.hbm_bytes(sizes)]
     # A ring over CONTEXT recomputes each step, whatever the layer saves. So does attention with a mask, but XLA merges
@@ -214,8 +236,11 @@ def matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Size
     return Matmul(traced_layer.part_of(row.scopes), *ahead, bool(row.recomputed), back, row.branch, row.name, kernel)
 
 
-def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Collective:
+def collective_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -> Collective:
     """Return the cost of a collective of a layer."""
+    size, n = row.payload.at(sizes), z.mesh[EXPERT]
+    if row.axes == (EXPERT,) and row.kind == "all-to-all" and not c.capacity_factor:  # traced as if it sent all tokens
+        size = size * experts.round_sizes(c, z.b * z.s, n)[0] // (z.b * z.s)
     small = "D" not in row.payload.letters
     arrives = row.kind == "all-gather" or traced_layer.RING_ALL_GATHER in row.scopes
     if row.axes == (CONTEXT,):
@@ -229,13 +254,13 @@ def collective_cost(row: traced_layer.LayerRow, sizes: dict) -> Collective:
         of = "feed-forward"
     elif part == "activations" and not arrives and row.branch in ("attention", "cross_attention"):
         of = "attention's sums"
-    return Collective(row.kind, row.axes, row.payload.at(sizes), row.count.at(sizes), part, back=row.backward, of=of,
+    return Collective(row.kind, row.axes, size, row.count.at(sizes), part, back=row.backward, of=of,
                       again=bool(row.recomputed), branch=row.branch, arrives=arrives)  # fmt: skip
 
 
 @functools.cache
-def with_attention(c: ModelAtWork, way: str) -> ModelAtWork:
-    return replace(c, work=replace(c.work, context_attention=way))
+def with_forms(c: ModelAtWork, attention: str, exchange: str) -> ModelAtWork:
+    return replace(c, work=replace(c.work, context_attention=attention, expert_exchange=exchange))
 
 
 def layer_costs(c: ModelAtWork, z: Sizes, kind: str, shared: bool = False) -> list[Matmul | Collective]:
@@ -244,9 +269,9 @@ def layer_costs(c: ModelAtWork, z: Sizes, kind: str, shared: bool = False) -> li
     shared  list those that all layers of an encoder or a decoder share instead
     """
     z = z.of_encoder if kind == "encoder" else z
-    way, sizes = with_attention(c, context_exchange(c, z)), letters(c, z)
+    way, sizes = with_forms(c, context_exchange(c, z), expert_exchange(c, z)), letters(c, z)
     return [
-        collective_cost(row, sizes) if row.axes else matmul_cost(row, sizes, c, z)
+        collective_cost(row, sizes, c, z) if row.axes else matmul_cost(row, sizes, c, z)
         for row in traced_layer.layer_rows(way, kind)
         if row.once_per_stack == shared
     ]

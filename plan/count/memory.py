@@ -14,6 +14,7 @@ from config import Config, ModelAtWork
 from config.fields import parse_adamw, parse_remat
 from encoder_decoder import BUCKETS
 from kernels import grouped
+from overlap import experts
 from parameters import as_stored
 from pipeline import schedules
 from plan.chips import hiding
@@ -22,6 +23,8 @@ from plan.count.costs import (
     Sizes,
     Weights,
     context_exchange,
+    expert_exchange,
+    expert_rows,
     grouped_rows,
     layer_counts,
     logits_tokens,
@@ -45,13 +48,6 @@ MEANS = {  # what each part of `memory` holds; docs/planner.md and the planner's
 
 
 FLOAT32 = 4  # bytes
-
-
-def expert_inputs(c: ModelAtWork, z: Sizes) -> int:
-    """Return how many tokens the experts of one device receive in an MoE layer, counted once for each expert."""
-    if c.capacity_factor:
-        return c.n_experts * z.b * model.slots_per_expert(c, z.T)
-    return z.b * z.s * z.mesh[EXPERT] * c.top_k
 
 
 def activations(c: ModelAtWork, z: Sizes, kind: str) -> dict[str, int]:
@@ -85,7 +81,7 @@ def listed_bytes(c: ModelAtWork, z: Sizes, kind: str, on_host: bool) -> float:
     steps = 1 + 1.5 * (z.mesh[CONTEXT] - 1) if context_exchange(c, z) == "ring" else 1
     steps = 0 if c.prefix_lm else steps  # attention with a mask is always recomputed
     keys = c.d_kv_latent + c.d_rope if c.attention == "mla" else 2 * c.n_kv_heads // z.mesh[TENSOR] * c.d_head
-    routed = expert_inputs(c, z) * c.d_expert // z.mesh[TENSOR] if kind == "moe" else 0
+    routed = saved_rows(c, z) * c.d_expert // z.mesh[TENSOR] if kind == "moe" else 0
     sizes = {
         "input": size["stream"], "queries": size["queries"], "keys": z.b * z.s * keys,
         "attention": size["outputs"] * steps, "branch": 0 if c.parallel_residual else size["stream"],
@@ -96,13 +92,14 @@ def listed_bytes(c: ModelAtWork, z: Sizes, kind: str, on_host: bool) -> float:
     return sum(sizes[name] * z.width + (name == "attention") * size["heads"] * steps * FLOAT32 for name in names)
 
 
-def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool = False) -> float:
+def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece=False, temporary=False) -> float:
     """Return the bytes of activations that one layer saves for the backward pass of one microbatch.
 
     remat      "full" saves the layer's input. "branches" also saves the input of the second branch. "dots" saves the
                layer's input and the outputs of matmuls without batch dims. "none" saves every operand that a gradient
                needs, and "fused" those of them that a TPU saves. For a list, see `listed_bytes`
     one_piece  True if the step has only this microbatch
+    temporary  also count what is temporary in a layer: the rows of routed experts
     """
     z = z.of_encoder if kind == "encoder" else z
     size, crosses, gated, way = activations(c, z, kind), kind == "decoder", model.gated(c), context_exchange(c, z)
@@ -126,7 +123,7 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool
     )
     steps = z.mesh[CONTEXT] - 1 if way == "ring" else 0
     exact = size["heads"] + steps * (size["outputs"] + size["heads"])
-    rows, copied = routed_rows(c, z) if kind == "moe" else (0, 0)
+    rows, copied = routed_rows(c, z) if kind == "moe" and (temporary or saved_rows(c, z)) else (0, 0)
     hidden = size["hidden"] + rows * c.d_expert // z.mesh[TENSOR]
     entries += branches * size["stream"] + (2 * branches - 1) * size["gathered"] + 3 * rows * c.d_model
     if remat == "fused":  # a TPU recomputes values that need no matmul instead of saving them
@@ -135,14 +132,27 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece: bool
     return exact * FLOAT32 + (entries + 3 * size["latents"] + (6 - gated) * hidden + (2 + gated) * copied) * z.width
 
 
+def saved_rows(c: ModelAtWork, z: Sizes) -> int:
+    """Return the rows of the experts' activations that a layer may save. Routed experts save only their inputs."""
+    return expert_rows(c, z)[0] * (expert_exchange(c, z) == "gathered")
+
+
 def routed_rows(c: ModelAtWork, z: Sizes) -> tuple[int, int]:
     """Return the rows that the experts' matmuls compute on a device, and the entries of one matrix of experts that are
     copied for tiles of rows."""
-    rows, e = expert_inputs(c, z), c.n_experts // z.mesh[EXPERT]
+    rows, e = expert_rows(c, z)[0], c.n_experts // z.mesh[EXPERT]
     if c.capacity_factor:
         return rows, 0
     tiles = 0 if z.platform == "tpu" else grouped.padded_tiles(rows, e)[1]
     return grouped_rows(rows, e, z.platform), tiles * c.d_model * (c.d_expert // z.mesh[TENSOR])
+
+
+def exchange_bytes(c: ModelAtWork, z: Sizes, kind: str) -> float:
+    """Return the bytes of a round's buffers: the tokens and their sums, before and after they are sent."""
+    if kind != "moe" or expert_exchange(c, z) == "gathered":
+        return 0
+    tokens, n = z.b * z.s, z.mesh[EXPERT]
+    return 4 * n * experts.round_arrays(c, tokens, n)[0] * c.d_model * z.width + 2 * FLOAT32 * tokens * c.d_model
 
 
 def moments_bytes(cfg: Config, w: list[Weights]) -> float:
@@ -195,7 +205,8 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     saved = sum(each)
     on_tpu = platform == "tpu"
     at_work = "fused" if on_tpu else "none"
-    work = max(saved_bytes(c, z, kind, at_work) + SCORES_AT_WORK * score_bytes(c, z, kind) for _, kind in there)
+    temporary = lambda kind: saved_bytes(c, z, kind, at_work, temporary=True) + exchange_bytes(c, z, kind)
+    work = max(temporary(kind) + SCORES_AT_WORK * score_bytes(c, z, kind) for _, kind in there)
     of_layer = max(sum(x.gathered_size * x.width // x.layers for x in w if x.name.startswith(part))
                    for part in ("prefix.", "blocks.dense.", "blocks.moe.", *LAYERS[2:]))  # fmt: skip
     buffers, stream = sched.slots, sum(one.b * one.t for one in z.streams) * c.d_model * z.width

@@ -34,7 +34,7 @@ from overlap.remat import remat
 from pipeline.step import BATCH_NAMES
 from plan.chips import hardware
 from plan.trace.program import abstract_mesh, read
-from plan.trace.rows import ROOT, Row
+from plan.trace.rows import COUNTED_ONCE, ROOT, Row
 from sharding import AXES, BATCH, CONTEXT, FSDP, KERNELS_AS_CALLS, TENSOR, map_named, vary
 
 # The letters are those of `model.py`'s legend; lower case is a local shard. In addition: r query heads per key head, k
@@ -114,7 +114,8 @@ def prime_sized_model(c: ModelAtWork, kind: str) -> ModelAtWork:
         capacity_factor=bool(c.capacity_factor and is_moe) * n["X"] * n["e"] * n["expert"] / (n["k"] * positions),
     )  # fmt: skip
     work = replace(type(c.work)().resolved, remat=c.work.remat, tensor_exchange=c.work.tensor_exchange,
-                   context_attention=c.work.context_attention, gather="step")  # fmt: skip
+                   context_attention=c.work.context_attention, gather="step",
+                   expert_exchange=c.work.expert_exchange if is_moe else "gathered")  # fmt: skip
     return replace(c, work=work, **sizes)
 
 
@@ -294,8 +295,10 @@ def phase_of(row: Row) -> str:
 
 def count_term(row: Row) -> Term:
     """Return how often a row runs in a layer. A ring over TENSOR is unrolled: n matmuls and n - 1 permutes for n
-    devices. A ring over CONTEXT is a loop of n - 1 iterations."""
+    devices. A ring over CONTEXT is a loop of n - 1 iterations. The rounds of `overlap/experts.py` count once."""
     n, steps = PRIMES[TENSOR], PRIMES[CONTEXT] - 1
+    if row.loop == COUNTED_ONCE:
+        return Term(row.count)
     if row.loop:
         return Term(row.count / steps, ("(context - 1)",))
     if row.kind == "collective-permute" and row.axes == (TENSOR,):

@@ -91,6 +91,11 @@ def other_bytes(step: Step, chip: hardware.Chip) -> float:
     passes = run.forward + run.again * (c.work.remat != "dots") + run.inputs + run.weights
     kept = step.memory_bytes["saved"] * (sched.microbatches if cfg.mesh.stage == 1 else 1) + offload.step_bytes(step)
     rows = sum(row.hbm_bytes for row in step.work if row.part == "experts")
+    if c.n_experts:  # rows without an expert on this chip are sorted, activated and summed too
+        held, filled = costs.expert_rows(c, z)
+        bytes_per_flop = z.width / 2 * (1 / c.d_model + cfg.mesh.tensor / c.d_expert)
+        flops = sum(row.flops for row in step.work if row.part == "experts")
+        rows += (held / filled - 1) * flops * bytes_per_flop
     activations = STREAM * stream * passes + SAVED * kept + ROWS * rows
     # Gradient sums in float32, one microbatch after the other.
     sums = sum(w.gathered_size if gathers_once else w.local_size for w in costs.weights(cfg))

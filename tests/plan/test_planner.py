@@ -45,6 +45,7 @@ CASES = {
     "bench.step's default": ("bench", "fsdp=2,stage=2,tensor=2", {}),
     "accumulation": ("bench", "fsdp=2,tensor=2", {"model.n_layers": 4, "work.device_batch": 2}),
     "experts, gathered by layer": ("bench", "fsdp=2,expert=2", LAYER),
+    "routed experts": ("bench", "expert=4", LAYER | {"work.expert_exchange": "routed", "model.n_layers": 4}),
     "dense, everything saved": ("bench", "data=2,fsdp=2", LAYER | NONE | DENSE),
     "matmul outputs saved": ("bench", "context=2,tensor=2", LAYER | {"work.remat": "dots"}),
     "1f1b": ("bench", "stage=2,fsdp=2", LAYER | {"work.schedule": "1f1b", "work.microbatches": 8}),

@@ -73,6 +73,22 @@ def test_the_formulas_of_an_encoder_decoder():
     assert shared == {"encoder": [bias], "decoder": ["2 b S tensor D", bias]}
 
 
+def test_routed_experts_repeat_their_exchange_in_the_backward_pass():
+    """Catches a backward pass without the tokens that it sends again, and experts that get the rows of a whole group.
+
+    The bytes are those of all tokens; `costs.collective_cost` takes the fraction that a round sends."""
+    for remat in ("none", "full"):
+        c = preset("deepseek_v3", **{"work.remat": remat, "work.expert_exchange": "routed"}).at_work
+        rows = traced_layer.layer_rows(c, "moe")
+        sent = {str(row.payload): row for row in rows if row.axes == ("expert",)}
+        tokens = sent["2 b t tensor expert D"]
+        assert (tokens.kind, str(tokens.count), tokens.backward, tokens.recomputed) == ("all-to-all", "2", 1.5, 0)
+        gates_and_experts = sent["4 b t tensor expert k"]
+        assert (gates_and_experts.backward, str(gates_and_experts.count)) == (1.5, "2")
+        kernels = {row.formula: row.backward for row in rows if row.kind == "kernel" and row.name == "experts"}
+        assert kernels == {"experts of [b t tensor k, D] [e, D, m]": 2, "experts of [b t tensor k, m] [e, m, D]": 1}
+
+
 def test_a_ring_of_n_devices_sends_n_minus_1_times():
     """Catches a ring that is counted as 1 transfer, or as n instead of n - 1."""
     rings = {"work.tensor_exchange": "ring", "work.context_attention": "ring"}
