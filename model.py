@@ -48,6 +48,7 @@ from config.fields import RopeScaling, parse_rope_scaling
 from kernels.grouped import grouped_matmul
 from overlap.context import over_context
 from overlap.experts import apply_experts
+from overlap.fusion import compute_once
 from overlap.layers import scan_layers, stack_size
 from overlap.positions import apply_scatter, gather_apply, gather_apply_scatter
 from overlap.remat import named, remat
@@ -335,7 +336,7 @@ def hidden(w: FeedForward, c: ModelConfig, x_bsD):
         up_bsf = add_bias(x_bsD @ w.w_up_DF, w.bias_up_F)
     with jax.named_scope("gate"):
         gate_bsf = None if w.w_gate_DF is None else x_bsD @ w.w_gate_DF
-    return activate(c, up_bsf, gate_bsf)
+    return activate(c, up_bsf, None) if gate_bsf is None else compute_once(activate, c, up_bsf, gate_bsf)
 
 
 @jax.named_scope("down")
