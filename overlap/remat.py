@@ -7,6 +7,7 @@ from jax.ad_checkpoint import checkpoint_name as named
 
 from config import ModelAtWork
 from config.fields import parse_remat
+from overlap.layers import Summed, apply_to_rows, is_row
 from sharding import FSDP
 
 
@@ -49,4 +50,14 @@ def remat(c: ModelAtWork, function):
     function  fn(weights, x, ..) of a layer, whose input is x
     """
     one = lambda w, x, *rest: function(w, named(x, "input"), *rest)
-    return jax.checkpoint(one, policy=policy(c.work.remat))
+    saving = jax.checkpoint(one, policy=policy(c.work.remat))
+
+    def apply(w, x, *rest):
+        if not isinstance(x, Summed):
+            return saving(w, x, *rest)
+        if is_row(jax.tree.leaves(w, is_leaf=is_row)[0]):
+            return apply_to_rows(saving, w, x, *rest)
+        y, more = saving(w, x.x, *rest)
+        return Summed(y, x.totals), more
+
+    return apply

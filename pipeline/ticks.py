@@ -17,6 +17,7 @@ from flax import struct
 import model
 from architectures import architecture
 from config import AXES, Config, ModelConfig
+from overlap.layers import Row, Summed, rebuild_pull, split_residuals
 from overlap.weights import held_by_step
 from parameters import gather_replicas
 from pipeline import schedules
@@ -108,25 +109,13 @@ def read_at(tree, index):
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def split_residuals(pull, known):
-    """Split the saved arrays (residuals) in a pullback `pull`, from jax.vjp, into those to save and those in `known`.
-
-    Returns the arrays to save, and the structure from which `rebuild_pull` rebuilds the pullback.
-    """
-    leaves, tree = jax.tree.flatten(pull)
-    places = {id(x): number for number, x in enumerate(jax.tree.leaves(known))}
-    place = [places.get(id(leaf)) for leaf in leaves]
-    return [leaf for leaf, number in zip(leaves, place, strict=True) if number is None], (tree, place)
-
-
-def rebuild_pull(how, kept, known):
-    """Rebuild the pullback from its structure `how` (see `split_residuals`), the saved arrays `kept`, and `known`."""
-    (tree, place), kept, known = how, iter(kept), jax.tree.leaves(known)
-    return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
-
-
 def add(totals, values):
     return jax.tree.map(lambda total, value: total + value.astype(total.dtype), totals, values)
+
+
+def zero_sums(weights):
+    """Return float32 zeros for the sums of the weights' gradients."""
+    return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), AXES), weights)
 
 
 def add_at(totals, index, values):
@@ -164,8 +153,22 @@ def unchunked_layers(w: model.Transformer) -> dict:
 
 def unsaved_inputs(job: Job, m, chunk):
     """Return the inputs of a forward pass that its backward pass can read again: weights, tokens and random key."""
-    weights = unchunked_layers(job.w) | {"blocks": read_at(job.w.blocks, chunk)}
-    return weights, (read_at(job.microbatches, m), job.key)
+    return unchunked_layers(job.w), job.w.blocks, chunk, (read_at(job.microbatches, m), job.key)
+
+
+def rows_of(blocks, chunk):
+    """Return the blocks of a chunk as `Row`s of the stacks of all chunks."""
+    leaves, tree = jax.tree.flatten(blocks)
+    return jax.tree.unflatten(tree, [Row(leaf, (chunk,), number) for number, leaf in enumerate(leaves)])
+
+
+def run_layers(job: Job, weights, blocks, totals, x_btD, context, chunk):
+    """Run a chunk of layers. Returns [b, t, D], router statistics, and the totals, to which only pullbacks add."""
+    w, module = job.w.replace(**weights, blocks=blocks), architecture(job.c).module
+    if not totals:
+        return *vary(module.stage(w, job.c, x_btD, *context, chunk), AXES), totals
+    out, router = module.stage(w, job.c, Summed(x_btD, totals), *context, chunk)
+    return vary((out.x, router, out.totals), AXES)
 
 
 def enter(job: Job, table_VD, m):
@@ -179,24 +182,22 @@ def forward(job: Job, m, chunk, x_btD):
 
     Returns ([b, t, D], router statistics), the arrays to save for its backward pass, and the structure `how`.
     """
-    weights, context = unsaved_inputs(job, m, chunk)
-
-    def run(weights, x_btD, context):
-        y_btD, router = architecture(job.c).module.stage(job.w.replace(**weights), job.c, x_btD, *context, chunk)
-        return vary((y_btD, router), AXES)
-
+    known = weights, blocks, chunk, context = unsaved_inputs(job, m, chunk)
     if job.d_loss is None:
-        return run(weights, x_btD, context), [], None
-    out, pull = jax.vjp(run, weights, x_btD, context)
-    residuals, how = split_residuals(pull, (weights, context))
-    return out, vary(residuals, AXES), how
+        return run_layers(job, weights, read_at(blocks, chunk), [], x_btD, context, chunk)[:2], [], None
+    run = lambda weights, *inputs: run_layers(job, weights, rows_of(blocks, chunk), *inputs, context, chunk)
+    out, pull = jax.vjp(run, weights, zero_sums(jax.tree.leaves(blocks)), x_btD)
+    residuals, how = split_residuals(pull, known)
+    return out[:2], vary(residuals, AXES), how
 
 
 def backward(job: Job, carry: Carry, m, chunk, kept_at, cotangent_at):
-    """Run microbatch m backward through a chunk. Returns gradients of its layers and of the input [b, t, D]."""
-    pull = rebuild_pull(job.how, read_at(carry.kept, kept_at), unsaved_inputs(job, m, chunk))
-    d_weights, dx_btD, _ = pull((read_at(carry.cotangents, cotangent_at), read_at(job.d_router, chunk)))
-    return d_weights, dx_btD
+    """Run microbatch m backward through a chunk. Returns the sums of gradients, and the gradient of its input."""
+    pull, grads = rebuild_pull(job.how, read_at(carry.kept, kept_at), unsaved_inputs(job, m, chunk)), carry.grads
+    sums, blocks = jax.tree.flatten(grads.blocks)
+    d_weights, sums, dx_btD = pull((read_at(carry.cotangents, cotangent_at), read_at(job.d_router, chunk), sums))
+    others = {name: add(total, d_weights[name]) for name, total in unchunked_layers(grads).items()}
+    return grads.replace(blocks=jax.tree.unflatten(blocks, sums), **others), dx_btD
 
 
 def forward_input(job: Job, carry: Carry, own: schedules.Rows):
@@ -226,13 +227,6 @@ def add_embedding_gradient(job: Job, own: schedules.Rows, grads: model.Transform
     is_first = (axis_index(STAGE) == 0) & (own.backward_chunk == 0)
     with jax.named_scope("embed"):
         return jax.lax.cond(is_first, add_table, lambda: grads)
-
-
-def add_layers(grads: model.Transformer, chunk, d_weights):
-    """Add the weight gradients of one backward pass."""
-    blocks = add_at(grads.blocks, chunk, d_weights["blocks"])
-    others = {name: add(total, d_weights[name]) for name, total in unchunked_layers(grads).items()}
-    return grads.replace(blocks=blocks, **others)
 
 
 # The slots of a tick --------------------------------------------------------------------------------------------------
@@ -288,8 +282,8 @@ def backward_slot(job: Job, carry: Carry, own: schedules.Rows):
     """
 
     def work():
-        d_weights, dx_btD = backward(job, carry, own.backward, own.backward_chunk, own.backward_kept, own.backward_from)
-        grads = carry.grads if job.sched.splits_backward else add_layers(carry.grads, own.backward_chunk, d_weights)
+        grads, dx_btD = backward(job, carry, own.backward, own.backward_chunk, own.backward_kept, own.backward_from)
+        grads = carry.grads if job.sched.splits_backward else grads
         return dx_btD, add_embedding_gradient(job, own, grads, dx_btD)
 
     idle = lambda: (zeros_like_result(lambda: read_at(carry.inbox, 0)), carry.grads)
@@ -302,8 +296,7 @@ def weight_slot(job: Job, carry: Carry, own: schedules.Rows):
     """Compute the delayed weight gradients of a tick, if there are any."""
 
     def work():
-        d_weights, _ = backward(job, carry, own.weight, own.weight_chunk, own.weight_kept, own.weight_from)
-        return add_layers(carry.grads, own.weight_chunk, d_weights)
+        return backward(job, carry, own.weight, own.weight_chunk, own.weight_kept, own.weight_from)[0]
 
     with jax.named_scope("weight_slot"):
         return carry.replace(grads=jax.lax.cond(own.weight != IDLE, work, lambda: carry.grads))
@@ -375,7 +368,7 @@ def initial_carry(job: Job, weight, slots: schedules.Slots) -> tuple[Job, Carry]
         kept=buffer(residuals, slots.kept),
         cotangents=buffer(x_btD, slots.cotangents),
         sums=initial_sums(job.c, weight, buffer(router, job.sched.chunks)),
-        grads=jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), AXES), job.w),
+        grads=zero_sums(job.w),
     )
     return job._replace(how=how), carry
 

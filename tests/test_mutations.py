@@ -19,7 +19,7 @@ import pipeline
 import sharding
 from architectures import declare
 from config import preset
-from overlap import context, positions
+from overlap import context, layers, positions
 from pipeline import step, ticks
 from sharding import BATCH, CONTEXT, EXPERT, STAGE, TENSOR, TOKENS
 from tests import helpers, parity
@@ -223,22 +223,17 @@ def a_replicated_gradient_that_is_added_twice(true):
     return ready_for_autodiff
 
 
-@mutation(r"^gradient of blocks\.", ticks.add_at, in_module=ticks, mesh="stage=2")
+@mutation(r"^gradient of blocks\.", layers.add_to_row, in_module=layers, mesh="stage=2")
 def only_the_last_microbatch_counts(true):
-    def add_at(totals, index, values):
-        return jax.tree.map(
-            lambda t, v: jnp.where(jnp.any(v != 0), t.at[index].set(v.astype(t.dtype)), t), totals, values
-        )
+    def add_to_row(row, total, gradient):
+        return true(row, total, gradient - row.replace(stack=total).read())
 
-    def on_weights_only(totals, index, values):
-        return (add_at if isinstance(totals, model.Block) else true)(totals, index, values)
-
-    return on_weights_only
+    return add_to_row
 
 
 @mutation(r"^no gradient of embedding_VD", model.embed_batch, in_module=model, mesh="stage=2")
 def an_embedding_that_learns_nothing(true):
-    return lambda w, c, batch, key: jax.lax.stop_gradient(true(w, c, batch, key))
+    return lambda *args: jax.lax.stop_gradient(true(*args))
 
 
 @mutation(r"^no gradient of encoder\.", encoder_decoder.memory, in_module=encoder_decoder, mesh="stage=2", **SEQ2SEQ)
