@@ -218,10 +218,10 @@ def decode(w: EncoderDecoder, c: ModelConfig, x_btD, y_btD, batch, key):
 # What `pipeline/` calls -----------------------------------------------------------------------------------------------
 
 
-def embed_batch(w: EncoderDecoder, c: ModelConfig, batch, key):
+def embed_batch(w: EncoderDecoder, c: ModelConfig, batch, key, form=at_use):
     """Embed the inputs and the decoder's tokens with the same table: a pair of arrays [b, t, D]."""
     keys = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, c.encoder_layers + c.n_layers))
-    return model.embed_batch(w, c, encoder_side(batch), keys[0]), model.embed_batch(w, c, batch, keys[1])
+    return model.embed_batch(w, c, encoder_side(batch), keys[0], form), model.embed_batch(w, c, batch, keys[1], form)
 
 
 def stage(w: EncoderDecoder, c: ModelConfig, pair, batch, key, chunk=0):

@@ -774,7 +774,7 @@ def embed_batch(w: Transformer, c: ModelConfig, batch, key, form=at_use):
     if tokens_go_to_table(c, tokens_bs.size, c.vocab_size // axis_size(TENSOR)):
         x_btD = embed_in_slices(w.embedding_VD, c, tokens_bs)
     else:
-        x_btD = embed(*form(w, c, "embedding_VD"), tokens_bs)
+        x_btD = embed(*form(w, c, "embedding_VD"), tokens_bs, c.compute_dtype)
     return dropout(c, x_btD, tokens_of(batch), dropout_keys(key)[0])
 
 

@@ -18,7 +18,7 @@ import model
 from architectures import architecture
 from config import AXES, Config, ModelConfig
 from overlap.layers import Row, Summed, rebuild_pull, split_residuals
-from overlap.weights import held_by_step
+from overlap.weights import at_use, held_by_step
 from parameters import gather_replicas
 from pipeline import schedules
 from sharding import STAGE, TENSOR, axis_index, axis_size, own_slice, reduce_scatter, shift, vary
@@ -171,10 +171,10 @@ def run_layers(job: Job, weights, blocks, totals, x_btD, context, chunk):
     return vary((out.x, router, out.totals), AXES)
 
 
-def enter(job: Job, table_VD, m):
-    """Embed the tokens of microbatch m. Returns the input of the first stage, [b, t, D]."""
+def enter(job: Job, table_VD, m, form=at_use):
+    """Embed the tokens of microbatch m. Returns the input of the first stage, [b, t, D]. form: as in `unembedding`"""
     w, batch = job.w.replace(embedding_VD=table_VD), read_at(job.microbatches, m)
-    return vary(architecture(job.c).module.embed_batch(w, job.c, batch, job.key), AXES)
+    return vary(architecture(job.c).module.embed_batch(w, job.c, batch, job.key, form), AXES)
 
 
 def forward(job: Job, m, chunk, x_btD):
@@ -220,8 +220,12 @@ def store_forward(carry: Carry, own: schedules.Rows, y_btD, router, kept) -> Car
 def add_embedding_gradient(job: Job, own: schedules.Rows, grads: model.Transformer, dx_btD):
     """On the first stage, add the gradient of the embedding."""
 
+    form = at_use if job.c.work.gather == "layer" else lambda w, c, name: (getattr(w, name),)
+
     def add_table():
-        _, pull = jax.vjp(lambda table_VD: enter(job, table_VD, own.backward), job.w.embedding_VD)
+        # In float32, like the sum: then the compiler adds only the rows of these tokens to it, not a whole table.
+        table_VD = job.w.embedding_VD.astype(jnp.float32)
+        _, pull = jax.vjp(lambda table_VD: enter(job, table_VD, own.backward, form), table_VD)
         return grads.replace(embedding_VD=add(grads.embedding_VD, pull(dx_btD)[0]))
 
     is_first = (axis_index(STAGE) == 0) & (own.backward_chunk == 0)
