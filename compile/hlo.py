@@ -18,7 +18,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 BETWEEN_SLICES = {"ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter", "ALL_REDUCE": "all-reduce",
                   "ALL_TO_ALL": "all-to-all", "ONE_TO_ONE": "collective-permute"}  # fmt: skip
 # Files that wrap collectives: report the line that calls them instead.
-WRAPPERS = ("sharding.py", "positions.py", "rings.py", "context.py")
+WRAPPERS = ("sharding.py", "positions.py", "rings.py", "context.py", "gradients.py")
 
 # Named scope of loops that run as often as the data requires, and once if routers are balanced (`overlap/experts.py`).
 COUNTED_ONCE = "counted_once"

@@ -38,8 +38,11 @@ SPARSECORE = {
     "xla_tpu_use_tc_device_shape_on_sc": "true",
     "xla_sc_disable_megacore_partitioning": "true",
 }
+# The all-to-alls of `overlap/gradients.py` overlap with matmuls. libtpu does not warn about the option.
+ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": "true"}
 # jax's device_kind: "TPU v5" is v5p, "TPU v6 lite" is v6e; other libtpu releases use the other names.
 BY_KIND = dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), SPARSECORE)
+BY_KIND |= dict.fromkeys(("TPU v5 lite", "TPU v5e"), ALL_TO_ALL)
 
 
 def compiler_options(mesh: Mesh, asked: str = "") -> dict[str, str]:
@@ -76,7 +79,7 @@ def option_errors():
             raise
         message = str(error).splitlines()[0]
         name = (re.search(r"No such compile option: '(\w+)'", message) or ["", ""])[1]
-        if any(name in ours for ours in (*OPTIONS.values(), SPARSECORE)):
+        if any(name in ours for ours in (*OPTIONS.values(), *BY_KIND.values())):
             raise UserError(
                 f"this machine's compiler does not know the option {name} from compile/options.py; install a "
                 f"newer one (TPU: make extra-tpu), or remove the option with --run.compiler_options {name}="

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from config import ModelAtWork
+from overlap.gradients import gather_for_layer
 from sharding import AXES, SLICED, all_gather, map_fsdp_sharded, vary
 
 
@@ -23,9 +24,10 @@ def cast(w, c: ModelAtWork, *names):
 
 def gather_weights(w, c: ModelAtWork, *names):
     """Cast matrices and all-gather them. Sends: (n - 1)/n of each. Backward: reduce-scatter, the same bytes."""
+    gather = gather_for_layer if c.work.gather == "layer" else all_gather
 
     def join(x, dim, axes, exact):
-        return all_gather(x if exact else x.astype(c.compute_dtype), axes, dim=dim)
+        return gather(x if exact else x.astype(c.compute_dtype), axes, dim=dim)
 
     return map_fsdp_sharded(join, w, *names)
 
@@ -92,7 +94,7 @@ def slice_by_slice(c: ModelAtWork, function, w_Dv, words_v, n: int):
     w_kDu = jnp.moveaxis(jnp.pad(w_Dv, ((0, 0), (0, slices * u - v))).reshape(-1, slices, u), 1, 0)
     cut = lambda x_v: jnp.pad(x_v, (0, slices * u - v), constant_values=-1).reshape(slices, u)
     words_ku = jax.tree.map(cut, words_v)
-    gather = lambda w_Du: w_Du if c.work.gather == "step" else all_gather(w_Du, SLICED, dim=0)
+    gather = lambda w_Du: w_Du if c.work.gather == "step" else gather_for_layer(w_Du, SLICED, dim=0)
 
     def step(w_Du, ahead_and_words):
         ahead_Du, words_u = ahead_and_words

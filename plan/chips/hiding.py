@@ -12,19 +12,22 @@ from plan.chips import hardware
 from sharding import STAGE, TENSOR
 
 GATHERS, SCATTERS, RINGS = "weights' gathers", "weights' gradients", "positions' permutes"
-HIDES = {  # chip: the communication that it overlaps with matmuls. Gradients overlap if a SparseCore reduces them
+HIDES = {  # chip: the communication that it overlaps with matmuls. A SparseCore overlaps reductions of gradients
     "v4": {GATHERS, RINGS}, "v5e": {GATHERS}, "v5p": {SCATTERS, RINGS}, "v6e": {GATHERS, SCATTERS, RINGS},
     "tpu7x": {GATHERS, SCATTERS, RINGS},
 }  # fmt: skip
 
 
-def compiled_kind(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str) -> str:
-    """Return the kind of the compiled collective. On TPUs, a reduce-scatter over all chips of a
-    slice with more than 4 chips becomes an all-reduce."""
-    if kind != "reduce-scatter" or platform != "tpu":
-        return kind
+def compiled_kind(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platform: str, chip: str = "") -> str:
+    """Return the kind of the compiled collective. On TPUs, a reduce-scatter over a whole slice of more than 4 chips
+    becomes an all-reduce. Gradients of a layer's weights (pass their `chip`) avoid it: see `overlap/gradients.py`.
+    """
     n = math.prod(mesh[axis] for axis in axes)
-    return "all-reduce" if n > 4 and n == math.prod(mesh.values()) else kind
+    if platform != "tpu" or n <= 4 or n < math.prod(mesh.values()):
+        return kind
+    if chip == "v5e" and kind in ("reduce-scatter", "all-reduce"):
+        return "all-to-all"
+    return "all-reduce" if kind == "reduce-scatter" else kind
 
 
 LANES = 128  # lanes of a TPU vector, which hold the minor dim of an array
@@ -71,7 +74,7 @@ def exposed(c: ModelAtWork, mesh: dict[str, int], chip: str, kind: str, axes, wh
     if of in ("weights", "experts", "vocabulary"):
         if kind == "all-gather":
             return exposed_weights(c, when, of) if overlaps(chip, GATHERS) else 1
-        return float(not overlaps(chip, SCATTERS))
+        return float(kind != "all-to-all" and not overlaps(chip, SCATTERS))
     return 1
 
 

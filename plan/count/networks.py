@@ -76,7 +76,8 @@ class Sums:
                 return
             size = size / self.slices if one.kind == "all-to-all" else size
         if split := tuple(axis for axis in AXES if axis in axes and self.sizes[axis] > 1):
-            kind = hiding.compiled_kind(one.kind, split, self.sizes, self.platform)
+            layer = one.part == "gradients" and self.c.work.gather == "layer" and self.slices == 1
+            kind = hiding.compiled_kind(one.kind, split, self.sizes, self.platform, self.chip if layer else "")
             self.put(one, kind, split, size, self.group(split))
 
     def group(self, axes) -> int:

@@ -10,9 +10,9 @@ difference. Their numbers were fitted to simulated steps of four presets on TPU 
 - Other operations read and write the residual stream, saved activations, the experts' inputs and weights several times.
   v4 keeps some of this in its on-chip memory (CMEM); on other chips it takes OTHERS times as long.
 - In a ring over TENSOR, each send overlaps only with the matmul that runs at the same time.
-- Communication that does not overlap is exposed; `hiding.py` lists it by chip. Two cases are partly exposed: a weight
-  all-gather that takes longer than the matmuls that use the weight, and a gradient reduction on a SparseCore (a core of
-  the TPU that can run collectives), which exposes the fraction EXPOSED_FRACTION of its time.
+- Communication that does not overlap is exposed; `hiding.py` lists it by chip. Two cases are partly exposed: weight
+  all-gathers and gradient all-to-alls that take longer than the matmuls beside them, and a gradient reduction on a
+  SparseCore (a core of the TPU that can run collectives), which exposes the fraction EXPOSED_FRACTION of its time.
 """
 
 from plan.chips import hardware, hiding
@@ -45,15 +45,15 @@ def seconds(step: Step) -> dict[str, float] | None:
     ring = hiding.rings_overlap(step.cfg.mesh.sizes, chip.key)
     scatters = hiding.overlaps(chip.key, hiding.SCATTERS)
     run, in_slots = costs.passes(step.cfg, step.sched), sum(found.values())
-    use_weights = (run.forward + run.again) / (run.forward + run.again + run.inputs + run.weights)
+    overlapped = {"weights": run.forward + run.again, "gradients": run.inputs + run.weights}  # with these passes
     for row in step.traffic:
         speed, name = step.speed(row), "*".join(row.axes)
         waits = row.exposed_bytes / speed
-        if row.part == "gradients" and {*row.axes} <= {*SLICED}:
-            waits = max(waits, EXPOSED_FRACTION * row.wire_bytes / speed) if scatters else waits
-        elif row.part == "weights":
+        if row.part == "gradients" and {*row.axes} <= {*SLICED} and scatters:
+            waits = max(waits, EXPOSED_FRACTION * row.wire_bytes / speed)
+        elif row.part in overlapped:
             hidden = (row.wire_bytes - row.exposed_bytes) / speed
-            waits += max(hidden - use_weights * found["matmuls"], 0)
+            waits += max(hidden - found["matmuls"] * overlapped[row.part] / sum(overlapped.values()), 0)
         elif row.kind == "collective-permute" and row.axes == (TENSOR,) and ring:
             waits = ring_seconds(step, speed, chip)
         found[name] = found.get(name, 0.0) + waits
