@@ -126,6 +126,15 @@ def test_programs_do_not_grow_with_layers_or_microbatches(schedule):
     assert many == two
 
 
+def test_a_layer_adds_its_gradients_to_its_row_of_the_sums():
+    """Catches gradients of all layers that are stacked, read again and added once per microbatch."""
+    text = lowered("balance stage=2 schedule=gpipe microbatches=4")[2].as_text()
+    stack = "tensor<1x8x4x16x18xf32>"  # one chunk of 8 layers, w_up_EDM
+    written = [line for line in text.splitlines() if line.endswith((f"-> {stack}", f": {stack}"))]
+    kinds = {kind for kind in ("add", "scatter", "dynamic_update_slice") for line in written if f".{kind}" in line}
+    assert kinds == {"dynamic_update_slice"}
+
+
 def test_only_gradients_travel_over_data():
     """Catches weights gathered over the slow network between slices, and gradients sent unsharded or twice."""
     cfg, mesh, program = lowered("prefix data=2,fsdp=2", **{"model.n_layers": 3})
