@@ -216,8 +216,8 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         saved = (buffers.kept + (not one_piece)) * saved / sched.chunks
     step = c.work.gather == "step"
     table = max(x.gathered_size * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV"))
-    # With gather=step, gradients are summed over microbatches in float32. A CPU has a second copy while it sends them.
-    summed = 4 if on_tpu else 8
+    # With gather=step, gradients are summed over microbatches in float32. A CPU copies the sums of chunks to send them.
+    summed = 4 if on_tpu or sched.chunks == 1 else 8
     whole = lambda x: x.gathered_size * (x.width if one_piece else summed)
     gradients = sum(whole(x) if step else x.local_size * 4 for x in w)
     tokens = logits_tokens(z)

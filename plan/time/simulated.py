@@ -29,7 +29,7 @@ from sharding import SLICED, TENSOR
 SLOWDOWN, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
 OTHERS = {"v4": 1.0, "v5e": 1.5, "v5p": 2.2, "v6e": 2.7}
 STREAM, SAVED, ROWS, STATE = 1.5, 2.7, 1.4, 5  # how often these bytes are read or written
-ADDED = 12  # bytes read or written per entry when a float32 gradient is added to the sum: sum twice, gradient once
+ADDED = 6  # bytes read or written per entry of a float32 sum: 8 (sum twice) after a kernel, fewer in a matmul's fusion
 EXPOSED_FRACTION = 0.25  # exposed fraction of the time of gradient reductions that overlap with matmuls
 
 
@@ -99,7 +99,7 @@ def other_bytes(step: Step, chip: hardware.Chip) -> float:
     activations = STREAM * stream * passes + SAVED * kept + ROWS * rows
     # Gradient sums in float32, one microbatch after the other.
     sums = sum(w.gathered_size if gathers_once else w.local_size for w in costs.weights(cfg))
-    added = ADDED * sums * sched.microbatches * (not sched.in_one_piece or gathers_once)
+    added = ADDED * sums * (2 * gathers_once if sched.in_one_piece else sched.microbatches)
     state = step.memory_bytes["parameters"] + step.memory_bytes["optimizer"]
     return chip_value(OTHERS, chip) * activations + added + STATE * state
 
