@@ -438,7 +438,8 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
     """
 
     def sorted_rows(w, rows_AD, gates_A, sizes_e):
-        return experts_feed_forward(w, c, lambda x, w: grouped_matmul(x, w, sizes_e), rows_AD, gates_A)
+        matmul = lambda x, w: grouped_matmul(x, w, sizes_e, filled=gates_bsk.size)  # at an equal load
+        return experts_feed_forward(w, c, matmul, rows_AD, gates_A)
 
     inputs_N = (x.reshape(-1, x.shape[-1]) for x in (x_bsD, gates_bsk, experts_bsk))
     experts = MoE(w_gate_EDM=w.w_gate_EDM, w_up_EDM=w.w_up_EDM, w_down_EMD=w.w_down_EMD)

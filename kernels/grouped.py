@@ -20,31 +20,34 @@ from sharding import by_platform, vary
 float32 = jnp.float32
 
 
-def grouped_matmul(rows_AD, w_eDM, sizes_e):
+def grouped_matmul(rows_AD, w_eDM, sizes_e, filled: int | None = None):
     """Multiply consecutive groups of rows, group i by w[i]. Rows after the last group give 0. Shapes: [A, D] -> [A, M].
 
     sizes_e  number of rows in each group
+    filled   number of rows in all groups, as a rule, for the cost that TPU kernels declare; None: all rows
     `jax.lax.ragged_dot` multiplies every row by every expert's weights on CPUs (2.5 times our time forward, 7 times
     backward, in the preset laptop) and backward on TPUs (3.7 times our FLOPs on a v4): `python -m bench.grouped`.
     """
     everywhere = set().union(*(jax.typeof(x).mat.varying for x in (rows_AD, w_eDM, sizes_e)))
-    return _grouped_matmul(*vary((rows_AD, w_eDM, sizes_e), sorted(everywhere)))
+    return _grouped_matmul(*vary((rows_AD, w_eDM, sizes_e), sorted(everywhere)), filled)
 
 
 # The custom gradient wraps the choice of implementation. It saves only the operands for the backward pass, so a remat
 # policy can gather the weights again instead of saving them.
-@jax.custom_vjp
-def _grouped_matmul(rows_AD, w_eDM, sizes_e):
-    forms = dict(tpu=tpu_grouped_matmul, gpu=gpu_grouped_matmul, default=grouped_matmul_in_tiles)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped_matmul(rows_AD, w_eDM, sizes_e, filled):
+    tpu = functools.partial(tpu_grouped_matmul, filled=filled)
+    forms = dict(tpu=tpu, gpu=gpu_grouped_matmul, default=grouped_matmul_in_tiles)
     return by_platform(rows_AD, w_eDM, sizes_e, **forms)
 
 
-def _forward(rows_AD, w_eDM, sizes_e):
-    return _grouped_matmul(rows_AD, w_eDM, sizes_e), (rows_AD, w_eDM, sizes_e)
+def _forward(rows_AD, w_eDM, sizes_e, filled):
+    return _grouped_matmul(rows_AD, w_eDM, sizes_e, filled), (rows_AD, w_eDM, sizes_e)
 
 
-def _backward(residuals, d_out_AM):
-    forms = dict(tpu=tpu_grouped_matmul_grads, gpu=gpu_grouped_matmul_grads, default=pulled_in_tiles)
+def _backward(filled, residuals, d_out_AM):
+    tpu = functools.partial(tpu_grouped_matmul_grads, filled=filled)
+    forms = dict(tpu=tpu, gpu=gpu_grouped_matmul_grads, default=pulled_in_tiles)
     return *by_platform(*residuals, d_out_AM, **forms), None
 
 
@@ -85,10 +88,10 @@ def pulled_in_tiles(rows_AD, w_eDM, sizes_e, d_out_AM):
 # TPU: kernels that read each expert's weights once, based on MegaBlocks, arXiv:2211.15841 -----------------------------
 
 
-def tpu_grouped_matmul_grads(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False):
+def tpu_grouped_matmul_grads(rows_AD, w_eDM, sizes_e, d_out_AM, interpret=False, filled=None):
     """Return the gradients of the rows and of the weights on a TPU."""
-    d_rows_AD = tpu_grouped_matmul(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret)
-    return d_rows_AD, tpu_weight_grads(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret)
+    d_rows_AD = tpu_grouped_matmul(d_out_AM, w_eDM, sizes_e, transposed=True, interpret=interpret, filled=filled)
+    return d_rows_AD, tpu_weight_grads(rows_AD, d_out_AM, sizes_e, w_eDM.dtype, interpret=interpret, filled=filled)
 
 
 VMEM_BYTES = 12 * 2**20  # for blocks, out of the 16 MiB of VMEM that a kernel may use; the compiler needs some
@@ -158,11 +161,11 @@ def weight_grads_hbm_bytes(A, D, M, e, width, out_width, tile, d, m) -> int:
     return width * rows * (D * (M // m) + M * (D // d)) + out_width * e * D * M
 
 
-def tpu_grouped_matmul(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False):
+def tpu_grouped_matmul(rows_AD, w_eDM, sizes_e, transposed=False, interpret=False, filled=None):
     """Multiply each row by its expert's weights or, if `transposed`, their transpose. Shapes: [A, D] -> [A, M]."""
     (A, D), (e, M) = rows_AD.shape, (len(w_eDM), w_eDM.shape[1 if transposed else 2])
-    width = rows_AD.dtype.itemsize
-    hbm_bytes = functools.partial(matmul_hbm_bytes, A, D, M, e, width)
+    width, filled = rows_AD.dtype.itemsize, filled or A
+    hbm_bytes = functools.partial(matmul_hbm_bytes, filled, D, M, e, width)
     # Operands and result are double-buffered; the sum is float32.
     vmem_bytes = lambda tile, d, m: 2 * width * (tile * d + d * m + tile * m) + 4 * tile * m
     tile, d, m = blocks = cheapest_blocks(A, D, M, vmem_bytes, hbm_bytes)
@@ -193,17 +196,18 @@ def tpu_grouped_matmul(rows_AD, w_eDM, sizes_e, transposed=False, interpret=Fals
         [pl.BlockSpec((tile, d), lambda j, i, k, start_e, end_e, expert_i, tile_i: (tile_i[i], k)), w_block],
         pl.BlockSpec((tile, m), lambda j, i, k, start_e, end_e, expert_i, tile_i: (tile_i[i], j)),
         jax.ShapeDtypeStruct((len(rows_AD), M), rows_AD.dtype), (rows_AD, w_eDM), interpret,
-        flops=2 * rows_multiplied(A, e) * D * M, hbm_bytes=hbm_bytes(*blocks), scratch=pltpu.VMEM((tile, m), float32),
+        flops=2 * rows_multiplied(filled, e) * D * M, hbm_bytes=hbm_bytes(*blocks),
+        scratch=pltpu.VMEM((tile, m), float32),
     )  # fmt: skip
     # The kernel does not write rows without an expert.
     return jnp.where((jnp.arange(A) < at.end_e[-1])[:, None], out_AM[:A], 0)
 
 
-def tpu_weight_grads(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
+def tpu_weight_grads(rows_AD, d_out_AM, sizes_e, dtype, interpret=False, filled=None):
     """Return the gradient of each expert's weights, summed over its rows. Shapes: [A, D], [A, M] -> [e, D, M]."""
     (A, D), M, e = rows_AD.shape, d_out_AM.shape[1], len(sizes_e)
-    width, out_width = rows_AD.dtype.itemsize, jnp.dtype(dtype).itemsize
-    hbm_bytes = functools.partial(weight_grads_hbm_bytes, A, D, M, e, width, out_width)
+    width, out_width, filled = rows_AD.dtype.itemsize, jnp.dtype(dtype).itemsize, filled or A
+    hbm_bytes = functools.partial(weight_grads_hbm_bytes, filled, D, M, e, width, out_width)
     # Besides double buffers and sum, the compiler spills the masked operand in float32.
     vmem_bytes = lambda tile, d, m: (2 * width * (d + m) + 4 * min(d, m)) * tile + (2 * out_width + 4) * d * m
     tile, d, m = blocks = cheapest_blocks(A, D, M, vmem_bytes, hbm_bytes)
@@ -239,7 +243,8 @@ def tpu_weight_grads(rows_AD, d_out_AM, sizes_e, dtype, interpret=False):
          pl.BlockSpec((tile, m), lambda j, k, i, start_e, end_e, expert_i, tile_i: (tile_i[i], j))],
         pl.BlockSpec((None, d, m), lambda j, k, i, start_e, end_e, expert_i, tile_i: (expert_i[i], k, j)),
         jax.ShapeDtypeStruct((e, D, M), dtype), (rows_AD, d_out_AM), interpret,
-        flops=2 * rows_multiplied(A, e) * D * M, hbm_bytes=hbm_bytes(*blocks), scratch=pltpu.VMEM((d, m), float32),
+        flops=2 * rows_multiplied(filled, e) * D * M, hbm_bytes=hbm_bytes(*blocks),
+        scratch=pltpu.VMEM((d, m), float32),
     )  # fmt: skip
 
 

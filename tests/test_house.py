@@ -30,7 +30,7 @@ ROOMS = {
     "launch": (2100, ""),
     "compile": (1232, "utils devices"),
     "sharding": (455, "utils config compile"),
-    "kernels": (1155, "sharding"),
+    "kernels": (1160, "sharding"),
     "overlap": (906, "config compile sharding kernels"),
     "model": (880, "utils config sharding kernels overlap"),
     "encoder_decoder": (245, "config sharding kernels overlap model"),

@@ -153,9 +153,9 @@ def layers_that_are_numbered_from_0_on_every_stage(true):
 @mutation(r"^gradient of blocks\.moe\.feed_forward\.w_(gate|up|down)", model.grouped_matmul, in_module=model,
           mesh="expert=2")  # fmt: skip
 def a_forgotten_gradient_of_one_expert(true):
-    def grouped_matmul(rows, w_eDM, sizes_e):
+    def grouped_matmul(rows, w_eDM, sizes_e, filled):
         first = (jnp.arange(len(w_eDM)) == 0)[:, None, None] & (jax.lax.axis_index(EXPERT) == 1)
-        return true(rows, jnp.where(first, jax.lax.stop_gradient(w_eDM), w_eDM), sizes_e)
+        return true(rows, jnp.where(first, jax.lax.stop_gradient(w_eDM), w_eDM), sizes_e, filled)
 
     return grouped_matmul
 

@@ -171,6 +171,27 @@ def test_matmuls_of_a_wide_model_are_not_memory_bound(D, M, monkeypatch):
         assert flops / v4.peak_flops_per_s > hbm_bytes / v4.hbm_bytes_per_s
 
 
+def test_kernels_declare_the_cost_of_the_rows_that_they_compute(monkeypatch):
+    """Catches a declared cost of all gathered rows, 8 times too high with expert=8, by which the compiler schedules."""
+    costs = []
+
+    def call(kernel, grid, at, in_specs, out_specs, out, *_, flops, hbm_bytes, **__):
+        costs.append((flops, hbm_bytes))
+        return jnp.zeros(out.shape, out.dtype)
+
+    monkeypatch.setattr(grouped, "_call", call)
+    monkeypatch.setattr(grouped, "by_platform", lambda *args, tpu, **_: tpu(*args))
+    A, D, M, E = 8192, 256, 128, 4
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((A, D), (E, D, M))]
+    for filled in (A // 8, None):
+        total = lambda *given, filled=filled: jnp.sum(grouped.grouped_matmul(*given, jnp.zeros(E, int), filled))
+        jax.eval_shape(jax.grad(total, argnums=(0, 1)), *shapes)
+    expected, whole = costs[:3], costs[3:]
+    assert [flops for flops, _ in expected] == [2 * grouped.rows_multiplied(A // 8, E) * D * M] * 3
+    assert [flops for flops, _ in whole] == [2 * grouped.rows_multiplied(A, E) * D * M] * 3
+    assert all(few < many / 3 for (_, few), (_, many) in zip(expected, whole, strict=True))
+
+
 def test_kernel_types_name_the_axes_along_which_results_vary(monkeypatch):
     """Catches a kernel that check_vma rejects, and a missing sum in the gradient of replicated weights. Checks only
     types, because the interpreter does not run under check_vma."""
