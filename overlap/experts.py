@@ -148,32 +148,64 @@ def send(x_jCX):
     return all_to_all(x_jCX, EXPERT, split_dim=0, join_dim=0)
 
 
+@jax.custom_vjp
+def take(x_ND, index_A, place_NX):
+    """Copy rows of x, with 0 for an index out of bounds. The backward pass gathers too (`collect`), because scatters of
+    rows are slow and take minutes to compile for TPUs. Shapes: [N, D] -> [A, D].
+
+    place_NX  where the copies of each row are in the result; an index out of bounds means nowhere
+    """
+    return x_ND.at[index_A].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def collect(y_AD, index_A, place_NX):
+    """Sum the copies of each row, in float32: the transpose of `take`. Shapes: [A, D] -> [N, D]."""
+    copies_NXD = y_AD.at[place_NX].get(mode="fill", fill_value=0)
+    return jnp.sum(copies_NXD, axis=1, dtype=float32).astype(y_AD.dtype)
+
+
+take.defvjp(lambda x, *where: (take(x, *where), where), lambda where, d_x: (collect(d_x, *where), None, None))
+collect.defvjp(lambda y, *where: (collect(y, *where), where), lambda where, d_y: (take(d_y, *where), None, None))
+
+
+def indices_of(place, size: int):
+    """Invert a placement: return, for each of `size` places, the index of the entry that is there, or if there is none,
+    an index out of bounds. Entries with a place out of bounds are nowhere."""
+    flat = place.reshape(-1)
+    empty = jnp.full(size, flat.size, jnp.int32)
+    return empty.at[flat].set(jnp.arange(flat.size, dtype=jnp.int32), mode="drop", unique_indices=True)
+
+
 def choose_tokens(c: ModelAtWork, number, experts_Nk, round_jN):
-    """Choose the tokens of a round. Returns their indices [n, C], and their experts [n, C, k] on the devices that get
-    them. The rest of the buffer has other tokens, without experts (-1)."""
-    C, _ = traced_arrays(c, len(experts_Nk))
-    index_jC = jnp.argsort(round_jN != number, axis=1, stable=True)[:, :C]
-    is_sent_jC = jnp.take_along_axis(round_jN, index_jC, axis=1) == number
-    return index_jC, send(jnp.where(is_sent_jC[..., None], experts_Nk[index_jC], -1))
+    """Choose the tokens of a round. Returns which token is at each place of the buffer [n, C] and the places of each
+    token (see `take`), and the experts [n, C, k] on the devices that get the tokens. An empty place has experts -1."""
+    (N, k), n = experts_Nk.shape, axis_size(EXPERT)
+    C, _ = traced_arrays(c, N)
+    is_sent_jN = round_jN == number
+    place_jN = jnp.cumsum(is_sent_jN, axis=1) - 1 + C * jnp.arange(n)[:, None]
+    place_jN = jnp.where(is_sent_jN, place_jN, n * C)
+    index_A = indices_of(place_jN, n * C)
+    index_A = jnp.where(index_A == n * N, N, index_A % N)
+    experts_jCk = experts_Nk.at[index_A].get(mode="fill", fill_value=-1).reshape(n, C, k)
+    return (index_A, place_jN.T), send(experts_jCk)
 
 
-def sums_of_round(c: ModelAtWork, function, index_jC, experts_jCk, weights, x_ND, gates_Nk):
+def sums_of_round(c: ModelAtWork, function, where, experts_jCk, weights, x_ND, gates_Nk):
     """Send the tokens of a round, and return the sums of what the experts of this device make of those that it gets.
     Shapes: [N, D] -> [n, C, D]. Sends over EXPERT (n devices): (n - 1)/n of the buffer [n, C, D], and of its gates."""
-    x_jCD, gates_jCk = send(x_ND[index_jC]), send(gates_Nk[index_jC])
+    k, (n, C, _) = c.top_k, experts_jCk.shape
+    x_jCD, gates_jCk = (send(take(x, *where).reshape(n, C, -1)) for x in (x_ND, gates_Nk))
     _, R = traced_arrays(c, len(x_ND))
+    # Sort by expert: the place of a row is the number of rows of earlier experts, and of earlier rows of its own.
     group_A, sizes_e = local_groups(c, experts_jCk.reshape(-1))
-    order_R = jnp.argsort(group_A, stable=True)[:R]
-    token_R, rows_XD = order_R // c.top_k, x_jCD.reshape(-1, x_jCD.shape[-1])
-    out_RD = function(weights, rows_XD[token_R], gates_jCk.reshape(-1)[order_R], sizes_e)
-    return jnp.zeros_like(rows_XD).at[token_R].add(out_RD).reshape(x_jCD.shape)
-
-
-def return_sums(N: int, index_jC, sum_jCD):
-    """Send the sums back and add those of each token, in float32. Shapes: [n, C, D] -> [N, D]. Sends over EXPERT:
-    (n - 1)/n of the sums."""
-    total_ND = jnp.zeros((N, sum_jCD.shape[-1]), float32)
-    return total_ND.at[index_jC].add(send(sum_jCD).astype(float32))
+    is_in_Ae = jax.nn.one_hot(group_A, len(sizes_e), dtype=jnp.int32)
+    place_Ae = jnp.cumsum(is_in_Ae, axis=0) - 1 + (jnp.cumsum(sizes_e) - sizes_e)[None]
+    place_A = jnp.where(group_A < len(sizes_e), jnp.sum(place_Ae * is_in_Ae, axis=1), R)
+    order_R = indices_of(place_A, R)
+    of_tokens, of_gates = (order_R // k, place_A.reshape(-1, k)), (order_R, place_A[:, None])
+    rows_RD, gates_R1 = take(x_jCD.reshape(n * C, -1), *of_tokens), take(gates_jCk.reshape(-1, 1), *of_gates)
+    return collect(function(weights, rows_RD, gates_R1[:, 0], sizes_e), *of_tokens).reshape(n, C, -1)
 
 
 def routed(c: ModelAtWork, function, weights, x_ND, gates_Nk, experts_Nk):
@@ -190,7 +222,7 @@ def routed(c: ModelAtWork, function, weights, x_ND, gates_Nk, experts_Nk):
 
 
 def sum_over_rounds(c: ModelAtWork, experts_Nk, zeros, of_round):
-    """Sum of_round(index_jC, experts_jCk) over as many rounds as the device with the most tokens to send needs."""
+    """Sum of_round(where, experts_jCk) over as many rounds as the device with the most tokens to send needs."""
     round_jN = assign_rounds(c, experts_Nk)
     rounds = jax.lax.pmax(jnp.max(round_jN) + 1, EXPERT)
 
@@ -204,9 +236,9 @@ def sum_over_rounds(c: ModelAtWork, experts_Nk, zeros, of_round):
 # A loop whose number of iterations is unknown while tracing has no gradient of its own.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _routed(c: ModelAtWork, function, weights, x_ND, gates_Nk, experts_Nk):
-    def of_round(index_jC, experts_jCk):
-        sum_jCD = sums_of_round(c, function, index_jC, experts_jCk, weights, x_ND, gates_Nk)
-        return return_sums(len(x_ND), index_jC, sum_jCD)
+    def of_round(where, experts_jCk):
+        sum_jCD = send(sums_of_round(c, function, where, experts_jCk, weights, x_ND, gates_Nk))
+        return collect(sum_jCD.astype(float32).reshape(-1, x_ND.shape[1]), *where)
 
     return sum_over_rounds(c, experts_Nk, jnp.zeros(x_ND.shape, float32), of_round).astype(x_ND.dtype)
 
@@ -218,11 +250,10 @@ def _forward(c, function, *inputs):
 def _backward(c, function, inputs, d_out_ND):
     *inputs, experts_Nk = inputs
 
-    def of_round(index_jC, experts_jCk):
-        sums = functools.partial(sums_of_round, c, function, index_jC, experts_jCk)
-        sum_jCD, pull = jax.vjp(sums, *inputs)
-        d_sums = jax.linear_transpose(functools.partial(return_sums, len(d_out_ND), index_jC), sum_jCD)
-        return jax.tree.map(lambda x: x.astype(float32), pull(*d_sums(d_out_ND.astype(float32))))
+    def of_round(where, experts_jCk):
+        sum_jCD, pull = jax.vjp(functools.partial(sums_of_round, c, function, where, experts_jCk), *inputs)
+        gradients = pull(send(take(d_out_ND, *where).reshape(sum_jCD.shape)))
+        return jax.tree.map(lambda x: x.astype(float32), gradients)
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, float32), tuple(inputs))
     total = sum_over_rounds(c, experts_Nk, zeros, of_round)

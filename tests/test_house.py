@@ -28,10 +28,10 @@ ROOMS = {
     "devices": (175, "utils"),
     "config": (1503, "utils devices"),
     "launch": (2100, ""),
-    "compile": (1232, "utils devices"),
+    "compile": (1235, "utils devices"),
     "sharding": (455, "utils config compile"),
     "kernels": (1160, "sharding"),
-    "overlap": (906, "config compile sharding kernels"),
+    "overlap": (937, "config compile sharding kernels"),
     "model": (880, "utils config sharding kernels overlap"),
     "encoder_decoder": (245, "config sharding kernels overlap model"),
     "architectures": (68, "config model encoder_decoder"),
@@ -52,11 +52,11 @@ ROOMS = {
     "serve": (1160, "utils devices config generate"),
     "plan.chips": (975, "utils config sharding"),
     "plan.trace": (970, "utils devices config compile sharding architectures pipeline optimizer plan.chips"),
-    "plan.count": (1496, "utils config sharding kernels overlap model encoder_decoder architectures parameters "
+    "plan.count": (1499, "utils config sharding kernels overlap model encoder_decoder architectures parameters "
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
     "plan.time": (911, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
-    "plan.answer": (2498, "utils config compile sharding architectures parameters pipeline local_steps generate "
+    "plan.answer": (2499, "utils config compile sharding architectures parameters pipeline local_steps generate "
                           "plan.chips plan.trace plan.count plan.time"),
     "plan": (1542, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
                    "plan.simulate plan.time plan.answer"),

@@ -148,11 +148,13 @@ def routed_rows(c: ModelAtWork, z: Sizes) -> tuple[int, int]:
 
 
 def exchange_bytes(c: ModelAtWork, z: Sizes, kind: str) -> float:
-    """Return the bytes of a round's buffers: the tokens and their sums, before and after they are sent."""
+    """Return the bytes of a round's buffers: the tokens and their sums, before and after they are sent, and the copies
+    that `overlap.experts.collect` adds up: top_k for each token, with zeros for remote experts."""
     if kind != "moe" or expert_exchange(c, z) == "gathered":
         return 0
     tokens, n = z.b * z.s, z.mesh[EXPERT]
-    return 4 * n * experts.round_arrays(c, tokens, n)[0] * c.d_model * z.width + 2 * FLOAT32 * tokens * c.d_model
+    received = n * experts.round_arrays(c, tokens, n)[0]
+    return (4 + c.top_k) * received * c.d_model * z.width + 2 * FLOAT32 * tokens * c.d_model
 
 
 def moments_bytes(cfg: Config, w: list[Weights]) -> float:
