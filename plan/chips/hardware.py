@@ -418,8 +418,8 @@ def check(mesh: MeshConfig, topology: Topology) -> list[str]:
     split = [axis for axis, size in inside.sizes.items() if size > 1]
     scatters = chip.torus_dims and chip.devices_per_chip == 1 and topology.one_slice.hosts > 1
     if scatters and (split == ["tensor"] or {*split} <= {"fsdp", "expert", "context"}):
-        found.append(f"{inside} reduce-scatters over all chips of the slice, which the TPU compiler replaces with "
-                     "all-reduces of up to twice the bytes (on v5e only with work.gather=step)")  # fmt: skip
+        once = " with work.gather=step" * (chip.key == "v5e" and split != ["tensor"])
+        found.append(f"{inside} reduce-scatters over all chips{once}, which libtpu replaces with all-reduces: 2x bytes")
     for axis, link in layout(mesh, topology).items():
         name, speed = f"{axis}={inside.sizes.get(axis)}", _speed(link.bytes_per_s)
         if link.hops > 1:
