@@ -54,7 +54,7 @@ def test_predicted_seconds_match_the_simulated_step(key):
 
 def test_gradients_over_a_whole_slice_take_all_to_alls():
     """Catches an all-reduce in the plan of v5e, with twice the bytes, which all stalled the step. The compiled step
-    sends the same bytes (libtpu 0.0.42.1, 2026-11-30). It took 2.895 s before gated units were computed once."""
+    sends the same bytes (libtpu 0.0.42.1, 2026-11-30), and its simulation takes 2.812 s."""
     peer = peers.PEERS["llama2_7b"]
     one = planner.plan(preset("llama3_8b", **peer.settings, mesh=peer.mesh), peer.topology)
     (gradients,) = [row for row in one.traffic if row.part == "gradients"]
@@ -62,7 +62,7 @@ def test_gradients_over_a_whole_slice_take_all_to_alls():
     assert gradients.exposed_bytes == pytest.approx(14.648 * 2**20, rel=1e-3)  # of the vocabulary's last slice
     assert gradients.wire_bytes / 2**30 == pytest.approx(11.309 + 0.229, abs=0.001)
     assert one.wire_bytes / 2**30 == pytest.approx(34.503, abs=0.001)
-    assert one.simulated_s == pytest.approx(2.895, rel=0.12)
+    assert one.simulated_s == pytest.approx(2.812, rel=0.1)
     once = planner.plan(preset("llama3_8b", **peer.settings | {"work.gather": "step"}, mesh=peer.mesh), peer.topology)
     assert "all-reduce" in {row.kind for row in once.traffic if row.part == "gradients"}
 
