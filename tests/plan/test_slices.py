@@ -92,7 +92,7 @@ def test_links_name_the_network():
     assert found.pop(BETWEEN).note == "data=8 spans 4 slices with 2 in each: data center network, 6.25 GB/s"
     assert found == hardware.layout(MeshConfig.parse("data=2,fsdp=16,tensor=4"), Topology.parse("v5p:4x4x8"))
     (note,) = hardware.check(MeshConfig.parse("data=2,fsdp=64"), Topology.parse("2*v4:4x4x4"))
-    assert note.startswith("fsdp=64 reduce-scatters over all chips of the slice")
+    assert note == "fsdp=64 reduce-scatters over all chips, which libtpu replaces with all-reduces: 2x bytes"
 
 
 def test_a_search_lists_only_meshes_that_slices_can_have():
