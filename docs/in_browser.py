@@ -70,7 +70,8 @@ def models() -> list[ModelAtWork]:
 
 
 SETTINGS = {"remat": ("none", "dots", "branches", "full"), "tensor_exchange": ("gather", "ring"),
-            "context_attention": ("gather", "ring", "all_to_all")}  # fmt: skip
+            "context_attention": ("gather", "ring", "all_to_all"),
+            "expert_exchange": ("gathered", "routed")}  # fmt: skip
 
 
 def layers(models: list[ModelAtWork], settings: dict = SETTINGS) -> Iterator[tuple[str, bytes]]:

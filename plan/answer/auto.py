@@ -23,12 +23,14 @@ CLOSE = 1.01  # settings that are slower by at most this factor count as equally
 def options(cfg: Config) -> dict[str, tuple]:
     """List the possible values of each `auto` setting that has an effect on this mesh and batch, simplest first."""
     whole = fit.split_batch(cfg).device_batch
+    drops_nothing = cfg.model.n_experts and not cfg.model.capacity_factor
     found = {
         "device_batch": tuple(size for size in range(whole, 0, -1) if whole % size == 0),
         "remat": REMAT,
         "gather": ("layer", "step"),
         "tensor_exchange": ("gather", "ring"),
         "context_attention": ("gather", "ring"),  # not all_to_all, which has not been timed on any chip
+        "expert_exchange": ("gathered", "routed") if drops_nothing else (),
         "schedule": architecture(cfg.model).schedules or tuple(schedules.SCHEDULES),
     }
     idle = without_effect(cfg.mesh)

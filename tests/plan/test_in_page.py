@@ -29,7 +29,8 @@ print(json.dumps([json.loads(page.answer(json.dumps(one))) for one in json.load(
 def ask(tmp_path_factory):
     """Return a function that answers questions in a Python without any package."""
     folder = tmp_path_factory.mktemp("page")
-    rows = in_browser.layers([preset("laptop").at_work], {name: (PIN[name],) for name in in_browser.SETTINGS})
+    settings = in_browser.SETTINGS | {name: (value,) for name, value in PIN.items() if name in in_browser.SETTINGS}
+    rows = in_browser.layers([preset("laptop").at_work], settings)
     for name, content in in_browser.files(rows).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
