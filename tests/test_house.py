@@ -52,10 +52,10 @@ ROOMS = {
     "serve": (1160, "utils devices config generate"),
     "plan.chips": (975, "utils config sharding"),
     "plan.trace": (970, "utils devices config compile sharding architectures pipeline optimizer plan.chips"),
-    "plan.count": (1499, "utils config sharding kernels overlap model encoder_decoder architectures parameters "
+    "plan.count": (1505, "utils config sharding kernels overlap model encoder_decoder architectures parameters "
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
-    "plan.time": (911, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
+    "plan.time": (915, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
     "plan.answer": (2501, "utils config compile sharding architectures parameters pipeline local_steps generate "
                           "plan.chips plan.trace plan.count plan.time"),
     "plan": (1542, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "

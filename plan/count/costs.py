@@ -149,6 +149,12 @@ def expert_rows(c: ModelAtWork, z: Sizes) -> tuple[int, int]:
     return rows, N * c.top_k
 
 
+def received_tokens(c: ModelAtWork, z: Sizes) -> int:
+    """Return for how many tokens routed experts have room on a device, in one round; gathered experts: 0."""
+    n = z.mesh[EXPERT]
+    return n * experts.round_arrays(c, z.b * z.s, n)[0] if expert_exchange(c, z) == "routed" else 0
+
+
 def context_exchange(c: ModelAtWork, z: Sizes) -> str:
     """Return the form of attention over CONTEXT: gather, ring or all_to_all."""
     return c.work.context_attention if z.mesh[CONTEXT] > 1 else "gather"

@@ -14,7 +14,6 @@ from config import Config, ModelAtWork
 from config.fields import parse_adamw, parse_remat
 from encoder_decoder import BUCKETS
 from kernels import grouped
-from overlap import experts
 from parameters import as_stored
 from pipeline import schedules
 from plan.chips import hiding
@@ -28,6 +27,7 @@ from plan.count.costs import (
     grouped_rows,
     layer_counts,
     logits_tokens,
+    received_tokens,
     repeats_passes,
     vocabulary_slices,
     weights,
@@ -127,6 +127,7 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece=False
     hidden = size["hidden"] + rows * c.d_expert // z.mesh[TENSOR]
     entries += branches * size["stream"] + (2 * branches - 1) * size["gathered"] + 3 * rows * c.d_model
     if remat == "fused":  # a TPU recomputes values that need no matmul instead of saving them
+        entries += gated * rows * c.d_model  # the gradients of the rows from two matmuls
         return exact * FLOAT32 + (entries + size["latents"] + (2 + gated) * hidden) * z.width
     exact += 2 * branches * size["stream"]
     return exact * FLOAT32 + (entries + 3 * size["latents"] + (6 - gated) * hidden + (2 + gated) * copied) * z.width
@@ -152,9 +153,8 @@ def exchange_bytes(c: ModelAtWork, z: Sizes, kind: str) -> float:
     that `overlap.experts.collect` adds up: top_k for each token, with zeros for remote experts."""
     if kind != "moe" or expert_exchange(c, z) == "gathered":
         return 0
-    tokens, n = z.b * z.s, z.mesh[EXPERT]
-    received = n * experts.round_arrays(c, tokens, n)[0]
-    return (4 + c.top_k) * received * c.d_model * z.width + 2 * FLOAT32 * tokens * c.d_model
+    copies = 0 if z.platform == "tpu" else c.top_k  # a TPU adds them up as it gathers them
+    return ((4 + copies) * received_tokens(c, z) * z.width + 2 * FLOAT32 * z.b * z.s) * c.d_model
 
 
 def moments_bytes(cfg: Config, w: list[Weights]) -> float:

@@ -29,6 +29,7 @@ from sharding import SLICED, TENSOR
 SLOWDOWN, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
 OTHERS = {"v4": 1.0, "v5e": 1.5, "v5p": 2.2, "v6e": 2.7}
 STREAM, SAVED, ROWS, STATE = 1.5, 2.7, 1.4, 5  # how often these bytes are read or written
+COPIES = 8  # the same of the copies of routed tokens, top_k each; from 4 layers of Qwen3 30B on v5p:4x4x4
 ADDED = 6  # bytes read or written per entry of a float32 sum: 8 (sum twice) after a kernel, fewer in a matmul's fusion
 EXPOSED_FRACTION = 0.25  # exposed fraction of the time of gradient reductions that overlap with matmuls
 
@@ -91,17 +92,20 @@ def other_bytes(step: Step, chip: hardware.Chip) -> float:
     passes = run.forward + run.again * (c.work.remat != "dots") + run.inputs + run.weights
     kept = step.memory_bytes["saved"] * (sched.microbatches if cfg.mesh.stage == 1 else 1) + offload.step_bytes(step)
     rows = sum(row.hbm_bytes for row in step.work if row.part == "experts")
+    moved = 0.0
     if c.n_experts:  # rows without an expert on this chip are sorted, activated and summed too
         held, filled = costs.expert_rows(c, z)
         bytes_per_flop = z.width / 2 * (1 / c.d_model + cfg.mesh.tensor / c.d_expert)
         flops = sum(row.flops for row in step.work if row.part == "experts")
-        rows += (held / filled - 1) * flops * bytes_per_flop
+        copied = costs.received_tokens(c, z) * c.top_k * c.d_model * z.width
+        copied *= costs.layer_counts(c, z)["moe"] * sched.microbatches
+        moved = ROWS * (held / filled - 1) * flops * bytes_per_flop + COPIES * copied
     activations = STREAM * stream * passes + SAVED * kept + ROWS * rows
     # Gradient sums in float32, one microbatch after the other.
     sums = sum(w.gathered_size if gathers_once else w.local_size for w in costs.weights(cfg))
     added = ADDED * sums * (2 * gathers_once if sched.in_one_piece else sched.microbatches)
     state = step.memory_bytes["parameters"] + step.memory_bytes["optimizer"]
-    return chip_value(OTHERS, chip) * activations + added + STATE * state
+    return chip_value(OTHERS, chip) * activations + moved + added + STATE * state
 
 
 def ring_seconds(step: Step, speed: float, chip: hardware.Chip) -> float:

@@ -1,17 +1,20 @@
 """Test the simulated seconds: why a step takes longer than its lower bound, and which layout a search then chooses."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 
 from bench import peers
-from config import preset
+from config import preset, replace
 from plan import planner
 from plan.chips import hardware, hiding
 from plan.count.costs import Matmul
 from plan.count.networks import Collective
 from plan.time import simulated
 from sharding import TENSOR
+from weights import published
 
 # Settings of all tests, unless a test changes them, so that layouts are comparable.
 WORK = {"work.remat": "full", "work.gather": "layer", "work.tensor_exchange": "ring", "work.schedule": "gpipe"}
@@ -50,6 +53,39 @@ def test_predicted_seconds_match_the_simulated_step(key):
     if name in ("llama3_8b", "mixtral_8x7b"):
         settings |= {"data.batch_size": 64, "data.seq_len": 4096}
     assert of(name, topology, **settings).simulated_s == pytest.approx(PLAYED[key], rel=0.1)
+
+
+# Qwen3-30B-A3B with 4 layers on v5p:4x4x4: simulated seconds of the step and of other operations, and the peak in GiB.
+# `python -m plan CONFIG_JSON .. --compile --hlo F`, then `python -m plan.replay F`, libtpu 0.0.42.1, 2026-11-30.
+EXCHANGES = {"gathered": (0.442, 0.141, 22.57), "routed": (0.367, 0.083, 6.49)}
+
+
+def qwen3(tmp_path, exchange: str):
+    """Plan the step of EXCHANGES."""
+    models = json.loads((Path(__file__).parent / "fixtures/published_configs.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(models["Qwen3-30B-A3B"]["config"]))
+    settings = {"model.n_layers": 4, "mesh": "fsdp=8,expert=8", "data.batch_size": 256, "data.seq_len": 4096,
+                       "work.gather": "layer", "work.remat": "full", "work.expert_exchange": exchange}  # fmt: skip
+    return planner.plan(replace(published.read(str(file)).config, **settings), "v5p:4x4x4")
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_the_exchange_of_tokens_costs_what_the_compiled_step_takes(exchange, tmp_path):
+    """Catches rows of experts on other devices that take twice as long as in the simulation, the copies that routed
+    tokens are summed from planned as free, and a peak that is a fifth too low or half too high."""
+    one, (seconds, others, peak) = qwen3(tmp_path, exchange), EXCHANGES[exchange]
+    assert one.simulated_s == pytest.approx(seconds, rel=0.05)
+    assert one.simulated["other ops"] == pytest.approx(others, rel=0.12)
+    assert one.peak_bytes / 2**30 == pytest.approx(peak, rel=0.07)
+
+
+def test_auto_chooses_how_tokens_reach_their_experts(tmp_path):
+    """Catches `auto` that always gathers all tokens, which takes 45% longer, or one that does not say so."""
+    one = qwen3(tmp_path, "auto")
+    assert one.cfg.work.expert_exchange == "routed" and one.why == "expert_exchange=routed (gathered +45%)"
+    tokens = of("mixtral_8x7b", "v5p:4x4x4", mesh="fsdp=8,expert=8", **WIDE | {"model.capacity_factor": 1.25})
+    assert "expert_exchange" not in tokens.why
 
 
 def test_gradients_over_a_whole_slice_take_all_to_alls():
