@@ -280,8 +280,8 @@ assert 0.1 < lost < 0.3 and load_nE.max() < N // n, "this test needs dropped tok
 #
 # ## Dropless: gather the tokens instead
 #
-# To drop nothing without guessing X, every device all-gathers *all* tokens with their A = N k choices, keeps
-# the choices that belong to its own experts, and sorts them by expert. `jax.lax.ragged_dot` then multiplies
+# To drop nothing without guessing X, every device all-gathers *all* tokens and routes them. Of the A = N k
+# choices it keeps those of its own experts, and sorts them by expert. `jax.lax.ragged_dot` then multiplies
 # consecutive groups of rows, each by its own matrix (a *grouped matmul*, made popular by MegaBlocks). A
 # reduce-scatter sums the outputs and returns each token to its device.
 
@@ -310,12 +310,18 @@ def gathered(w, x_tD):
 
 
 # %% tags=["hide-input"]
-def compiled_on(n, device):
-    """The compiled layer on n devices, and its collectives."""
+def layer_on(n, device):
+    """The layer on n devices."""
     mesh = jax.make_mesh((n,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     split = P("expert")
     specs = {"router_DE": P(), "up_EDM": split, "down_EMD": split}, split
-    layer = jax.jit(jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=split))
+    return jax.jit(jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=split))
+
+
+def compiled_on(n, device):
+    """The compiled layer on n devices, and its collectives."""
+    layer, devices = layer_on(n, device), jax.devices()[:n]
+    mesh = jax.sharding.Mesh(devices, ("expert",))
     return layer, lesson.compiled(layer, mesh, w, x_ND)
 
 
@@ -358,9 +364,84 @@ assert lesson.same(dropless, on_one(w, x_ND, N)), "gathering should drop nothing
 # k rows on every device, though on average 1/n of these are used. (Some kernels leave the others unwritten,
 # hence the two `where`.)
 #
-# All-to-alls can be dropless, too, if the sizes of the blocks may vary.
-# [`ragged_all_to_all`](https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html) sends only
-# the filled rows, k (n - 1)/n copies of each token. It does [not run on
+# ## Dropless: send the rest in another round
+#
+# All-to-alls can be dropless, too. For each destination, reserve places for somewhat more tokens than you
+# expect to send there. The tokens for a device form a queue, and what does not fit in this round is sent in
+# the next one. All devices take part in every all-to-all, so the number of rounds is the largest that any
+# device needs. A token goes to a device once, even if it chose two experts there. So the gates travel with
+# the token, and the device returns one sum.
+
+
+# %%
+def one_round(w, x_tD, gates_tne, place_tn, places):  # out of range: not in this round
+    spot = jnp.arange(n)[None], place_tn
+    swap = lambda block: jax.lax.all_to_all(block, "expert", 0, 0)  # its own inverse
+    empty = lambda rows: jnp.zeros((n, places, rows.shape[-1]))
+    exchange = lambda rows: swap(empty(rows).at[spot].set(rows, mode="drop"))
+    rows_rD = exchange(x_tD[:, None]).reshape(-1, D)  # r: received from n devices
+    gates_re = exchange(gates_tne).reshape(-1, E // n)  # 0: not chosen
+    sum_rD = jnp.einsum("re,erD->rD", gates_re, feed_forward(w, rows_rD))
+    back_npD = swap(sum_rD.reshape(n, places, D))
+    return back_npD.at[spot].get(mode="fill", fill_value=0).sum(1)
+
+
+# %%
+def routed(w, x_tD, places, rounds=None):  # rounds: only to count bytes
+    gates_tk, experts_tk, _ = route(w, x_tD)
+    gates_tE = (gates_tk[..., None] * jax.nn.one_hot(experts_tk, E)).sum(1)
+    gates_tne = gates_tE.reshape(-1, n, E // n)  # e: the experts of one device
+    sent_tn = (gates_tne > 0).any(2)
+    queue_tn = jnp.where(sent_tn, sent_tn.cumsum(0) - 1, -1)  # position; -1: not sent
+
+    def add_round(r, out_tD):
+        place_tn = jnp.where(queue_tn // places == r, queue_tn % places, places)
+        return out_tD + one_round(w, x_tD, gates_tne, place_tn, places)
+
+    if rounds is None:  # as many as the longest queue of all devices needs
+        own_rounds = (sent_tn.sum(0).max() + places - 1) // places
+        rounds = jax.lax.pmax(own_rounds, "expert")
+    return jax.lax.fori_loop(0, rounds, add_round, jnp.zeros_like(x_tD))
+
+
+# %% [markdown]
+# > **Predict.** A token has experts on 1.93 of the 8 devices on average, so 15.5 of a device's 64 tokens are
+# > expected to go to each device. With 24 places, how many rounds does the batch from above need?
+
+# %% tags=["hide-input"]
+reached = sum((holder == d).any(axis=1).mean() for d in range(n))  # devices per token
+assert round(reached, 2) == 1.93 and round(N / n * reached / n, 1) == 15.5
+chosen_Nkn = (route(w, x_ND)[1] // (E // n))[:, :, None] == np.arange(n)
+queue_nn = chosen_Nkn.any(1).reshape(n, -1, n).sum(1)  # from each device to each
+rounds_of = lambda places: -(-queue_nn.max() // places)
+
+# %%
+my_prediction = None  # rounds
+lesson.predicted("rounds", my_prediction, int(rounds_of(24)))
+
+# %% tags=["hide-input"]
+print(f"the longest of the {n * n} queues has {queue_nn.max()} tokens")
+for places in (64, 24, 16, 4):
+    found = layer_on(n, lambda w, x_tD, p=places: routed(w, x_tD, p))(w, x_ND)
+    assert lesson.same(found, on_one(w, x_ND, N)), "rounds should drop nothing"
+    print(f"{places:2} places, rounds: {rounds_of(places)}, nothing dropped")
+once = compiled_on(n, lambda w, x_tD: routed(w, x_tD, 24, 1))[1].total.wire_bytes
+print(f"one round of 24 places: a device sends {once:,.0f} bytes")
+assert once == 7 * 24 * (2 * D + E // n) * 4, "rows twice, and gates once"
+assert round(once / sent[8][0], 1) == 1.6 and round(once / sent[8][1], 1) == 0.4
+
+# %% [markdown]
+# Each pair of a token and a device has one round and one place, and devices have different experts. So the
+# sum over devices and rounds is that of one device. With a balanced router and many more tokens, one round is
+# enough.
+#
+# One round of 24 places sends 1.6 times the bytes of slots of factor 1, which drop choices, and 0.4 times
+# those of gathering. The two rounds of this batch send twice that. The arrays have n · 24 = 192 rows instead
+# of N k = 1,024. (To be short, each row goes through both experts of a device.) The price is more messages,
+# and that JAX cannot differentiate a loop with an unknown number of rounds backward, so you write its
+# backward pass yourself: one more loop.
+# [`ragged_all_to_all`](https://docs.jax.dev/en/latest/_autosummary/jax.lax.ragged_all_to_all.html) sends
+# blocks of varying sizes in one go, but it does [not run on
 # CPUs](https://github.com/jax-ml/jax/issues/34755), and needs a buffer for the worst case.
 #
 # ## Node-limited routing
@@ -644,11 +725,10 @@ ticks = axes[2].set_xticks([0, 5, 10, 15], [1, 6, 11, 16])
 # ## In `model.py`
 #
 # `model.with_capacity` is `on_device` from above. `model.dropless`, the default, is `gathered` with a custom
-# kernel for the grouped matmuls. With `--work.expert_exchange routed` it drops no token either, but sends each
-# token only to the devices that have its experts, once to each (`overlap/experts.py`). The buffers have a fixed
-# size, 1.2 times what a balanced router sends, so what doesn't fit is sent in another round. For Mixtral 8x7B
-# with `expert=8`, the two experts of a token are on 1.75 of the 7 other devices on average. `gathered` sends
-# every token to all 7. `optimizer.update_selection_bias` moves the bias once per step.
+# kernel for the grouped matmuls, or `routed` with places for 1.2 times the expected tokens, and its backward
+# pass (`overlap/experts.py` has both; `--work.expert_exchange` chooses). For Mixtral 8x7B with `expert=8`,
+# the two experts of a token are on 1.75 of the 7 other devices on average, and `gathered` sends every token
+# to all 7. `optimizer.update_selection_bias` moves the bias once per step.
 #
 # ## Exercise 1: the capacity factor of a step
 #
@@ -1069,14 +1149,14 @@ lesson.expect(check_gradients, *zip(WRONG, [hint for _, hint in BAD_GRADIENTS],
 # | forward pass | two all-to-alls | all-gather, reduce-scatter |
 # | backward pass | two all-to-alls; the router's gradient is summed | all-gather, reduce-scatter; the router's gradient is summed |
 # | bytes sent | 2 * 2 k t D (n - 1)/n | 2 * 2 t D (n - 1), which is n/k times as much |
-# | dropped | choices beyond X | nothing |
+# | dropped | choices beyond X; in rounds, nothing | nothing |
 # | exposed | yes, unless it overlaps with another microbatch, attention or shared experts | the same |
-# | use it if | n is well above k, and the router is balanced (or, dropless, with `ragged_all_to_all`) | n is at most about k |
+# | use it if | n is well above k, and the router is balanced (or, dropless, in rounds) | n is at most about k |
 #
 # | here | JAX | PyTorch | Megatron-LM |
 # |---|---|---|---|
 # | mesh axis `expert` | a mesh axis in `shard_map` | an expert-parallel process group; torchtitan takes its ranks from the data-parallel ones | `--expert-model-parallel-size` |
-# | dispatch and combine, `on_device` | `lax.all_to_all`, `lax.ragged_all_to_all` | `all_to_all_single`; DeepEP: dropless, a token is sent to a node once | token dispatcher `alltoall` |
+# | dispatch and combine, `on_device`, `routed` | `lax.all_to_all`, `lax.ragged_all_to_all` | `all_to_all_single`; DeepEP: dropless, a token is sent to a node once | token dispatcher `alltoall` |
 # | gathered tokens | `lax.all_gather`, `lax.psum_scatter` | `all_gather`, `reduce_scatter` | token dispatcher `allgather` |
 # | grouped matmul | `lax.ragged_dot` | MegaBlocks | `--moe-grouped-gemm` |
 # | load-balancing loss, selection bias | your own code | aux loss, `expert_bias` | `--moe-aux-loss-coeff`, `--moe-router-enable-expert-bias` |
