@@ -97,6 +97,7 @@ def draw(seed: int) -> dict:
         "remat": pick("none", "dots", "branches", "full", "keys,attention,hidden"),
         "gather": pick("layer", "step"),
         "tensor_exchange": pick("ring", "gather"), "context_attention": pick("gather", "ring"),
+        "expert_exchange": random.Random(f"exchange {seed}").choice(("gathered", "routed")),
         "loss_chunk": pick(32, 1024), "device_batch": pick("auto", "auto", 1),
         "schedule": schedule if mesh.stage > 1 else "gpipe", "microbatches": microbatches or "auto",
     }  # fmt: skip
