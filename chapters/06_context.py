@@ -576,12 +576,13 @@ title = figure.suptitle("A step waits for its busiest device (boxed; titles: mea
 # gathered. In a ring it takes 2.09 times as long, because *every step* waits for its own busiest device.
 # Zig-zag in each document is balanced in both cases. Greedy balances only totals, so it suits an all-gather.
 #
-# Layouts by document differ from batch to batch, so the host has to reorder tokens, targets and positions. A
-# chunk of 7 positions does not fill a kernel's block of 128, so a short document should stay on one device.
+# Layouts by document differ from batch to batch, so each step reorders tokens, targets and positions
+# (`--work.context_layout documents`): all first chunks, then all second ones. Zig-zag over it is
+# zig-zag in each document. But 7 positions do not fill a kernel's block of 128.
 #
 # ## What it costs, in seconds
 #
-# These times are not measured, but computed from the peak speeds in `plan/chips/hardware.py`, for the forward
+# These times follow from the peak speeds in `plan/chips/hardware.py`, for the forward
 # pass of one layer of Llama 3 8B and one sequence of 131,072 positions in bfloat16. A pair costs 4HK FLOPs. In
 # a step of the ring with zig-zag, half of s times s pairs are allowed: 2HKs² FLOPs. Meanwhile a device sends
 # the keys and values of s positions for the next step, 4GKs bytes. This overlaps fully if it takes less time

@@ -8,7 +8,7 @@ passes it expects another result.
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from config.fields import hints, parse_objectives, parse_schedule
+from config.fields import hints, parse_objectives, parse_packing, parse_schedule
 from utils import UserError
 
 
@@ -37,12 +37,15 @@ ROPE = (
 )
 EXPERTS = Needs("model.n_experts", 8, "a model with experts", lambda cfg: cfg.model.n_experts > 0)
 SEVERAL_EXPERTS = EXPERTS, Needs("model.top_k", 2, "model.top_k above 1", lambda cfg: cfg.model.top_k > 1)
-DROPLESS = EXPERTS, Needs("model.capacity_factor", 0, "a model without a capacity",
-                          lambda cfg: not cfg.model.capacity_factor)  # fmt: skip
+NO_CAPACITY = Needs("model.capacity_factor", 0, "a model without a capacity",
+                    lambda cfg: not cfg.model.n_experts or not cfg.model.capacity_factor)  # fmt: skip
+DROPLESS = EXPERTS, NO_CAPACITY
 DENSE_LAYERS = Needs("model.dense_prefix", 1, "a model with dense layers", lambda cfg: cfg.model.has_dense_layers)
 INPUTS = Needs("data.objective", "prefix", "an objective with inputs", lambda cfg: cfg.data.objective != "causal")
 TEXTS = Needs("data.objective", "causal", "an objective besides 'task'",
               lambda cfg: {*parse_objectives(cfg.data.objective)} != {"task"})  # fmt: skip
+MASKED = Needs("data.packing", "windows", "a batch in which no token attends to other documents",
+               lambda cfg: not parse_packing(cfg.data.packing).unmasked)  # fmt: skip
 ADAMW = Needs("optim.name", "adamw", "AdamW")
 WARMUP = Needs("optim.schedule", "cosine", "a schedule with a name",
                lambda cfg: parse_schedule(cfg.optim.schedule).kind != "points")  # fmt: skip

@@ -50,7 +50,9 @@ from config.needs import (
     EXPERTS,
     GQA,
     INPUTS,
+    MASKED,
     MLA,
+    NO_CAPACITY,
     REPLICAS,
     ROPE,
     SEVERAL_EXPERTS,
@@ -84,6 +86,11 @@ class WorkConfig:
     # all_to_all: shard heads instead (auto never chooses it)
     context_attention: Annotated[
         Literal["auto", "gather", "ring", "all_to_all"], Baseline("gather", "gather"), CONTEXT
+    ] = AUTO
+    # which positions of a sequence each device along context gets. positions: an early and a late chunk of it;
+    # documents: an early and a late part of each packed document, which balances the work of attention
+    context_layout: Annotated[
+        Literal["auto", "positions", "documents"], Baseline("positions", "positions"), CONTEXT, MASKED, NO_CAPACITY
     ] = AUTO
     # how tokens reach dropless experts along expert. gathered: all-gather all tokens; routed: send a token only to the
     # devices that have its experts

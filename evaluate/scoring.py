@@ -84,7 +84,7 @@ def compile_scores(cfg: Config, mesh: Mesh):
         x_bS = to_sequence_order(all_gather(psum(keep_last_stage(x_bs), STAGE), CONTEXT, dim=1, to="invarying"), dim=1)
         return all_gather(x_bS, BATCH, dim=0, to="invarying")
 
-    return ordered.jit(on_mesh(cfg, mesh, local_scores, (P(), P()), READS), mesh)
+    return ordered.jit(on_mesh(cfg, mesh, local_scores, (P(), P()), READS, sums=False), mesh)
 
 
 # Texts of any length --------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from config.fields import parse_packing, parse_pipeline, parse_remat
 from overlap.weights import ready_for_autodiff
 from parameters import declare_stored, gather_replicas
 from pipeline import fit, schedules
+from pipeline.documents import document_order
 from pipeline.ticks import (
     IDLE,
     keep_last_stage,
@@ -161,7 +162,7 @@ def build_schedule(cfg: Config) -> schedules.Schedule:
     return schedules.schedule(name, S, M, v, lead=2)
 
 
-def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES, stored=False):
+def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES, stored=False, sums=True):
     """Return a function of whole arrays that runs function(params, batch, step) on local shards.
 
     This is the one `shard_map` around the model: manual over all axes, `check_vma` on.
@@ -170,6 +171,7 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES, sto
            those of its architecture; others are ignored. Another array is added: index_BT, int32, the index of each
            token in the global batch, for dropout keys, and encoder_index_BS
     stored  the parameters are sharded as training stores them: `parameters.declare_stored`
+    sums    the results are sums over positions, which may be dealt over CONTEXT by `documents.document_order`
     Raises: UserError that lists the arrays missing from the batch.
     """
     reads += architecture(cfg.model).batch
@@ -180,8 +182,11 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES, sto
 
     def local(params, batch, step):
         # From contiguous shards of positions to the zig-zag chunks of `own_chunks`
-        batch = {name: own_chunks(all_gather(x, CONTEXT, dim=1)) for name, x in batch.items()}
-        return function(params, batch, step)
+        batch = {name: all_gather(x, CONTEXT, dim=1) for name, x in batch.items()}
+        if sums and cfg.work.context_layout == "documents":
+            order_bT = document_order(batch["segments_BT"], axis_size(CONTEXT))
+            batch = {name: jnp.take_along_axis(x, order_bT, axis=1) for name, x in batch.items()}
+        return function(params, {name: own_chunks(x) for name, x in batch.items()}, step)
 
     mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
@@ -253,7 +258,7 @@ def logits(cfg: Config, mesh: Mesh):
         x_bsD = model.final_norm(w, cfg.at_work, loss_input(x), dim=1)
         return psum(keep_last_stage(model.logits(w, cfg.at_work, x_bsD)), STAGE)
 
-    by_device = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR), INPUTS)
+    by_device = on_mesh(cfg, mesh, local_logits, P(BATCH, CONTEXT, TENSOR), INPUTS, sums=False)
 
     def of_tokens(params, batch):
         B, T = batch["tokens_BT"].shape

@@ -171,7 +171,7 @@ def test_a_setting_of_the_model_changes_the_program_or_is_refused():
 
 def deep(mesh: str, **work) -> Config:
     plain = {"gather": "layer", "tensor_exchange": "gather", "context_attention": "gather", "remat": "none",
-             "expert_exchange": "gathered"} | work  # fmt: skip
+             "expert_exchange": "gathered", "context_layout": "positions"} | work  # fmt: skip
     work = {f"work.{name}": value for name, value in plain.items()}
     return preset("deep", mesh=mesh, **{"data.batch_size": 32} | work)
 
@@ -187,7 +187,9 @@ MESHES = {
 
 def test_an_execution_setting_changes_the_plan_or_is_refused():
     """Catches `--work.tensor_exchange ring` on a mesh without tensor: a comparison of two equal programs."""
-    check(MESHES, settings_of("work"), changes_plan)
+    check(MESHES, [name for name in settings_of("work") if name != "work.context_layout"], changes_plan)
+    dealt = deep("context=2", context_layout="documents")
+    assert changes_program(MESHES["context"], dealt), "the plan does not know the documents, but the program does"
 
 
 def test_an_axis_of_the_mesh_changes_the_plan():

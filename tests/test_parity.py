@@ -61,7 +61,8 @@ MODELS = {
 # A word of a case -> the setting it changes. None of them may change a result.
 WORK = {"remat": "work.remat", "gather": "work.gather", "attention": "work.context_attention",
         "loss_chunk": "work.loss_chunk", "microbatches": "work.microbatches", "schedule": "work.schedule",
-        "exchange": "work.tensor_exchange", "experts": "work.expert_exchange"}  # fmt: skip
+        "exchange": "work.tensor_exchange", "experts": "work.expert_exchange",
+        "layout": "work.context_layout"}  # fmt: skip
 
 CASES = """
 data=2                      dense     accumulation=3
@@ -80,7 +81,7 @@ context=2                   moe       attention=ring
 context=4                   dense     attention=ring remat=input@host,keys,attention@host
 context=8                   capacity  attention=gather loss_chunk=40
 context=2                   capacity  attention=all_to_all remat=dots
-context=8                   moe       attention=all_to_all
+context=8                   moe       attention=all_to_all layout=documents
 tensor=2                    mixed     remat=full loss_chunk=40 exchange=ring gather=step
 tensor=4                    moe       accumulation=3 exchange=ring
 tensor=8                    dense     loss_chunk=40 remat=branches exchange=ring
@@ -90,7 +91,7 @@ stage=2                     parallel  microbatches=2 schedule=1f1b
 expert=2,context=2          parallel  attention=ring loss_chunk=40
 data=2,fsdp=2,tensor=2      parallel  gather=step
 
-context=2                   prefix    attention=ring
+context=2                   prefix    attention=ring layout=documents
 data=2,stage=2              prefix    microbatches=2 schedule=1f1b gather=step
 fsdp=2,expert=2,tensor=2    prefix    exchange=ring remat=full
 
@@ -109,7 +110,7 @@ stage=2,expert=4            capacity  microbatches=2 schedule=interleaved:2 rema
 stage=2,context=2           mixed     microbatches=4 gather=step
 stage=4,tensor=2            moe       microbatches=2 schedule=1f1b accumulation=3 exchange=ring gather=step
 fsdp=2,expert=2             capacity  accumulation=3 gather=step
-fsdp=2,context=4            moe       attention=ring gather=step
+fsdp=2,context=4            moe       attention=ring gather=step layout=documents
 fsdp=4,tensor=2             moe       accumulation=3 loss_chunk=40 gather=step
 expert=2,context=2          dense     attention=gather remat=full gather=step
 expert=4,tensor=2           capacity  accumulation=3 exchange=ring
@@ -125,12 +126,12 @@ stage=2,fsdp=2,context=2    capacity  microbatches=4 remat=dots
 stage=2,fsdp=2,tensor=2     mixed     microbatches=2 schedule=interleaved:2 remat=dots exchange=ring
 stage=2,expert=2,context=2  moe       microbatches=4 schedule=interleaved:2 accumulation=3 gather=step experts=routed
 stage=2,expert=2,tensor=2   moe       microbatches=4 schedule=zb remat=full exchange=ring gather=step
-stage=2,context=2,tensor=2  dense     microbatches=2 attention=gather loss_chunk=40 gather=step
+stage=2,context=2,tensor=2  dense     microbatches=2 attention=gather loss_chunk=40 gather=step layout=documents
 fsdp=2,expert=2,context=2   mixed     attention=ring remat=full experts=routed
 fsdp=2,expert=2,tensor=2    moe       accumulation=3 exchange=ring experts=routed
 fsdp=2,context=2,tensor=2   capacity  attention=ring accumulation=3 exchange=ring
 expert=2,context=2,tensor=2 moe       attention=ring
-stage=2,context=2,tensor=2  mixed     microbatches=2 attention=ring schedule=1f1b exchange=ring
+stage=2,context=2,tensor=2  mixed     microbatches=2 attention=ring schedule=1f1b exchange=ring layout=documents
 stage=2,context=2,tensor=2  dense     microbatches=2 attention=all_to_all remat=full
 """
 
