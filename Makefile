@@ -69,6 +69,7 @@ help: ## list every command
 # python -m tests.fuzz #: the same for random meshes and models
 # python -m bench.step #: measure a training step on simulated devices
 # python -m bench.data #: measure reading tokens and tokenizing, and compare with raw file reads and with tiktoken
+# python -m bench.documents #: plan attention over packed documents, with both ways to deal them over context
 # python -m bench.gpu #: measure this trainer and a torch trainer alternately, on one GPU
 # python -m bench.report #: measure what an accelerator reaches, beside the planner's numbers; writes one JSON file
 # python -m bench.overlap #: print how much communication the TPU compiler overlaps with compute; needs extra-tpu
