@@ -127,11 +127,27 @@ def rotary_angles(positions_bS, width: int, theta: float, on, scaling: str = "")
 def rotate(x_bSHR, angles_bSr, scale=1.0):
     """Rotate each coordinate pair (i, i + r) by angle i, so that scores depend on relative positions, and
     multiply the pairs by `scale`. Coordinates from 2r on are unchanged."""
-    cos, sin, r = jnp.cos(angles_bSr)[:, :, None, :], jnp.sin(angles_bSr)[:, :, None, :], angles_bSr.shape[-1]
-    cos, sin = scaled(cos, scale), scaled(sin, scale)
-    first, second, rest = jnp.split(x_bSHR.astype(float32), (r, 2 * r), axis=-1)
-    rotated = first * cos - second * sin, first * sin + second * cos, rest
-    return jnp.concatenate(rotated, axis=-1).astype(x_bSHR.dtype)
+    turned_bSHR, rest = jnp.split(x_bSHR, (2 * angles_bSr.shape[-1],), axis=-1)
+    cos_bS11r, sin_bS11r = (scaled(f(angles_bSr), scale)[:, :, None, None, :] for f in (jnp.cos, jnp.sin))
+    turned_bSHR = turn(turned_bSHR, cos_bS11r, sin_bS11r)
+    return jnp.concatenate([turned_bSHR, rest], axis=-1) if rest.size else turned_bSHR
+
+
+def turned(x_bSHR, cos_bS11r, sin_bS11r):
+    """Rotate all coordinates of x by angles, in float32. The sines and cosines may be scaled. The halves are
+    swapped with `flip`: a TPU takes more passes to split and concatenate them."""
+    pairs_bSH2r = x_bSHR.reshape(*x_bSHR.shape[:3], 2, -1)
+    sin_bS12r = jnp.concatenate([-sin_bS11r, sin_bS11r], axis=3)
+    swapped_bSH2r = jnp.flip(pairs_bSH2r, axis=3).astype(float32)
+    return (pairs_bSH2r.astype(float32) * cos_bS11r + swapped_bSH2r * sin_bS12r).reshape(x_bSHR.shape)
+
+
+# Autodiff would swap halves after it has multiplied them. On a TPU that takes one more pass over the array.
+turn = jax.custom_vjp(lambda x, cos, sin: turned(x.astype(float32), cos, sin).astype(x.dtype))
+turn.defvjp(
+    lambda x, cos, sin: (turn(x, cos, sin), (cos, -sin)),
+    lambda angles, dy: (turned(dy, *angles).astype(dy.dtype), None, None),
+)
 
 
 def frequency_factors(width: int, theta: float, scaling: RopeScaling) -> np.ndarray:

@@ -70,6 +70,23 @@ def test_rotate_rotates_pairs_by_position_times_frequency():
     np.testing.assert_array_equal(turn(wider, positions_BT, 1.0)[..., 6:], x_BTHR[..., :5])
 
 
+@pytest.mark.parametrize("width", [10, 6])
+def test_the_gradient_of_a_rotation_equals_that_of_autodiff(width):
+    """Catches a gradient that is rotated forward, not scaled, or lost for the coordinates that are not rotated."""
+    rng, scale = np.random.default_rng(0), 1.5
+    x_BTHR, dy_BTHR = (jnp.asarray(rng.normal(size=(2, 5, 3, width)), jnp.float32) for _ in range(2))
+    angles_BTr = model.rotary_angles(jnp.asarray(rng.integers(0, 40, (2, 5))), 6, 50.0, 1.0)
+
+    def rotate(x_BTHR):
+        cos, sin = scale * jnp.cos(angles_BTr)[:, :, None], scale * jnp.sin(angles_BTr)[:, :, None]
+        first, second, rest = x_BTHR[..., :3], x_BTHR[..., 3:6], x_BTHR[..., 6:]
+        return jnp.concatenate([first * cos - second * sin, first * sin + second * cos, rest], -1)
+
+    want, got = (jax.vjp(f, x_BTHR) for f in (rotate, lambda x_BTHR: model.rotate(x_BTHR, angles_BTr, scale)))
+    for one, other in ((got[0], want[0]), (*got[1](dy_BTHR), *want[1](dy_BTHR))):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)  # the same two products, added in float32
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_feed_forward_equals_numpy(activation):
     """Catches swapped gate and up matrices, the wrong nonlinearity, and a missing matrix."""
