@@ -220,15 +220,23 @@ def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs,
     return scaled(q_bshK, content), rotate(q_bshR, angles_bsr, rotary)
 
 
+def project_at_once(x_bsD, *weights_DX):
+    """Multiply x by each matrix. For many tokens this is one matmul, which reads x once, forward and back.
+    For few, as in decoding, it would take longer to concatenate the matrices."""
+    if x_bsD.shape[0] * x_bsD.shape[1] < x_bsD.shape[2]:
+        return [x_bsD @ w_DX for w_DX in weights_DX]
+    ends = np.cumsum([w_DX.shape[1] for w_DX in weights_DX])[:-1]
+    return jnp.split(x_bsD @ jnp.concatenate(weights_DX, axis=1), ends, axis=-1)
+
+
 @jax.named_scope("latents")
 def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
     """Return the query latent (x itself if the model has none), the normed key/value latent and the rotated
     rotary key. A KV cache stores only the last two. Shapes: [b, s, D] -> [b, s, Q], [b, s, C], [b, s, R]."""
-    latent_bsQ = x_bsD
-    if w.w_down_query_DQ is not None:
-        latent_bsQ = norm(x_bsD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
-    latent_bsC = norm(x_bsD @ w.w_down_kv_DC, w.norm_kv_C, c.norm_eps)
-    k_bs1R = (x_bsD @ w.w_key_rotary_DR)[:, :, None, :]
+    down = [x for x in (w.w_down_query_DQ, w.w_down_kv_DC, w.w_key_rotary_DR) if x is not None]
+    *query, latent_bsC, k_bsR = project_at_once(x_bsD, *down)
+    latent_bsQ = norm(query[0], w.norm_query_Q, c.norm_eps) if query else x_bsD
+    latent_bsC, k_bs1R = norm(latent_bsC, w.norm_kv_C, c.norm_eps), k_bsR[:, :, None, :]
     k_bs1R = rotate(k_bs1R, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on, c.rope_scaling))
     return latent_bsQ, latent_bsC, k_bs1R[:, :, 0, :]
 

@@ -87,6 +87,19 @@ def test_the_gradient_of_a_rotation_equals_that_of_autodiff(width):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)  # the same two products, added in float32
 
 
+@pytest.mark.parametrize("tokens, matmuls, copies", [(6, 3, 0), (8, 1, 1)])
+def test_only_many_tokens_concatenate_the_projections_to_latents(tokens, matmuls, copies):
+    """Catches projections in another order, and a copy of the weights for every token that is generated."""
+    rng = np.random.default_rng(0)
+    x_bsD, *w = (
+        jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((2, tokens // 2, 8), (8, 4), (8, 3), (8, 5))
+    )
+    for one, w_DX in zip(model.project_at_once(x_bsD, *w), w, strict=True):
+        np.testing.assert_allclose(one, x_bsD @ w_DX, rtol=1e-5, atol=1e-5)  # float32 sums of 8 numbers
+    found = [one.primitive.name for one in jax.make_jaxpr(model.project_at_once)(x_bsD, *w).eqns]
+    assert (found.count("dot_general"), found.count("concatenate")) == (matmuls, copies)
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_feed_forward_equals_numpy(activation):
     """Catches swapped gate and up matrices, the wrong nonlinearity, and a missing matrix."""
