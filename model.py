@@ -211,9 +211,9 @@ class LatentAttention:
 
 @jax.named_scope("queries")
 def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs, rotary_on):
-    """Project the latent to each head's query: the content part and the rotary part, which is rotated.
+    """Project the latent to each head's scaled query: the content part and the rotary part, which is rotated.
     Shapes: [b, s, Q] -> [b, s, h, K], [b, s, h, R]."""
-    content, rotary = query_scales(c)
+    content, rotary = (factor * (c.d_head + c.d_rope) ** -0.5 for factor in query_scales(c))
     q_bshK = jnp.einsum("bsQ,QhK->bshK", latent_bsQ, w.w_query_QHK)
     q_bshR = jnp.einsum("bsQ,QhR->bshR", latent_bsQ, w.w_query_rotary_QHR)
     angles_bsr = rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on, c.rope_scaling)
@@ -258,31 +258,27 @@ def latent_attention(
     project_down = lambda x_bpD, positions_bp: latents(w, c, x_bpD, positions_bp, rotary_on)
 
     def project_queries(query_bpQ, latent_bpC, key_bpR, positions_bp):
-        q_bphX = jnp.concatenate(latent_queries(w, c, query_bpQ, positions_bp, rotary_on), -1)
-        return q_bphX, latent_bpC, key_bpR
+        return latent_queries(w, c, query_bpQ, positions_bp, rotary_on), latent_bpC, key_bpR
 
     if sends_latents(c):
         latents_bt = project_down(x_btD, own_slice(positions_bs, TENSOR, dim=1))
-        q_bshX, *latent_and_key = gather_apply(c, project_queries, *latents_bt, local_arrays=(positions_bs,))
+        q, *latent_and_key = gather_apply(c, project_queries, *latents_bt, local_arrays=(positions_bs,))
     else:
         project = lambda x_bpD, pos_bp: project_queries(*project_down(x_bpD, pos_bp), pos_bp)
-        q_bshX, *latent_and_key = gather_apply(c, project, x_btD, local_arrays=(positions_bs,))
+        q, *latent_and_key = gather_apply(c, project, x_btD, local_arrays=(positions_bs,))
 
     @jax.named_scope("keys_values")
     def keys_values(latent_bSC, k_bSR):
         k_bShK = jnp.einsum("bSC,ChK->bShK", latent_bSC, w.w_key_CHK)
-        k_bShR = jnp.broadcast_to(k_bSR[:, :, None, :], (*k_bShK.shape[:3], c.d_rope))
-        return jnp.concatenate([k_bShK, k_bShR], -1), jnp.einsum("bSC,ChU->bShU", latent_bSC, w.w_value_CHU)
+        return (k_bShK, k_bSR), jnp.einsum("bSC,ChU->bShU", latent_bSC, w.w_value_CHU)
 
-    def absorb(q_bshX):  # q . (w_key latent) = (w_key^T q) . latent, so the latents serve as keys (2.1.2)
-        q_bshC = jnp.einsum("bshK,ChK->bshC", q_bshX[..., : c.d_head], w.w_key_CHK)
-        return jnp.concatenate([q_bshC, q_bshX[..., c.d_head :]], -1)
+    def absorb(q_bshK, q_bshR):  # q . (w_key latent) = (w_key^T q) . latent: latents serve as keys (2.1.2)
+        return jnp.concatenate([jnp.einsum("bshK,ChK->bshC", q_bshK, w.w_key_CHK), q_bshR], -1)
 
     value_of = lambda o_bshC: jnp.einsum("bshC,ChU->bshU", o_bshC, w.w_value_CHU)  # o: mean of latents
     out = lambda o_bphU: jnp.einsum("bphU,hUD->bpD", o_bphU, w.w_out_HUD)
 
-    # Content and rotary parts are concatenated (X = K + R): one matmul computes the sum of both scores.
-    o_bshU = attend(c, q_bshX, latent_and_key, keys_values, segments_bs, (absorb, value_of))
+    o_bshU = attend(c, q, latent_and_key, keys_values, segments_bs, (absorb, value_of))
     return apply_scatter(c, jax.named_scope("attention_output")(out), o_bshU)
 
 

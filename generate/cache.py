@@ -174,21 +174,20 @@ class CachedAttention:
         self.reach_bs = positions_bs if reach_bs is None else reach_bs
 
     @jax.named_scope("attend")
-    def __call__(self, c: ModelAtWork, q_1nhK, parts, keys_values, segments_1n, absorbed=None):
+    def __call__(self, c: ModelAtWork, q, parts, keys_values, segments_1n, absorbed=None):
         """Write the new tokens into the cache, and attend to it. Arguments and result as for `over_context`.
 
         absorbed  for latents, two functions: one maps queries to latents, one maps attended latents to values; None:
                   the cache holds keys and values
         """
-        q_bshK, *new = gather_tokens((q_1nhK, *parts), *self.positions_bs.shape)
-        pairs = zip(self.cache, new, strict=True)
+        *queries, k_new, v_new = gather_tokens((*jax.tree.leaves(q), *parts), *self.positions_bs.shape)
+        pairs = zip(self.cache, (k_new, v_new), strict=True)
         self.cache = type(self.cache)(*(write_entries(*pair, self.positions_bs) for pair in pairs))
-        k, v = entries = [dequantize(x, q_bshK.dtype) for x in self.cache]
-        absorb, value_of = absorbed or (lambda q_bshK: q_bshK, lambda o_bshU: o_bshU)
+        k, v = entries = [dequantize(x, queries[0].dtype) for x in self.cache]
+        absorb, value_of = absorbed or (lambda q_bshK: q_bshK * q_bshK.shape[-1] ** -0.5, lambda o_bshU: o_bshU)
         if absorbed:
             k, v = jnp.concatenate(entries, axis=-1), entries[0]
-        q_bshX = absorb(q_bshK) * q_bshK.shape[-1] ** -0.5
-        o_bshX, log_sum_bsh1 = attend_to_slots(q_bshX, k, v, self.reach_bs, self.bias_bhsS)
+        o_bshX, log_sum_bsh1 = attend_to_slots(absorb(*queries), k, v, self.reach_bs, self.bias_bhsS)
         return merge_softmaxes(value_of(o_bshX), log_sum_bsh1)
 
 

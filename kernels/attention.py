@@ -21,37 +21,67 @@ from kernels.attention_gpu import gpu_attention, gpu_attention_grads
 from kernels.blocks import HIDDEN, Starts, dot, pad_to_multiple, query_positions, visits
 from sharding import by_platform, vary
 
-float32 = jnp.float32
+float32, Array = jnp.float32, jax.ShapeDtypeStruct
 
 
-def partial_attention(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, starts: Starts = ((0,),), here=0):
+def partial_attention(q, k, v_bSgU, segments_bs, segments_bS, starts: Starts = ((0,),), here=0):
     """Compute causal attention over the given keys, and the logsumexp of each query's scores. With the logsumexp, the
     result can be merged with attention to other keys.
 
     Keys are in sequence order. A query attends to keys up to its own position and within its own document. A query with
     no such key gets zeros and the logsumexp HIDDEN. Each of g key/value heads serves h / g adjacent query heads.
 
+    q, k    queries [b, s, h, K], which are scaled here, and keys [b, S, g, K]; or pairs of a content and a rotary part,
+            whose scores are added: queries [b, s, h, K] and [b, s, h, R], which have been scaled, and keys [b, S, h, K]
+            and [b, S, R], which all heads share
     starts  for each device, the key positions at which its equally long chunks of queries begin; S means after all keys
     here    index of this device in `starts`
-    Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U], float32 [b, s, h].
+    Shapes: q, k, [b, S, g, U] -> [b, s, h, U], float32 [b, s, h].
     """
-    operands = q_bshK * q_bshK.shape[-1] ** -0.5, k_bSgK, v_bSgU, segments_bs, segments_bS, jnp.asarray(here)
-    everywhere = set().union(*(jax.typeof(x).mat.varying for x in operands))
+    q = q if isinstance(q, tuple) else q * q.shape[-1] ** -0.5
+    operands = q, k, v_bSgU, segments_bs, segments_bS, jnp.asarray(here)
+    everywhere = set().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(operands)))
     with jax.named_scope("attend"):
         return _attention(starts, *vary(operands, sorted(everywhere)))
 
 
+def join_parts(q, k):
+    """Concatenate the parts of pairs: -> [b, s, h, K + R], [b, S, h, K + R]. Arrays are returned unchanged."""
+    if not isinstance(q, tuple):
+        return q, k
+    k_bShK, k_bSR = k
+    k_bShR = jnp.broadcast_to(k_bSR[:, :, None, :], (*k_bShK.shape[:3], k_bSR.shape[-1]))
+    return jnp.concatenate(q, axis=-1), jnp.concatenate([k_bShK, k_bShR], axis=-1)
+
+
+def with_joined_parts(attend):
+    """Return an implementation that also accepts pairs, from one that does not."""
+    return lambda starts, q, k, *more: attend(starts, *join_parts(q, k), *more)
+
+
+def grads_with_joined_parts(pull):
+    """Return the same for an implementation of the backward pass."""
+
+    def gradients(starts, q, k, *more):
+        joined, split = jax.vjp(join_parts, q, k)
+        dq, dk, dv = pull(starts, *joined, *more)
+        return *split((dq, dk)), dv
+
+    return gradients
+
+
 @jax.checkpoint
-def masked_attention(q_bshK, k_bSgK, v_bSgU, seen_bsS, bias_hsS=None):
+def masked_attention(q, k, v_bSgU, seen_bsS, bias_hsS=None):
     """Compute attention with any mask, and store the scores of all pairs; the backward pass recomputes them.
 
     seen_bsS  whether a query attends to a key; a query that attends to none gets zeros
     bias_hsS  float32, added to the scores; None: nothing
-    Shapes: [b, s, h, K], [b, S, g, K], [b, S, g, U] -> [b, s, h, U].
+    Shapes: q and k as in `partial_attention`, [b, S, g, U] -> [b, s, h, U].
     """
+    q_bshK, k_bSgK = join_parts(q if isinstance(q, tuple) else q * q.shape[-1] ** -0.5, k)
     (b, s, h, K), (_, S, g, _) = q_bshK.shape, k_bSgK.shape
     with jax.named_scope("attend"):
-        scores_bgrsS = einsum_f32("bsgrK,bSgK->bgrsS", (q_bshK * K**-0.5).reshape(b, s, g, h // g, K), k_bSgK)
+        scores_bgrsS = einsum_f32("bsgrK,bSgK->bgrsS", q_bshK.reshape(b, s, g, h // g, K), k_bSgK)
         if bias_hsS is not None:
             scores_bgrsS += bias_hsS.reshape(1, g, h // g, s, S)
         seen_b11sS = seen_bsS[:, None, None]
@@ -66,7 +96,7 @@ def masked_attention(q_bshK, k_bSgK, v_bSgU, seen_bsS, bias_hsS=None):
 # The custom gradient wraps the choice of implementation, so all implementations save the same arrays.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(starts: Starts, *operands):
-    forms = dict(tpu=tpu_attention, gpu=gpu_attention, default=mixed_in_blocks)
+    forms = dict(tpu=tpu_attention, gpu=with_joined_parts(gpu_attention), default=with_joined_parts(mixed_in_blocks))
     return by_platform(*operands, **{name: functools.partial(form, starts) for name, form in forms.items()})
 
 
@@ -83,7 +113,8 @@ def _backward(starts, residuals, d_results):
     slope_bsh = jnp.sum(d_mixed_bshU.astype(float32) * mixed_bshU.astype(float32), axis=-1) - d_log_sum_bsh
     top_bsh = jnp.where(log_sum_bsh > HIDDEN / 2, log_sum_bsh, 0)  # if all scores are hidden, the weights are 0
     with jax.named_scope("attend"):
-        forms = dict(tpu=tpu_attention_grads, gpu=gpu_attention_grads, default=pulled_in_blocks)
+        gpu, default = map(grads_with_joined_parts, (gpu_attention_grads, pulled_in_blocks))
+        forms = dict(tpu=tpu_attention_grads, gpu=gpu, default=default)
         forms = {name: functools.partial(form, starts) for name, form in forms.items()}
         gradients = by_platform(*operands, d_mixed_bshU, top_bsh, slope_bsh, **forms)
     return *gradients, None, None, None
@@ -102,7 +133,7 @@ class Counted(NamedTuple):
 
 
 def count_visits(s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str) -> Counted:
-    """Count the visits and blocks of one head. width: bytes per number"""
+    """Count the visits and blocks of one head. K: width of all parts of a key. width: bytes per number"""
     block = tpu_block(s, S, starts) if platform == "tpu" else cpu_block_rows(s, starts)
     span = blocks_per_span(S, K, U, block, width) if platform == "tpu" else -(-S // block)
     ahead, back = (blocks.count_visits(s, S, starts, block, of) for of in (None, span))
@@ -118,18 +149,19 @@ def flops(counted: Counted, h: int, K: int, U: int) -> tuple[int, int]:
     return 2 * h * scores * (K + U), 2 * h * again * (3 * K + 2 * U)
 
 
-def hbm_bytes(counted: Counted, s: int, S: int, h: int, g: int, K: int, U: int, width: int):
+def hbm_bytes(counted: Counted, s: int, S: int, h: int, g: int, K: int, U: int, width: int, R: int = 0):
     """Count the bytes of HBM traffic of attention for one sequence, forward and backward.
 
     Each visit reads its keys and values. In the forward pass a block of queries stays on chip for all its visits; in
     the backward pass, for its visits to one span of keys, whose gradients stay on chip too. In addition each query has
     one float32 number (the logsumexp) in the forward pass, and two in the backward pass.
+
+    R  width of the part of a key that all heads share, out of K
     """
     ahead, back, block, spans = counted
     forward = h * (width * (ahead * block + s) * (K + U) + 4 * s)
-    return forward, h * (width * (back * block * (K + U) + spans * s * (2 * K + U)) + 8 * spans * s) + g * width * S * (
-        K + U
-    )
+    queries = h * (width * (back * block * (K + U) + spans * s * (2 * K + U)) + 8 * spans * s)
+    return forward, queries + width * S * (g * (K - R + U) + R)
 
 
 # Plain JAX ------------------------------------------------------------------------------------------------------------
@@ -240,6 +272,7 @@ def pulled_in_blocks(starts, *args):
 # Scores are transposed, [X, x], with queries along the lanes of a vector. So one number per query forms a row.
 
 VMEM_BYTES = 8 * 2**20  # for the gradients of keys and values, out of the 16 MiB of VMEM that a kernel may use
+MOST_VISITS = 2**14  # in a list that several heads share: 192 KiB of a core's scalar memory
 
 
 def tpu_block(s: int, S: int, starts: Starts) -> int:
@@ -247,11 +280,6 @@ def tpu_block(s: int, S: int, starts: Starts) -> int:
     chunk and at most a quarter of the keys, because half of each block on the diagonal is masked."""
     most = min(s // len(starts[0]), S // 4)
     return next((block for block in (512, 256) if block <= most), 128)
-
-
-def heads_first(x_bshK, block: int):
-    """Move heads before positions, and pad to whole blocks. Shapes: [b, s, h, K] -> [b, h, s, K]."""
-    return pad_to_multiple(x_bshK.swapaxes(1, 2), block, 2)
 
 
 def query_rows(starts, segments_bs, here, block: int):
@@ -262,12 +290,63 @@ def query_rows(starts, segments_bs, here, block: int):
     return pad_to_multiple(jnp.stack([order_bs, segments_bs], axis=1), block, 2)
 
 
-def scores(q_xK, k_XK, queries_2x, keys_1X, j):
-    """Return the masked scores of a visit to key block j, [X, x]."""
-    block = k_XK.shape[0]
-    scores_Xx = dot(k_XK, q_xK, 1, 1)
-    place_Xx = j * block + jax.lax.broadcasted_iota(jnp.int32, scores_Xx.shape, 0)
-    documents_X1 = jnp.broadcast_to(keys_1X, (128, block)).T[:, :1]
+class Layout(NamedTuple):
+    """The dims of the kernels' arrays, and their blocks. Arrays are [b, h, s, width], or [b, h, width, s] for pairs: as
+    the last dim, the narrow heads of latent attention would be padded to 128 lanes in every matmul."""
+
+    block: int  # queries, and keys, per block
+    heads: int  # of a group, which share a key head or, with pairs, a sum of the rotary key's gradient
+    dim: int  # of positions in a block: 0 or, with pairs, 1
+
+    def sizes(self, width: int, positions: int) -> tuple[int, int]:
+        """Return the last two dims of an array, in order."""
+        return (width, positions) if self.dim else (positions, width)
+
+    def arrange(self, x_bshK, count: int = 1):
+        """Reorder the dims, and pad to a multiple of `count` blocks."""
+        dims = (0, 2, 3, 1) if self.dim else (0, 2, 1, 3)
+        return pad_to_multiple(x_bshK.transpose(dims), count * self.block, 2 + self.dim)
+
+    def restore(self, x, s: int):
+        """The inverse of `arrange`: return [b, s, h, K]."""
+        return x[..., :s].transpose(0, 3, 1, 2) if self.dim else x[:, :, :s].swapaxes(1, 2)
+
+    def spec(self, width: int, place: Callable, count: int = 1, leading: int = 2, **options):
+        """Return the BlockSpec of `count` blocks. place: returns the indices of the leading dims and of the block"""
+        at = lambda *grid: (*place(*grid)[:-1], *self.sizes(0, place(*grid)[-1]))
+        return pl.BlockSpec((*[None] * leading, *self.sizes(width, count * self.block)), at, **options)
+
+    def query_head(self, b, g, v, head, query, key):
+        return b, g * self.heads + head[v]
+
+    def key_head(self, b, g, *visit):
+        return self.query_head(b, g, *visit) if self.dim else (b, g)
+
+    def query(self, width: int):
+        return self.spec(width, lambda *at: (*self.query_head(*at), at[4][at[2]]))
+
+    def row(self, rows: int):
+        """Return the BlockSpec of numbers per query, [b, h, rows, s]."""
+        return pl.BlockSpec((None, None, rows, self.block), lambda *at: (*self.query_head(*at), 0, at[4][at[2]]))
+
+    def keys(self, content: int, *rotary: int):
+        """Return the BlockSpecs of the parts of a key, by their widths."""
+        return [self.spec(content, lambda *at: (*self.key_head(*at), at[5][at[2]])),
+                *(self.spec(width, lambda *at: (at[0], 0, at[5][at[2]])) for width in rotary)]  # fmt: skip
+
+    def contract_widths(self, x, y):
+        return dot(x[...], y[...], 1 - self.dim, 1 - self.dim)
+
+    def contract_positions(self, scores_Xx, y, dim: int):
+        """Contract a dim of scores with the positions of y, a block of queries or keys. The result is such a block."""
+        return dot(y[...], scores_Xx, 1, dim) if self.dim else dot(scores_Xx, y[...], dim, 0)
+
+
+def scores(at: Layout, q, k, queries_2x, keys_1X, j):
+    """Return the masked scores of a visit to key block j, [X, x]. q, k: lists of parts"""
+    scores_Xx = sum(map(at.contract_widths, k[1:], q[1:]), at.contract_widths(k[0], q[0]))
+    place_Xx = j * at.block + jax.lax.broadcasted_iota(jnp.int32, scores_Xx.shape, 0)
+    documents_X1 = jnp.broadcast_to(keys_1X, (128, at.block)).T[:, :1]
     return jnp.where((queries_2x[:1] >= place_Xx) & (queries_2x[1:] == documents_X1), scores_Xx, HIDDEN)
 
 
@@ -277,7 +356,8 @@ def is_first_and_last(v, n: int, entry):
     return is_first, (v == n - 1) | (entry(jnp.minimum(v + 1, n - 1)) != entry(v))
 
 
-def forward_kernel(n, blocks, head_v, query_v, key_v, q, k, v, queries, keys, mixed, log_sum, total_Ux, top_1x, sum_1x):
+def forward_kernel(n, blocks, at, head_v, query_v, key_v, q, k, v, queries, keys, mixed, log_sum, total_Ux, top_1x,
+                   sum_1x):  # fmt: skip
     """The TPU kernel of the forward pass, for one of n visits."""
     visit = pl.program_id(2)
     is_first, is_last = is_first_and_last(visit, n, lambda v: head_v[v] * blocks + query_v[v])
@@ -287,51 +367,61 @@ def forward_kernel(n, blocks, head_v, query_v, key_v, q, k, v, queries, keys, mi
         total_Ux[...], sum_1x[...] = jnp.zeros_like(total_Ux), jnp.zeros_like(sum_1x)
         top_1x[...] = jnp.full_like(top_1x, HIDDEN)
 
-    scores_Xx = scores(q[...], k[...], queries[...], keys[...], key_v[visit])
+    scores_Xx = scores(at, q, k, queries[...], keys[...], key_v[visit])
     higher_1x = jnp.maximum(top_1x[...], jnp.max(scores_Xx, axis=0, keepdims=True))
     weight_Xx, rescale_1x = jnp.exp(scores_Xx - higher_1x), jnp.exp(top_1x[...] - higher_1x)
-    total_Ux[...] = total_Ux[...] * rescale_1x + dot(v[...], weight_Xx.astype(v.dtype), 0, 0)
+    total_Ux[...] = total_Ux[...] * rescale_1x + dot(v[...], weight_Xx.astype(v.dtype), at.dim, 0)
     sum_1x[...] = sum_1x[...] * rescale_1x + jnp.sum(weight_Xx, axis=0, keepdims=True)
     top_1x[...] = higher_1x
 
     @pl.when(is_last)
     def _():
         is_seen = top_1x[...] > HIDDEN
-        mixed[...] = jnp.where(is_seen, total_Ux[...] / sum_1x[...], 0).T.astype(mixed.dtype)
+        mixed_Ux = jnp.where(is_seen, total_Ux[...] / sum_1x[...], 0)
+        mixed[...] = (mixed_Ux if at.dim else mixed_Ux.T).astype(mixed.dtype)
         log_sum[...] = jnp.where(is_seen, top_1x[...] + jnp.log(sum_1x[...]), HIDDEN)
 
 
-def backward_kernel(n, blocks, span, head_v, query_v, key_v, q, k, v, queries, keys, d_mixed, stats, dq, dk, dv,
-                    dq_xK, dk_wK, dv_wU):  # fmt: skip
-    """The TPU kernel of the backward pass, for one of n visits."""
-    visit, number = pl.program_id(2), lambda v: jax.lax.div(key_v[v], span)
-    is_first, is_last = is_first_and_last(visit, n, lambda v: number(v) * n + head_v[v] * blocks + query_v[v])
-    begins_span, ends_span = is_first_and_last(visit, n, number)
-
-    @pl.when(begins_span)
-    def _():
-        dk_wK[...], dv_wU[...] = jnp.zeros_like(dk_wK), jnp.zeros_like(dv_wU)
+def start_sums(visit, n: int, entry, outs, sums):
+    """Zero the sums before consecutive visits with the same entry(v). Return a function that ends these visits: after
+    the last it writes the sums to `outs`."""
+    is_first, is_last = is_first_and_last(visit, n, entry)
 
     @pl.when(is_first)
     def _():
-        dq_xK[...] = jnp.zeros_like(dq_xK)
+        for total in sums:
+            total[...] = jnp.zeros_like(total)
 
-    weight_Xx = jnp.exp(scores(q[...], k[...], queries[...], keys[...], key_v[visit]) - stats[:1])
-    d_weight_Xx = dot(v[...], d_mixed[...], 1, 1)
-    d_scores_Xx = (weight_Xx * (d_weight_Xx - stats[1:])).astype(q.dtype)
-    block = len(weight_Xx)
-    own = pl.ds(pl.multiple_of(jax.lax.rem(key_v[visit], span) * block, block), block)
-    dk_wK[own] += dot(d_scores_Xx, q[...], 1, 0)
-    dv_wU[own] += dot(weight_Xx.astype(v.dtype), d_mixed[...], 1, 0)
-    dq_xK[...] += dot(d_scores_Xx, k[...], 0, 0)
+    def write():
+        for out, total in zip(outs, sums, strict=True):
+            out[...] = total[...].astype(out.dtype)
 
-    @pl.when(is_last)
-    def _():
-        dq[...] = dq_xK[...].astype(dq.dtype)
+    return lambda: pl.when(is_last)(write)
 
-    @pl.when(ends_span)
-    def _():
-        dk[...], dv[...] = dk_wK[...].astype(dk.dtype), dv_wU[...].astype(dv.dtype)
+
+def backward_kernel(n, blocks, span, at, head_v, query_v, key_v, q, k, v, queries, keys, d_mixed, stats, dq, dk, dv,
+                    dq_sums, dk_sums, dv_sum):  # fmt: skip
+    """The TPU kernel of the backward pass, for one of n visits."""
+    visit, number = pl.program_id(2), lambda v: jax.lax.div(key_v[v], span)
+    of_head, of_query = lambda v: number(v) * n + head_v[v], lambda v: number(v) * n + head_v[v] * blocks + query_v[v]
+    write_sums = [start_sums(visit, n, of_query, dq, dq_sums),
+                  start_sums(visit, n, of_head if at.dim else number, (dk[0], dv), (dk_sums[0], dv_sum))]  # fmt: skip
+    if at.dim:
+        write_sums.append(start_sums(visit, n, number, dk[1:], dk_sums[1:]))
+
+    weight_Xx = jnp.exp(scores(at, q, k, queries[...], keys[...], key_v[visit]) - stats[:1])
+    d_weight_Xx = at.contract_widths(v, d_mixed)
+    d_scores_Xx = (weight_Xx * (d_weight_Xx - stats[1:])).astype(v.dtype)
+    block = pl.ds(pl.multiple_of(jax.lax.rem(key_v[visit], span) * at.block, at.block), at.block)
+    block = (slice(None), block) if at.dim else block
+    for total, part in zip(dk_sums, q, strict=True):
+        total[block] += at.contract_positions(d_scores_Xx, part, 1)
+    dv_sum[block] += at.contract_positions(weight_Xx.astype(v.dtype), d_mixed, 1)
+    for total, part in zip(dq_sums, k, strict=True):
+        total[...] += at.contract_positions(d_scores_Xx, part, 0)
+
+    for write in write_sums:
+        write()
 
 
 def blocks_per_span(S: int, K: int, U: int, block: int, width: int) -> int:
@@ -342,95 +432,93 @@ def blocks_per_span(S: int, K: int, U: int, block: int, width: int) -> int:
     return -(-S // (spans * block))
 
 
-class BlockSpecs(NamedTuple):
-    """Functions that return the BlockSpec of a visit's block, for arrays [b, h, s, width], [b, h, rows, s], .."""
-
-    query: Callable
-    row: Callable
-    key: Callable
-
-
-def block_specs(block: int, heads: int) -> BlockSpecs:
-    head_at = lambda b, g, v, head, query, key: (b, g * heads + head[v])
-    return BlockSpecs(
-        lambda width: pl.BlockSpec((None, None, block, width), lambda *at: (*head_at(*at), at[4][at[2]], 0)),
-        lambda rows: pl.BlockSpec((None, None, rows, block), lambda *at: (*head_at(*at), 0, at[4][at[2]])),
-        lambda width: pl.BlockSpec((None, None, block, width), lambda b, g, v, head, query, key: (b, g, key[v], 0)),
-    )
+def heads_per_group(b: int, h: int, visits: int) -> int:
+    """Return how many heads share a sum of the rotary key's gradient, if a head has some visits: all, unless their list
+    of visits is too long, or b is odd. Then the two cores of a chip need an even number of groups."""
+    fits = lambda n: n * visits <= MOST_VISITS and (b * h // n % 2 == 0 or b * h % 2)
+    return max((n for n in range(1, h + 1) if h % n == 0 and fits(n)), default=1)
 
 
-def kernel_inputs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block: int, span: int):
+def kernel_inputs(starts, q, k, v_bSgU, segments_bs, segments_bS, here, at: Layout, span: int):
     """Return the inputs of both kernels, padded to whole blocks and spans of keys, and their BlockSpecs."""
-    heads, (K, U) = q_bshK.shape[2] // k_bSgK.shape[2], (k_bSgK.shape[3], v_bSgU.shape[3])
-    at = block_specs(block, heads)
-    arrays = (heads_first(q_bshK, block), heads_first(k_bSgK, span * block), heads_first(v_bSgU, span * block),
-              query_rows(starts, segments_bs, here, block),
-              pad_to_multiple(segments_bS, span * block, 1, -1)[:, None])  # fmt: skip
-    queries = pl.BlockSpec((None, 2, block), lambda b, g, v, head, query, key: (b, 0, query[v]))
-    keys = pl.BlockSpec((None, 1, block), lambda b, g, v, head, query, key: (b, 0, key[v]))
-    return arrays, [at.query(K), at.key(K), at.key(U), queries, keys]
+    k = [x[:, :, None] if x.ndim == 3 else x for x in k]  # the rotary key as that of a single head
+    arrays = ([at.arrange(x) for x in q], [at.arrange(x, span) for x in k], at.arrange(v_bSgU, span),
+              query_rows(starts, segments_bs, here, at.block),
+              pad_to_multiple(segments_bS, span * at.block, 1, -1)[:, None])  # fmt: skip
+    queries = pl.BlockSpec((None, 2, at.block), lambda b, g, v, head, query, key: (b, 0, query[v]))
+    keys = pl.BlockSpec((None, 1, at.block), lambda b, g, v, head, query, key: (b, 0, key[v]))
+    widths = [x.shape[-1] for x in k]
+    return arrays, [[*map(at.query, widths)], at.keys(*widths), *at.keys(v_bSgU.shape[-1]), queries, keys]
 
 
-def tpu_attention(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
+def tpu_attention(starts, q, k, v_bSgU, segments_bs, segments_bS, here, interpret=False):
     """Attention and its logsumexp on a TPU, with the arguments of `_attention`."""
-    (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
-    block, heads = tpu_block(s, S, starts), h // g
-    counted = count_visits(s, S, starts, K, U, k_bSgK.dtype.itemsize, "tpu")
-    tables = jnp.asarray(visits(s, S, starts, block, heads=heads))[here]
-    n, blocks, at = tables.shape[1], -(-s // block), block_specs(block, heads)
-    arrays, specs = kernel_inputs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block, 1)
-    mixed_bhsU, log_sum_bh1s = _call(
-        functools.partial(forward_kernel, n, blocks), (b, g, n), tables, arrays, specs,
-        [((b, h, blocks * block, U), v_bSgU.dtype), ((b, h, 1, blocks * block), float32)], [at.query(U), at.row(1)],
-        [(U, block), (1, block), (1, block)], interpret,
-        flops=b * flops(counted, h, K, U)[0], exponentials=b * g * n * block**2,
+    q, k = jax.tree.leaves(q), jax.tree.leaves(k)
+    (b, s, h, _), (_, S, g, U), K = q[0].shape, v_bSgU.shape, sum(x.shape[-1] for x in q)
+    at, dtype = Layout(tpu_block(s, S, starts), h // g, len(q) - 1), v_bSgU.dtype
+    counted = count_visits(s, S, starts, K, U, dtype.itemsize, "tpu")
+    tables = jnp.asarray(visits(s, S, starts, at.block, heads=at.heads))[here]
+    n, blocks = tables.shape[1], -(-s // at.block)
+    arrays, specs = kernel_inputs(starts, q, k, v_bSgU, segments_bs, segments_bS, here, at, 1)
+    mixed, log_sum_bh1s = _call(
+        functools.partial(forward_kernel, n, blocks, at), (b, g, n), tables, arrays, specs,
+        [Array((b, h, *at.sizes(U, blocks * at.block)), dtype), Array((b, h, 1, blocks * at.block), float32)],
+        [at.query(U), at.row(1)], [pltpu.VMEM((rows, at.block), float32) for rows in (U, 1, 1)], interpret,
+        flops=b * flops(counted, h, K, U)[0], exponentials=b * g * n * at.block**2,
     )  # fmt: skip
-    return mixed_bhsU[:, :, :s].swapaxes(1, 2), log_sum_bh1s[:, :, 0, :s].swapaxes(1, 2)
+    return at.restore(mixed, s), log_sum_bh1s[:, :, 0, :s].swapaxes(1, 2)
 
 
-def tpu_attention_grads(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh,
-                        slope_bsh, interpret=False):  # fmt: skip
+def tpu_attention_grads(starts, q, k, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
+                        interpret=False):  # fmt: skip
     """Return the gradients of queries, keys and values on a TPU.
 
-    The gradients of a span of keys stay in VMEM until all queries of all heads have visited it. The gradients of a
-    query are summed over spans.
+    The gradients of a span of keys stay in VMEM until all queries of all heads that share them have visited it. The
+    gradients of a query are summed over spans, and those of a rotary key over groups.
     """
-    (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
-    block, heads = tpu_block(s, S, starts), h // g
-    span = blocks_per_span(S, K, U, block, k_bSgK.dtype.itemsize)
-    counted = count_visits(s, S, starts, K, U, k_bSgK.dtype.itemsize, "tpu")
-    tables = jnp.asarray(visits(s, S, starts, block, span, heads))[here]
-    n, blocks, at = tables.shape[1], -(-s // block), block_specs(block, heads)
-    arrays, specs = kernel_inputs(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, block, span)
+    in_parts, q, k = isinstance(q, tuple), jax.tree.leaves(q), jax.tree.leaves(k)
+    (b, s, h, _), (_, S, g, U), widths = q[0].shape, v_bSgU.shape, [x.shape[-1] for x in q]
+    block, dtype, K = tpu_block(s, S, starts), v_bSgU.dtype, sum(widths)
+    span = blocks_per_span(S, K, U, block, dtype.itemsize)
+    counted = count_visits(s, S, starts, K, U, dtype.itemsize, "tpu")
+    at = Layout(block, heads_per_group(b, h, counted.back) if in_parts else h // g, int(in_parts))
+    tables = jnp.asarray(visits(s, S, starts, block, span, at.heads))[here]
+    n, blocks, groups, spans = tables.shape[1], -(-s // block), h // at.heads, -(-S // (span * block))
+    arrays, specs = kernel_inputs(starts, q, k, v_bSgU, segments_bs, segments_bS, here, at, span)
     stats_bh2s = pad_to_multiple(jnp.stack([top_bsh, slope_bsh]).transpose(1, 3, 0, 2), block, 3)
-    spans = -(-S // (span * block))
-    of_span = lambda b, g, v, head, query, key: (b, g, jax.lax.div(key[v], span), 0)
-    whole = lambda width: pl.BlockSpec((None, None, span * block, width), of_span, pipeline_mode=pl.Buffered(1))
-    by_span = lambda *of: (jax.lax.div(of[5][of[2]], span), *at.query(K).index_map(*of))
-    dq_nbhsK, dk_bgSK, dv_bgSU = _call(
-        functools.partial(backward_kernel, n, blocks, span), (b, g, n), tables,
-        (*arrays, heads_first(d_mixed_bshU, block), stats_bh2s), [*specs, at.query(U), at.row(2)],
-        [((spans, *arrays[0].shape), q_bshK.dtype if spans == 1 else float32), (arrays[1].shape, k_bSgK.dtype),
-         (arrays[2].shape, v_bSgU.dtype)],
-        [pl.BlockSpec((None, None, None, block, K), by_span), whole(K), whole(U)],
-        [(block, K), (span * block, K), (span * block, U)], interpret,
-        flops=b * flops(counted, h, K, U)[1], exponentials=b * g * n * block**2,
+    number = lambda of: jax.lax.div(of[5][of[2]], span)
+    by_span = lambda width: at.spec(width, lambda *of: (number(of), *at.query_head(*of), of[4][of[2]]), leading=3)
+    whole = lambda width, head: at.spec(width, lambda *of: (*head(*of), number(of)), span, pipeline_mode=pl.Buffered(1))
+    sums = lambda width, count=1: pltpu.VMEM(at.sizes(width, count * block), float32)
+    summed = lambda count: dtype if count == 1 else float32  # by XLA
+    dq, (dk, *dk_rotary), dv = _call(
+        functools.partial(backward_kernel, n, blocks, span, at), (b, groups, n), tables,
+        (*arrays, at.arrange(d_mixed_bshU), stats_bh2s), [*specs, at.query(U), at.row(2)],
+        [[Array((spans, *x.shape), summed(spans)) for x in arrays[0]],
+         [Array(arrays[1][0].shape, dtype), *(Array((b, groups, *x.shape[2:]), summed(groups)) for x in arrays[1][1:])],
+         Array(arrays[2].shape, dtype)],
+        [[*map(by_span, widths)],
+         [whole(widths[0], at.key_head), *(whole(R, lambda b, g, *_: (b, g)) for R in widths[1:])],
+         whole(U, at.key_head)],
+        [[*map(sums, widths)], [sums(width, span) for width in widths], sums(U, span)], interpret,
+        flops=b * flops(counted, h, K, U)[1], exponentials=b * groups * n * block**2,
     )  # fmt: skip
-    dq_bhsK = jnp.sum(dq_nbhsK, axis=0).astype(q_bshK.dtype)
-    return dq_bhsK[:, :, :s].swapaxes(1, 2), dk_bgSK[:, :, :S].swapaxes(1, 2), dv_bgSU[:, :, :S].swapaxes(1, 2)
+    dq = [at.restore(jnp.sum(x, axis=0).astype(dtype), s) for x in dq]
+    dk_rotary = [jnp.sum(at.restore(x, S), axis=2).astype(dtype) for x in dk_rotary]
+    dk, dv = at.restore(dk, S), at.restore(dv, S)
+    return (tuple(dq), (dk, *dk_rotary), dv) if in_parts else (*dq, dk, dv)
 
 
 def _call(kernel, grid, tables, arrays, in_specs, out, out_specs, scratch, interpret, *, flops, exponentials):
-    size = lambda x: x.size * x.dtype.itemsize
-    out = [jax.ShapeDtypeStruct(*x, manual_axis_type=jax.typeof(arrays[0]).mat) for x in out]
+    out = jax.tree.map(lambda x: x.update(manual_axis_type=jax.typeof(arrays[2]).mat), out)
+    moved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((arrays, out)))
     return pl.pallas_call(
         kernel,
         out,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(tables), grid=grid, in_specs=in_specs, out_specs=out_specs,
-            scratch_shapes=[pltpu.VMEM(shape, float32) for shape in scratch],
+            num_scalar_prefetch=len(tables), grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=pl.CostEstimate(flops, exponentials, sum(map(size, (*arrays, *out)))),
+        cost_estimate=pl.CostEstimate(flops, exponentials, moved),
         interpret=interpret,
-    )(*tables, *arrays)  # fmt: skip
+    )(*tables, *arrays)

@@ -33,7 +33,7 @@ def merge_softmaxes(softmax, other):
     return mixed_bshU * share(log_sum_bsh) + others_bshU * share(other_bsh), both_bsh
 
 
-def ring_attention(q_bshK, parts, keys_values, segments_bs):
+def ring_attention(q, parts, keys_values, segments_bs):
     """Attend to the whole context while each device's `parts` (see `over_context`) travel once around CONTEXT.
 
     A device holds one chunk of positions from each half of the sequence. When another device's two chunks arrive, the
@@ -42,13 +42,13 @@ def ring_attention(q_bshK, parts, keys_values, segments_bs):
     Sends: `parts`, n - 1 times (n = CONTEXT). Source: Ring Attention, arXiv:2310.01889; load balance: Llama 3,
     2407.21783, 3.3.2.
     """
-    n, here, s = axis_size(CONTEXT), axis_index(CONTEXT), q_bshK.shape[1]
+    n, here, s = axis_size(CONTEXT), axis_index(CONTEXT), segments_bs.shape[1]
     first, second, whole = slice(0, s // 2), slice(s // 2, None), slice(None)
 
     def meet(travelling, queries, keys, start):
         *key_parts, segments_bS = (x[:, keys] for x in travelling)
-        operands = q_bshK[:, queries], *keys_values(*key_parts), segments_bs[:, queries], segments_bS
-        mixed_bshU, log_sum_bsh = partial_attention(*operands, starts=((start,),))
+        own, own_bs = jax.tree.map(lambda x: x[:, queries], (q, segments_bs))
+        mixed_bshU, log_sum_bsh = partial_attention(own, *keys_values(*key_parts), own_bs, segments_bS, ((start,),))
         return mixed_bshU.astype(jnp.float32), log_sum_bsh
 
     @jax.checkpoint
@@ -68,21 +68,21 @@ def ring_attention(q_bshK, parts, keys_values, segments_bs):
     so_far = meet(travelling, whole, whole, 0)  # the mask needs only the order of the two chunks, not their distance
     carry = so_far, vary(travelling, tuple(jax.typeof(so_far[0]).mat.varying))
     ((mixed_bshU, _), _), _ = jax.lax.scan(step, carry, jnp.arange(1, n))
-    return mixed_bshU.astype(q_bshK.dtype)
+    return mixed_bshU.astype(jax.tree.leaves(q)[0].dtype)
 
 
-def over_heads(q_bshK, parts, keys_values, segments_bs):
+def over_heads(q, parts, keys_values, segments_bs):
     """Attend to the whole context with 1/n of the query heads and key/value heads; n = CONTEXT must divide both counts.
 
     Each device computes keys and values of its own positions, and all-to-alls reshard them by head. Every device gets
-    contiguous heads, so a query head stays with its key head.
+    contiguous heads, so a query head stays with its key head. A rotary key, which all heads share, is all-gathered.
     Sends: (n - 1)/n of queries, keys, values and outputs. Source: DeepSpeed-Ulysses, arXiv:2309.14509.
     """
     n = axis_size(CONTEXT)
-    qkv_bsh = q_bshK, *keys_values(*parts)
+    reshard = lambda x: all_to_all(x, CONTEXT, split_dim=2, join_dim=1) if x.ndim > 3 else all_gather(x, CONTEXT, dim=1)
+    arrays = jax.tree.map(reshard, (q, *keys_values(*parts), segments_bs))
     # From here on h is the heads of this device (1/n of those before), and S is all positions.
-    qkv_bSh = [to_sequence_order(all_to_all(x, CONTEXT, split_dim=2, join_dim=1), dim=1) for x in qkv_bsh]
-    segments_bS = to_sequence_order(all_gather(segments_bs, CONTEXT, dim=1), dim=1)
+    *qkv_bSh, segments_bS = jax.tree.map(lambda x: to_sequence_order(x, dim=1), arrays)
     mixed_bShU, _ = partial_attention(*qkv_bSh, segments_bS, segments_bS)
     return all_to_all(to_zigzag_order(mixed_bShU, dim=1, n=n), CONTEXT, split_dim=1, join_dim=2)
 
@@ -92,29 +92,29 @@ def chunk_starts(s: int, n: int):
     return tuple((i * s // 2, (2 * n - 1 - i) * s // 2) for i in range(n)) if n > 1 else ((0,),)
 
 
-def over_context(c: ModelAtWork, q_bshK, parts, keys_values, segments_bs, absorbed=None, prefix_bs=None):
+def over_context(c: ModelAtWork, q, parts, keys_values, segments_bs, absorbed=None, prefix_bs=None):
     """Attend to the whole context in the form that `work.context_attention` selects: gather, ring or all_to_all.
 
     parts     arrays [b, s, ..] of the local positions, such as keys and values, or MLA's latents
-    keys_values  fn(*parts) -> keys [b, S, g, K] and values [b, S, g, U]; it also accepts parts of several devices
+    keys_values  fn(*parts) -> keys and values for `partial_attention`; it also accepts parts of several devices
     absorbed  functions that attend to `parts` directly, without keys and values. A KV cache uses them
               (`generate/cache.py`), training does not
     prefix_bs  for a prefix LM: 1 for tokens to which all tokens of the document attend; then always `gather`
     Sends over CONTEXT (n devices): the local `parts` and segments, n - 1 times; for all_to_all, see `over_heads`.
     """
-    q_bshK, parts = named(q_bshK, "queries"), named(tuple(parts), "keys")
-    n, s = axis_size(CONTEXT), q_bshK.shape[1]
+    q, parts = named(q, "queries"), named(tuple(parts), "keys")
+    n, s = axis_size(CONTEXT), segments_bs.shape[1]
     in_order = lambda x: to_sequence_order(all_gather(x, CONTEXT, dim=1), dim=1)
     if prefix_bs is not None:
         order_s = jnp.asarray(query_positions(chunk_starts(s, n), s))[axis_index(CONTEXT)]
         early_1sS = (order_s[:, None] >= jnp.arange(n * s)[None, :])[None]
         same_bsS = segments_bs[:, :, None] == in_order(segments_bs)[:, None, :]
         seen_bsS = same_bsS & (early_1sS | (in_order(prefix_bs) > 0)[:, None, :])
-        return masked_attention(q_bshK, *keys_values(*map(in_order, parts)), seen_bsS)
+        return masked_attention(q, *keys_values(*map(in_order, parts)), seen_bsS)
     if c.work.context_attention == "ring" and n > 1:
-        return ring_attention(q_bshK, parts, keys_values, segments_bs)
+        return ring_attention(q, parts, keys_values, segments_bs)
     if c.work.context_attention == "all_to_all" and n > 1:
-        return over_heads(q_bshK, parts, keys_values, segments_bs)
+        return over_heads(q, parts, keys_values, segments_bs)
     *parts, segments_bS = map(in_order, (*parts, segments_bs))
-    operands = q_bshK, *keys_values(*parts), segments_bs, segments_bS
+    operands = q, *keys_values(*parts), segments_bs, segments_bS
     return partial_attention(*operands, chunk_starts(s, n), axis_index(CONTEXT))[0]

@@ -12,8 +12,8 @@ from sharding import FSDP
 
 
 def regather(primitive, *_, axis_name=(), **__):
-    """Checkpoint policy that saves every value except gathered weights."""
-    return not (primitive.name == "all_gather" and FSDP in axis_name)
+    """Checkpoint policy that saves every value except gathered weights, and arrays concatenated from others."""
+    return primitive.name != "concatenate" and not (primitive.name == "all_gather" and FSDP in axis_name)
 
 
 policies = jax.checkpoint_policies

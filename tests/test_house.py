@@ -30,7 +30,7 @@ ROOMS = {
     "launch": (2100, ""),
     "compile": (1235, "utils devices"),
     "sharding": (455, "utils config compile"),
-    "kernels": (1160, "sharding"),
+    "kernels": (1250, "sharding"),
     "overlap": (937, "config compile sharding kernels"),
     "model": (880, "utils config sharding kernels overlap"),
     "encoder_decoder": (245, "config sharding kernels overlap model"),
@@ -52,7 +52,7 @@ ROOMS = {
     "serve": (1160, "utils devices config generate"),
     "plan.chips": (975, "utils config sharding"),
     "plan.trace": (970, "utils devices config compile sharding architectures pipeline optimizer plan.chips"),
-    "plan.count": (1505, "utils config sharding kernels overlap model encoder_decoder architectures parameters "
+    "plan.count": (1515, "utils config sharding kernels overlap model encoder_decoder architectures parameters "
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
     "plan.time": (915, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),

@@ -198,13 +198,15 @@ def in_lanes(width: int) -> int:
 
 def attention_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes):
     """Return (FLOPs, HBM bytes) of attention, forward and backward, as `kernels.attention` declares them."""
-    queries, keys = row.dims[0][1], row.dims[1][1]
-    (b, s, h, K), (_, S, g, _), (*_, U) = ([as_int(dim.at(sizes)) for dim in dims] for dims in row.dims[:3])
+    *parts, values = row.operands
+    queries, keys = parts[0][1], values[1]
+    (b, s, h, K), *more, (_, S, g, U) = ([as_int(dim.at(sizes)) for dim in dims] for dims in (*parts, values))
+    K, R = (K + more[0][-1], more[0][-1]) if len(more) > 1 else (K, 0)
     gathers = CONTEXT in keys.letters and CONTEXT not in queries.letters
     # A ring has two kinds of rows: with the local keys, and with another device's keys, which all precede the queries.
     n, earlier = (z.mesh[CONTEXT], 0) if gathers else (1, int(queries != keys))
     counted = visits(s, S, n, earlier, in_lanes(K), in_lanes(U), z.width, z.platform)
-    moved = attending.hbm_bytes(counted, s, S, h, g, K, U, z.width)
+    moved = attending.hbm_bytes(counted, s, S, h, g, K, U, z.width, R)
     ahead, back = zip(attending.flops(counted, h, K, U), moved, strict=True)
     if z.platform != "tpu" and row.recomputed and z.T <= attending.BLOCK and z.mesh[CONTEXT] == 1:
         # With a single block, XLA merges the recomputed scores with those that the backward pass computes.

@@ -54,18 +54,19 @@ def activations(c: ModelAtWork, z: Sizes, kind: str) -> dict[str, int]:
     """Return the entries of one layer's activations on a device, by name, for one microbatch.
 
     stream: the residual stream, and gathered: with the positions of the TENSOR group. heads: one number per position
-    and head. projected: keys and values from matmuls with weights. crossed: all that cross-attention reads and returns.
+    and head. projected: keys and values from matmuls with weights; in latent attention, all heads share a rotary key in
+    addition. crossed: all that cross-attention reads and returns.
     hidden: one hidden activation of the feed-forward layer, or of the shared experts
     """
     N, h, g, score, value = z.b * z.s, c.n_heads // z.mesh[TENSOR], c.n_kv_heads // z.mesh[TENSOR], c.d_head, c.d_head
     keys = z.b * z.T if context_exchange(c, z) == "gather" else N
-    latents, projected, crosses = 0, N * 2 * g * c.d_head, kind == "decoder"
+    latents, projected, shared, crosses = 0, N * 2 * g * c.d_head, 0, kind == "decoder"
     if c.attention == "mla":
-        g, score, value = h, c.d_head + c.d_rope, c.d_value
+        g, score, value, shared = h, c.d_head + c.d_rope, c.d_value, keys * c.d_rope
         latents, projected = N * (c.d_kv_latent + c.d_rope + c.d_query_latent), keys * h * (c.d_head + value)
     return {
         "stream": z.b * z.t * c.d_model, "gathered": N * c.d_model, "latents": latents, "heads": N * h,
-        "queries": N * h * score, "outputs": N * h * value, "keys and values": keys * g * (score + value),
+        "queries": N * h * score, "outputs": N * h * value, "keys and values": keys * g * (c.d_head + value) + shared,
         "projected": projected, "crossed": crosses * (N * h + z.b * z.S * g) * (score + value),
         "hidden": N * (c.n_shared * c.d_expert if kind == "moe" else c.d_ff) // z.mesh[TENSOR],
     }  # fmt: skip
@@ -110,11 +111,11 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece=False
         outputs = size["gathered"] * ((2 if size["hidden"] else 1) + crosses)
         dots = sum(size[name] for name in ("latents", "queries", "projected", "crossed"))
         # Without a latent (GQA), a TPU saves neither the normalized input of attention nor its output, except in a
-        # narrow model in one piece. MLA in one piece saves a copy of the rotary key for each head.
+        # narrow model in one piece. In latent attention in one piece it saves the output.
         if z.platform == "tpu" and c.attention == "gqa" and not (one_piece and not hiding.is_wide(c)):
             dots -= size["stream"] + size["gathered"]
         if z.platform == "tpu" and c.attention == "mla" and one_piece:
-            dots += size["keys and values"] // (c.d_head + c.d_rope + c.d_value) * c.d_rope
+            dots -= size["stream"]
         return (branches * size["stream"] + outputs + dots + (1 + gated) * size["hidden"]) * z.width
 
     # Of attention: operands, outputs (before and after an all-to-all), and the partial outputs of the steps of a ring.

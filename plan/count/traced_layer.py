@@ -12,6 +12,7 @@ that it declares, see `kernels/`.
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 import os
 import pickle
@@ -280,10 +281,16 @@ class LayerRow:
         return sum(x.at(sizes) * (count if TOKENS & {*x.letters} else self.count.coefficient) for x in self.moved_bytes)
 
     @property
+    def operands(self) -> list[tuple[Term, ...]]:
+        """Shapes of a kernel's rows and weights, or of its queries, keys and values; of pairs, both parts."""
+        fewest_dims = 3 if self.name == "attend" else 2  # documents and counts of rows, the next operands, have fewer
+        return [*itertools.takewhile(lambda dims: len(dims) >= fewest_dims, self.dims)]
+
+    @property
     def formula(self) -> str:
         """A matmul's FLOPs per forward pass, a collective's bytes, or a kernel's operand shapes, as text."""
         if self.dims:
-            operands = (f"[{', '.join(map(str, dims))}]" for dims in self.dims[:3] if len(dims) > 1)
+            operands = (f"[{', '.join(map(str, dims))}]" for dims in self.operands)
             return f"{part_of(self.scopes)} of {' '.join(operands)}"
         return str(self.count * (self.payload if self.axes else self.flops))
 

@@ -17,25 +17,28 @@ from sharding import CONTEXT, FSDP, axis_index, make_mesh
 from tests import scores
 from tests.helpers import every_form
 
-B, H, K, U = 2, 4, 24, 16
+B, H, K, U, R = 2, 4, 24, 16, 10
 HIDDEN = np.float32(blocking.HIDDEN)
 
 
-def by_scores(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, d_log_sum_bsh):
+def by_scores(starts, q, k, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, d_log_sum_bsh):
     """Attention, logsumexps and gradients, from a score matrix in float32."""
-    order_s, S = jnp.asarray(blocking.query_positions(starts, q_bshK.shape[1]))[here], k_bSgK.shape[1]
+    order_s, S = jnp.asarray(blocking.query_positions(starts, segments_bs.shape[1]))[here], segments_bS.shape[1]
     earlier_sS = order_s[:, None] >= jnp.arange(S)[None]
     seen_bsS = earlier_sS[None] & (segments_bs[:, :, None] == segments_bS[:, None, :])
 
     def whole(*operands):
-        q_bshK, k_bSgK, v_bSgU = (x.astype(jnp.float32) for x in operands)
+        q_bshK, k_bSgK, v_bSgU = jax.tree.map(lambda x: x.astype(jnp.float32), operands)
+        if isinstance(q_bshK, tuple):  # queries have been scaled, and all heads share the rotary key
+            q_bshK, (content_bShK, rotary_bSR) = jnp.concatenate(q_bshK, -1) * (K + R) ** 0.5, k_bSgK
+            k_bSgK = jnp.concatenate([content_bShK, jnp.stack([rotary_bSR] * H, axis=2)], -1)
         k_bShK = jnp.repeat(k_bSgK, H // k_bSgK.shape[2], axis=2)
-        scores_bshS = jnp.einsum("bshK,bShK->bshS", q_bshK * K**-0.5, k_bShK)
+        scores_bshS = jnp.einsum("bshK,bShK->bshS", q_bshK * q_bshK.shape[-1] ** -0.5, k_bShK)
         log_sum_bsh = jax.nn.logsumexp(jnp.where(seen_bsS[:, :, None], scores_bshS, blocking.HIDDEN), axis=-1)
         log_sum_bsh = jnp.where(jnp.any(seen_bsS, axis=-1)[..., None], log_sum_bsh, blocking.HIDDEN)
         return scores.attend(q_bshK, k_bSgK, v_bSgU, seen_bsS), log_sum_bsh
 
-    results, pull = jax.vjp(whole, q_bshK, k_bSgK, v_bSgU)
+    results, pull = jax.vjp(whole, q, k, v_bSgU)
     return *results, *pull((d_mixed_bshU.astype(jnp.float32), d_log_sum_bsh))
 
 
@@ -60,10 +63,14 @@ def interpreted(kernel):
     return lambda *args: kernel(*args, interpret=True)
 
 
+def with_joined_parts(mixed, pulled):
+    return by_form(attention.with_joined_parts(mixed), attention.grads_with_joined_parts(pulled))
+
+
 FORMS = {
-    "in blocks": by_form(attention.mixed_in_blocks, attention.pulled_in_blocks),
+    "in blocks": with_joined_parts(attention.mixed_in_blocks, attention.pulled_in_blocks),
     "by visits": by_form(interpreted(attention.tpu_attention), interpreted(attention.tpu_attention_grads)),
-    "by programs": by_form(interpreted(attention.gpu_attention), interpreted(attention.gpu_attention_grads)),
+    "by programs": with_joined_parts(interpreted(attention.gpu_attention), interpreted(attention.gpu_attention_grads)),
 }
 
 
@@ -86,24 +93,30 @@ MASKS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("groups, dtype", [(2, "float32"), (4, "bfloat16")])
-def test_each_implementation_equals_attention_with_a_score_matrix(form, mask, groups, dtype, monkeypatch):
+@pytest.mark.parametrize("groups, parts, dtype", [(2, 1, "float32"), (4, 1, "bfloat16"), (4, 2, "float32"),
+                                                  (4, 2, "bfloat16")])  # fmt: skip
+def test_each_implementation_equals_attention_with_a_score_matrix(form, mask, groups, parts, dtype, monkeypatch):
     """Catches a block that is skipped or visited twice; a mask that exposes the future, another document or padding; a
     softmax that is not rescaled when its maximum grows; a gradient that ignores the logsumexp or another head of the
-    group; and a span of keys that overwrites its queries' gradients."""
+    group; a rotary key's gradient that misses a head; and a span of keys that overwrites its queries' gradients."""
     monkeypatch.setattr(attention, "BLOCK", 60)
     monkeypatch.setattr(attention, "VMEM_BYTES", 2 * 128 * 256 * 8)  # the gradients of two blocks of keys
+    monkeypatch.setattr(attention, "MOST_VISITS", 24)  # all 4 heads, 2 heads, or 1 head share a sum of gradients
     s, starts, here, documents_s, documents_S = MASKS[mask]
     rng, S = np.random.default_rng(s), len(documents_S)
     sizes = (B, s, H, K), (B, S, groups, K), (B, S, groups, U), (B, s, H, U)
-    q, k, v, d_mixed = (jnp.asarray(rng.normal(size=size), dtype) for size in sizes)
+    normal = lambda *size: jnp.asarray(rng.normal(size=size), dtype)
+    q, k, v, d_mixed = (normal(*size) for size in sizes)
+    if parts == 2:
+        q, k = (q * (K + R) ** -0.5, normal(B, s, H, R) * (K + R) ** -0.5), (k, normal(B, S, R))
     segments = (jnp.asarray(np.stack([x, 0 * x + 1]), jnp.int32) for x in (documents_s, documents_S))
     operands = q, k, v, *segments, here, d_mixed, jnp.asarray(rng.normal(size=(B, s, H)), jnp.float32)
     want, got = (jax.jit(functools.partial(way, starts))(*operands) for way in (by_scores, FORMS[form]))
     # Relative to the largest entry. float32: sums of up to 600 numbers in a different order. bfloat16: weights, and
     # gradients of scores, are rounded to 8 bits before summation.
     values, gradients = (1e-5, 1e-4) if dtype == "float32" else (1e-2, 2e-2)
-    for name, one, other in zip(("mixed", "log_sum", "dq", "dk", "dv"), got, want, strict=True):
+    names = ("mixed", "log_sum", *(("dq", "dk") if parts == 1 else ("dq", "dq_R", "dk", "dk_R")), "dv")
+    for name, one, other in zip(names, jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         one, other, allowed = np.float32(one), np.float32(other), gradients if name[0] == "d" else values
         hidden = other == HIDDEN
         np.testing.assert_array_equal(one[hidden], HIDDEN, err_msg=name)
@@ -181,6 +194,13 @@ def test_fully_masked_blocks_are_not_visited(n):
         assert np.array_equal(len(met) - first_j, np.count_nonzero(met, axis=0))
     forward, _ = attention.flops(attention.count_visits(T // n, T, starts, K, U, 4, "cpu"), H, K, U)
     assert n * forward == H * (K + U) * T**2 * (blocks + 1) / blocks
+
+
+@pytest.mark.parametrize("b, h, visits, heads", [(8, 12, 10, 12), (3, 12, 10, 6), (3, 7, 10, 7), (2, 128, 1056, 8),
+                                                 (1, 6, 20_000, 1)])  # fmt: skip
+def test_heads_share_a_sum_if_their_visits_fit_and_both_cores_have_work(b, h, visits, heads):
+    """Catches a list of visits that does not fit a core's scalar memory, and a core without a group."""
+    assert attention.heads_per_group(b, h, visits) == heads
 
 
 @pytest.mark.parametrize("K, U, width, block", [(64, 64, 2, 64), (128, 128, 2, 64), (96, 64, 4, 32), (192, 128, 4, 16)])

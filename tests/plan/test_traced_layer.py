@@ -56,6 +56,8 @@ def test_the_formulas_of_experts_and_latents():
         "experts of [b t tensor expert k, D] [e, D, m]", "experts of [b t tensor expert k, m] [e, m, D]"]  # fmt: skip
     assert found["up"] == found["gate"] == ["2 b t tensor D x m"]
     assert found["keys_values"] == ["2 b t tensor context g K C", "2 b t tensor context g U C"]
+    assert found["attend"] == ["attention of [b, t tensor, g, K] [b, t tensor, g, R] [b, t tensor context, g, K] "
+                               "[b, t tensor context, R] [b, t tensor context, g, U]"]  # fmt: skip
 
 
 def test_the_formulas_of_an_encoder_decoder():
