@@ -350,6 +350,12 @@ def scores(at: Layout, q, k, queries_2x, keys_1X, j):
     return jnp.where((queries_2x[:1] >= place_Xx) & (queries_2x[1:] == documents_X1), scores_Xx, HIDDEN)
 
 
+def share_a_document(queries_2x, keys_1X):
+    """Return whether a block of queries and one of keys may have a document in common, by their first and last one."""
+    ours_1x, theirs_1X = queries_2x[1:], keys_1X[...]
+    return (jnp.min(ours_1x) <= jnp.max(theirs_1X)) & (jnp.min(theirs_1X) <= jnp.max(ours_1x))
+
+
 def is_first_and_last(v, n: int, entry):
     """Return whether visit v is the first, and whether it is the last, of consecutive visits with the same entry(v)."""
     is_first = (v == 0) | (entry(jnp.maximum(v - 1, 0)) != entry(v))
@@ -367,12 +373,14 @@ def forward_kernel(n, blocks, at, head_v, query_v, key_v, q, k, v, queries, keys
         total_Ux[...], sum_1x[...] = jnp.zeros_like(total_Ux), jnp.zeros_like(sum_1x)
         top_1x[...] = jnp.full_like(top_1x, HIDDEN)
 
-    scores_Xx = scores(at, q, k, queries[...], keys[...], key_v[visit])
-    higher_1x = jnp.maximum(top_1x[...], jnp.max(scores_Xx, axis=0, keepdims=True))
-    weight_Xx, rescale_1x = jnp.exp(scores_Xx - higher_1x), jnp.exp(top_1x[...] - higher_1x)
-    total_Ux[...] = total_Ux[...] * rescale_1x + dot(v[...], weight_Xx.astype(v.dtype), at.dim, 0)
-    sum_1x[...] = sum_1x[...] * rescale_1x + jnp.sum(weight_Xx, axis=0, keepdims=True)
-    top_1x[...] = higher_1x
+    @pl.when(share_a_document(queries, keys))
+    def _():
+        scores_Xx = scores(at, q, k, queries[...], keys[...], key_v[visit])
+        higher_1x = jnp.maximum(top_1x[...], jnp.max(scores_Xx, axis=0, keepdims=True))
+        weight_Xx, rescale_1x = jnp.exp(scores_Xx - higher_1x), jnp.exp(top_1x[...] - higher_1x)
+        total_Ux[...] = total_Ux[...] * rescale_1x + dot(v[...], weight_Xx.astype(v.dtype), at.dim, 0)
+        sum_1x[...] = sum_1x[...] * rescale_1x + jnp.sum(weight_Xx, axis=0, keepdims=True)
+        top_1x[...] = higher_1x
 
     @pl.when(is_last)
     def _():
@@ -409,16 +417,18 @@ def backward_kernel(n, blocks, span, at, head_v, query_v, key_v, q, k, v, querie
     if at.dim:
         write_sums.append(start_sums(visit, n, number, dk[1:], dk_sums[1:]))
 
-    weight_Xx = jnp.exp(scores(at, q, k, queries[...], keys[...], key_v[visit]) - stats[:1])
-    d_weight_Xx = at.contract_widths(v, d_mixed)
-    d_scores_Xx = (weight_Xx * (d_weight_Xx - stats[1:])).astype(v.dtype)
-    block = pl.ds(pl.multiple_of(jax.lax.rem(key_v[visit], span) * at.block, at.block), at.block)
-    block = (slice(None), block) if at.dim else block
-    for total, part in zip(dk_sums, q, strict=True):
-        total[block] += at.contract_positions(d_scores_Xx, part, 1)
-    dv_sum[block] += at.contract_positions(weight_Xx.astype(v.dtype), d_mixed, 1)
-    for total, part in zip(dq_sums, k, strict=True):
-        total[...] += at.contract_positions(d_scores_Xx, part, 0)
+    @pl.when(share_a_document(queries, keys))
+    def _():
+        weight_Xx = jnp.exp(scores(at, q, k, queries[...], keys[...], key_v[visit]) - stats[:1])
+        d_weight_Xx = at.contract_widths(v, d_mixed)
+        d_scores_Xx = (weight_Xx * (d_weight_Xx - stats[1:])).astype(v.dtype)
+        block = pl.ds(pl.multiple_of(jax.lax.rem(key_v[visit], span) * at.block, at.block), at.block)
+        block = (slice(None), block) if at.dim else block
+        for total, part in zip(dk_sums, q, strict=True):
+            total[block] += at.contract_positions(d_scores_Xx, part, 1)
+        dv_sum[block] += at.contract_positions(weight_Xx.astype(v.dtype), d_mixed, 1)
+        for total, part in zip(dq_sums, k, strict=True):
+            total[...] += at.contract_positions(d_scores_Xx, part, 0)
 
     for write in write_sums:
         write()

@@ -30,7 +30,7 @@ ROOMS = {
     "launch": (2100, ""),
     "compile": (1235, "utils devices"),
     "sharding": (455, "utils config compile"),
-    "kernels": (1250, "sharding"),
+    "kernels": (1258, "sharding"),
     "overlap": (937, "config compile sharding kernels"),
     "model": (880, "utils config sharding kernels overlap"),
     "encoder_decoder": (245, "config sharding kernels overlap model"),

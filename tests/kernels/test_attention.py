@@ -176,6 +176,20 @@ def test_the_program_does_not_grow_with_the_sequence(platform):
     assert kernels == {"cpu": [0, 0], "tpu": [2, 0], "cuda": [0, 3]}[platform]
 
 
+def test_blocks_without_a_common_document_are_skipped():
+    """Catches a TPU kernel that multiplies blocks of other documents by softmax weights of 0: it takes as long as for
+    one document, and NaN * 0 is NaN. The values of the first document, a block of 128, are NaN here."""
+    s, rng = 384, np.random.default_rng(0)
+    documents_1s = jnp.asarray(in_documents(0, 128, 100, 156))[None]
+    q, k, v, d_mixed = (jnp.asarray(rng.normal(size=(1, s, 2, width)), jnp.float32) for width in (K, K, U, U))
+    v = v.at[:, :128].set(jnp.nan)
+    operands = q, k, v, documents_1s, documents_1s, 0, d_mixed, jnp.zeros((1, s, 2))
+    results = jax.jit(functools.partial(FORMS["by visits"], ((0,),)))(*operands)
+    for name, x in zip(("mixed", "log_sum", "dq", "dk", "dv"), results, strict=True):
+        assert np.all(np.isfinite(x[:, 128:])), name
+    assert not np.any(np.isfinite(results[0][:, :128]))
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_fully_masked_blocks_are_not_visited(n):
     """Catches matmuls of fully masked blocks, and devices with unequal numbers of visits."""
