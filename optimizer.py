@@ -133,18 +133,10 @@ class AdafactorState(NamedTuple):
     second_moments: Any  # for each parameter: one array, or two if they are factored
 
 
-def rows_and_columns(d: sharding.Declaration) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the dims of a parameter that are rows and columns of its matrices: those that its matmul contracts, and
-    the others. Earlier dims count layers and experts, each with its own matrix. A vector has no columns."""
-    first = d.dims.index(d.fan_in[0]) if d.fan_in else stacked_dims(d)
-    middle = first + max(len(d.fan_in), 1)
-    return tuple(range(first, middle)), tuple(range(middle, len(d.dims)))
-
-
 def second_moment_shapes(d: sharding.Declaration) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of Adafactor's arrays for a parameter: the means of the squared gradient over columns and over
     rows, where a mean has size 1; or one full array. So each dim can be sharded as the parameter's."""
-    dims = rows_and_columns(d)
+    dims = sharding.rows_and_columns(d)
     if min(math.prod(d.shape[i] for i in some) for some in dims) < FACTORED_FROM:
         return (d.shape,)
     return tuple(tuple(1 if i in some else n for i, n in enumerate(d.shape)) for some in reversed(dims))
@@ -173,7 +165,7 @@ def scale_by_adafactor(declarations) -> optax.GradientTransformation:
             return tuple(x.astype(grad.dtype) for x in new)
 
         def change(d, grad, new, param):
-            rows, columns = rows_and_columns(d)
+            rows, columns = sharding.rows_and_columns(d)
             rms = lambda x: jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), rows + columns, keepdims=True))
             v = new[0] if len(new) == 1 else new[0] / jnp.mean(new[0], rows, keepdims=True) * new[1]
             scaled = grad * jax.lax.rsqrt(v)
@@ -388,17 +380,11 @@ def step_fn(cfg: Config, mesh: Mesh):
 
 # Diagnostics of a step ------------------------------------------------------------------------------------------------
 
-STACKED = {"P": "layer", "L": "block", "J": "layer", "I": "layer"}  # letters of the leading dims of stacked parameters
-
-
-def stacked_dims(declaration) -> int:
-    return len(declaration.dims) - len(declaration.dims.lstrip("".join(STACKED)))
-
-
 def layer_squares(cfg: Config, tree):
     """Return the sum of squares of each parameter, per layer if stacked: float32 arrays [], [P], [L] or [L, J].
     For the letters see the legend of `model.py`."""
-    square = lambda d, x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=tuple(range(stacked_dims(d), x.ndim)))
+    own = lambda d, x: tuple(range(sharding.stacked_dims(d), x.ndim))
+    square = lambda d, x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=own(d, x))
     return jax.tree.map(square, declare(cfg.model), tree)
 
 
@@ -413,8 +399,8 @@ def layer_parameters(cfg: Config) -> dict[str, int]:
     found = []
     for name, d in declared.items():
         first, second = (rank[".".join(name.split(".")[:n])] for n in (1, 2))
-        for index in np.ndindex(d.shape[: stacked_dims(d)]):
-            where = "".join(f", {STACKED[letter]} {i}" for letter, i in zip(d.dims, index, strict=False))
+        for index in np.ndindex(d.shape[: sharding.stacked_dims(d)]):
+            where = "".join(f", {sharding.STACKED[letter]} {i}" for letter, i in zip(d.dims, index, strict=False))
             # Sort by block before parameter, because the forward pass finishes a block before the next one.
             found.append((first, index[:1], second, index[1:], len(found), name + where))
     return {name: number for *_, number, name in sorted(found)}

@@ -139,6 +139,22 @@ def declare(block: type, sizes: dict[str, int], c, *, stacked="", stacked_axes: 
     return block(**{f.name: read(**f.metadata) for f in dataclasses.fields(block) if f.metadata}, **parts)
 
 
+STACKED = {"P": "layer", "L": "block", "J": "layer", "I": "layer"}  # letters of the leading dims of stacked parameters
+
+
+def stacked_dims(d: Declaration) -> int:
+    """Return how many leading dims count layers."""
+    return len(d.dims) - len(d.dims.lstrip("".join(STACKED)))
+
+
+def rows_and_columns(d: Declaration) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the dims of a parameter that are rows and columns of its matrices: those that its matmul contracts, and
+    the others. Earlier dims count layers and experts, each with its own matrix. A vector has no columns."""
+    first = d.dims.index(d.fan_in[0]) if d.fan_in else stacked_dims(d)
+    middle = first + max(len(d.fan_in), 1)
+    return tuple(range(first, middle)), tuple(range(middle, len(d.dims)))
+
+
 def map_named(function, tree):
     """Replace each leaf with function(name, leaf). A name looks like 'blocks.moe.attention.w_out_HUD'."""
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")

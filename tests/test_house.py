@@ -29,7 +29,7 @@ ROOMS = {
     "config": (1513, "utils devices"),
     "launch": (2100, ""),
     "compile": (1235, "utils devices"),
-    "sharding": (455, "utils config compile"),
+    "sharding": (471, "utils config compile"),
     "kernels": (1258, "sharding"),
     "overlap": (937, "config compile sharding kernels"),
     "model": (880, "utils config sharding kernels overlap"),

@@ -149,7 +149,7 @@ def test_places_follow_the_forward_pass():
                      *(f"blocks.{x}" for n in (0, 1) for x in
                        (f"dense, block {n}, layer 0", f"dense, block {n}, layer 1", f"moe, block {n}"))]  # fmt: skip
     assert layers == sorted(layers, key=order.index), "a layer is left and entered again"
-    ends = np.cumsum([0] + [math.prod(d.shape[: optimizer.stacked_dims(d)])
+    ends = np.cumsum([0] + [math.prod(d.shape[: sharding.stacked_dims(d)])
                             for d in sharding.flatten_named(model.declare(cfg.model)).values()])  # fmt: skip
     number = list(sharding.flatten_named(model.declare(cfg.model))).index("blocks.dense.attention.w_out_HUD")
     assert places["blocks.dense.attention.w_out_HUD, block 1, layer 0"] == ends[number] + 2
