@@ -1,7 +1,7 @@
-"""AdamW and Adafactor as optax chains, learning-rate schedules, one training step, and diagnostics of a step.
+"""AdamW, Adafactor and Muon as optax chains, learning-rate schedules, one training step, and diagnostics of a step.
 
-The optax chain runs under `jit` outside the `shard_map`, on global sharded arrays. So on every mesh, clipping uses the
-norm of the whole gradient.
+The optax chain runs under `jit` outside the `shard_map` of the loss, on global sharded arrays. So on every mesh,
+clipping uses the norm of the whole gradient. `muon.py` has the Newton-Schulz iteration, which needs whole matrices.
 """
 
 import fnmatch
@@ -17,13 +17,14 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import local_steps
+import muon
 import parameters
 import pipeline
 import sharding
 from architectures import declare
 from compile import options, ordered
 from config import Config, OptimConfig, replace
-from config.fields import parse_adamw, parse_schedule
+from config.fields import parse_adamw, parse_muon, parse_schedule
 from pipeline import fit
 from utils import UserError, suggest
 
@@ -106,21 +107,23 @@ def adamw(o: OptimConfig, steps: int, decay=None) -> optax.GradientTransformatio
     )
 
 
-def store_moments_as(dtype: str, adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `adam` with stored moments of this dtype, which its update converts to float32 and back; "parameters"
-    keeps the dtype of the parameters, also in the update."""
+def store_moments_as(dtype: str, scaling: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `scaling`, of AdamW or Muon, with stored moments of this dtype, which its update converts to float32 and
+    back; "parameters" keeps the dtype of the parameters, also in the update."""
     if dtype == "parameters":
-        return adam
+        return scaling
 
     def cast(state, dtype):
         as_dtype = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
-        return state._replace(mu=as_dtype(state.mu), nu=as_dtype(state.nu))
+        stored = [name for name in ("mu", "nu") if name in state._fields]
+        return state._replace(**{name: as_dtype(getattr(state, name)) for name in stored})
 
     def update(grads, state, params=None):
-        changes, state = adam.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), cast(state, jnp.float32))
+        exact = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        changes, state = scaling.update(exact, cast(state, jnp.float32))
         return jax.tree.map(lambda x, g: x.astype(g.dtype), changes, grads), cast(state, dtype)
 
-    return optax.GradientTransformation(lambda params: cast(adam.init(params), dtype), update)
+    return optax.GradientTransformation(lambda params: cast(scaling.init(params), dtype), update)
 
 
 # Adafactor ------------------------------------------------------------------------------------------------------------
@@ -187,6 +190,36 @@ def adafactor(o: OptimConfig, steps: int, declarations) -> optax.GradientTransfo
     )
 
 
+# Muon -----------------------------------------------------------------------------------------------------------------
+
+
+def muon_names(cfg: Config) -> list[str]:
+    """List the parameters that Muon updates in this run."""
+    declared = sharding.flatten_named(declare(cfg.model))
+    used = cfg.optim.name == "muon" and declared.keys() - frozen_names(cfg.optim, declared)
+    return [name for name, d in declared.items() if used and name in used and muon.updates_by_muon(d)]
+
+
+def muon_and_adamw(cfg: Config, declarations, mesh: Mesh | None) -> optax.GradientTransformation:
+    """Build Muon for the matrices of layers and AdamW for all other parameters, with the clipping by global norm, the
+    weight decay and the schedule of `adamw`.
+
+    As in published runs, Newton-Schulz computes in the dtype of the model's matmuls: bfloat16, if not in float32.
+    """
+    o, layout = cfg.optim, cfg.work.resolved.muon_layout
+    numbers, (*adam, moments) = parse_muon(o.muon), parse_adamw(o.adamw)
+    label = jax.tree.map(lambda d: "muon" if muon.updates_by_muon(d) else "adamw", declarations)
+    declared = jax.tree.map(lambda d, name: d if name == "muon" else optax.MaskedNode(), declarations, label)
+    orthogonalize = muon.orthogonalize(declared, mesh, layout, cfg.model.compute_dtype, numbers.steps)
+    parts = {"muon": muon.scale_by_muon(declared, numbers, orthogonalize), "adamw": optax.scale_by_adam(*adam)}
+    return optax.chain(
+        clip(o.clip_norm),
+        optax.partition({name: store_moments_as(moments, part) for name, part in parts.items()}, label),
+        optax.add_decayed_weights(o.weight_decay, mask=decay_mask(declarations)),
+        optax.scale_by_learning_rate(learning_rate(o, cfg.run.steps)),
+    )
+
+
 # The optimizer of a run -----------------------------------------------------------------------------------------------
 
 
@@ -215,13 +248,18 @@ def frozen_mask(cfg: Config):
     return sharding.map_named(lambda name, _: name in names, declared)
 
 
-def make_optimizer(cfg: Config) -> optax.GradientTransformation:
+def make_optimizer(cfg: Config, mesh: Mesh | None = None) -> optax.GradientTransformation:
     """Build the optimizer of a run, with the weight decay that the parameters declare. Frozen parameters have no
-    moments, and an update of 0."""
+    moments, and an update of 0.
+
+    mesh  of the arrays that it updates; None: one device
+    """
     frozen, steps = frozen_mask(cfg), cfg.run.steps
-    declared = jax.tree.map(lambda d, skip: optax.MaskedNode() if skip else d, declare(cfg.model), frozen)
+    declared = jax.tree.map(lambda d, skip: optax.MaskedNode() if skip else d, parameters.declare_stored(cfg), frozen)
     if cfg.optim.name == "adafactor":
         chain = adafactor(cfg.optim, steps, declared)
+    elif cfg.optim.name == "muon":
+        chain = muon_and_adamw(cfg, declared, mesh)
     else:
         chain = adamw(cfg.optim, steps, decay_mask(declared))
     return optax.selective_transform(chain, freeze_mask=frozen) if cfg.optim.frozen else chain
@@ -318,20 +356,25 @@ def loss_and_grads_fn(cfg: Config, mesh: Mesh):
 
 def compute_updates_fn(cfg: Config, mesh: Mesh):
     """Return fn(state, batch) -> (metrics, grads, updates, moments): a step that does not apply the updates."""
-    chain, rate = make_optimizer(cfg), learning_rate(cfg.optim, cfg.run.steps)
+    chain, rate = make_optimizer(cfg, mesh), learning_rate(cfg.optim, cfg.run.steps)
     loss_and_grads = loss_and_grads_fn(cfg, mesh)
     # Each replica sums the squares of its part of a gradient, so the norm has the same bits with `shard_over_data`.
     by_replica = parameters.declare_stored(replace(cfg, **{"optim.shard_over_data": True}))
-    parts = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), by_replica)
+    parts, by_muon = jax.tree.map(lambda d: NamedSharding(mesh, d.spec), by_replica), muon_names(cfg)
 
     def compute_updates(state: TrainState, batch):
         loss, metrics, grads = loss_and_grads(state.params, batch, state.step)
         norm = optax.tree.norm(jax.lax.with_sharding_constraint(grads, parts) if cfg.mesh.data > 1 else grads)
-        changes, moments = chain.update(grads, state.optimizer, state.params, norm=norm)
-        if "tokens_per_expert" in metrics:
-            changes = update_selection_bias(cfg, changes, metrics["tokens_per_expert"])
         # The schedule counts updates, so a skipped step does not advance it.
         metrics |= {"loss": loss, "grad_norm": norm, "lr": rate(state.step - state.skipped_steps)}
+        # Gather the metrics here, so that this communication runs before that of Muon and of a step's `cond`.
+        metrics = jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, P()))
+        before = ordered.after(grads, mesh, metrics) if by_muon else grads
+        changes, moments = chain.update(before, state.optimizer, state.params, norm=norm)
+        if by_muon:
+            grads, changes = ordered.after((grads, changes), mesh, sharding.flatten_named(changes)[by_muon[0]])
+        if "tokens_per_expert" in metrics:
+            changes = update_selection_bias(cfg, changes, metrics["tokens_per_expert"])
         return metrics, grads, changes, moments
 
     return compute_updates
@@ -360,8 +403,6 @@ def step_fn(cfg: Config, mesh: Mesh):
 
     def step(state: TrainState, batch):
         metrics, grads, changes, moments = updates_of(state, batch)
-        # Gather the metrics and use them here, so that this communication runs before the collectives in the `cond`.
-        metrics = jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, P()))
         finite = jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(metrics)]).all()
         taken = (optax.apply_updates(state.params, changes), moments)
         params, moments = jax.tree.map(lambda x, old: jnp.where(finite, x, old), taken, (state.params, state.optimizer))
@@ -379,6 +420,7 @@ def step_fn(cfg: Config, mesh: Mesh):
 
 
 # Diagnostics of a step ------------------------------------------------------------------------------------------------
+
 
 def layer_squares(cfg: Config, tree):
     """Return the sum of squares of each parameter, per layer if stacked: float32 arrays [], [P], [L] or [L, J].

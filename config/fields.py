@@ -282,6 +282,24 @@ class AdamW(NamedTuple):
     moments: Literal["parameters", "float32", "bfloat16"] = "parameters"  # dtype of the stored moments
 
 
+class Muon(NamedTuple):
+    """The numbers of Muon."""
+
+    momentum: ShareBelow1 = 0.95  # decay rate of the momentum, per step
+    steps: Size = 5  # of the Newton-Schulz iteration
+    rms: Positive = 0.2  # root mean square of an update, before the learning rate
+
+
+@functools.lru_cache(maxsize=64)
+def parse_muon(text: str) -> Muon:
+    """Parse `momentum=0.95,steps=5,rms=0.2`; a part that is left out has its default.
+
+    Raises: UserError that quotes what cannot be parsed.
+    """
+    return _parse_parts("optim.muon", text, Muon, "momentum=DECAY,steps=NUMBER,rms=NUMBER or a part of it, such as "
+                        "momentum=0.9")  # fmt: skip
+
+
 BFLOAT16_STEP = 2**-8  # bfloat16 has 8 significant bits; a smaller relative change may be rounded away
 
 

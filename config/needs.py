@@ -46,7 +46,8 @@ TEXTS = Needs("data.objective", "causal", "an objective besides 'task'",
               lambda cfg: {*parse_objectives(cfg.data.objective)} != {"task"})  # fmt: skip
 MASKED = Needs("data.packing", "windows", "a batch in which no token attends to other documents",
                lambda cfg: not parse_packing(cfg.data.packing).unmasked)  # fmt: skip
-ADAMW = Needs("optim.name", "adamw", "AdamW")
+ADAMW = Needs("optim.name", "adamw", "AdamW or Muon", lambda cfg: cfg.optim.name != "adafactor")
+MUON = Needs("optim.name", "muon")
 WARMUP = Needs("optim.schedule", "cosine", "a schedule with a name",
                lambda cfg: parse_schedule(cfg.optim.schedule).kind != "points")  # fmt: skip
 REPLICAS, STAGES, EXPERT, CONTEXT, TENSOR = map(of_mesh, ("data", "stage", "expert", "context", "tensor"))

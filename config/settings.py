@@ -31,6 +31,7 @@ from config.fields import (
     metadata_of,
     parse_adamw,
     parse_mixture,
+    parse_muon,
     parse_objectives,
     parse_outer,
     parse_packing,
@@ -52,6 +53,7 @@ from config.needs import (
     INPUTS,
     MASKED,
     MLA,
+    MUON,
     NO_CAPACITY,
     REPLICAS,
     ROPE,
@@ -97,6 +99,9 @@ class WorkConfig:
     expert_exchange: Annotated[
         Literal["auto", "gathered", "routed"], Baseline("gathered", "routed"), *DROPLESS, EXPERT
     ] = AUTO
+    # how devices that shard a matrix compute Muon's update. gather: each all-gathers every matrix; owner: each receives
+    # some of the matrices, and sends the updates back
+    muon_layout: Annotated[Literal["auto", "gather", "owner"], Baseline("gather", "owner"), MUON] = AUTO
     # compute the loss in chunks: a device never stores more logits than this number of tokens has
     loss_chunk: Annotated[SizeOrAuto, Baseline(512)] = AUTO
     # pipeline schedule: gpipe, 1f1b, zb, or interleaved:CHUNKS of layers (virtual stages) on each stage, 2 if you leave
@@ -322,7 +327,9 @@ class DataConfig:
 class OptimConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "adafactor"] = "adamw"  # AdamW (arXiv:1711.05101); Adafactor (arXiv:1804.04235) as in T5
+    # AdamW (arXiv:1711.05101); Adafactor (arXiv:1804.04235) as in T5; muon: Muon (arXiv:2502.16982) for the matrices of
+    # layers without the router's, and AdamW for the other parameters, with the same learning rate and weight decay
+    name: Literal["adamw", "adafactor", "muon"] = "adamw"
     lr: NotNegative = 3e-3  # peak learning rate; adafactor: as a fraction of each matrix's root mean square
     # learning rate after warm-up: STEP:MULTIPLE,.., cosine, wsd or rsqrt. cosine:0.1: cosine decay to a last rate of
     # 0.1 * lr; wsd:0.2:0.1: constant, then in the last 0.2 of all steps, linear decay to 0.1 * lr; rsqrt: 1 /
@@ -334,6 +341,9 @@ class OptimConfig:
     # part that you leave out has the default. moments=float32 or bfloat16 stores the moments in this dtype instead of
     # that of the parameters; a step computes with float32
     adamw: Annotated[str, Form(parse_adamw), ADAMW] = "b1=0.9,b2=0.95,eps=1e-8"
+    # muon: decay rate of the momentum, steps of the Newton-Schulz iteration, and root mean square of an update before
+    # the learning rate. A part that you leave out has the default
+    muon: Annotated[str, Form(parse_muon), MUON] = "momentum=0.95,steps=5,rms=0.2"
     weight_decay: NotNegative = 0.1  # multiplied by the learning rate; not applied to norms, biases and embeddings
     clip_norm: NotNegative = 1.0  # clip the gradient to this global norm; 0: no clipping
     frozen: str = ""  # names of parameters not to train, with wildcards, such as encoder.*,embedding_VD

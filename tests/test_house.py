@@ -26,9 +26,9 @@ ROOMS = {
     "utils": (207, ""),
     "progress": (75, "utils"),
     "devices": (175, "utils"),
-    "config": (1513, "utils devices"),
+    "config": (1542, "utils devices"),
     "launch": (2100, ""),
-    "compile": (1235, "utils devices"),
+    "compile": (1246, "utils devices"),
     "sharding": (471, "utils config compile"),
     "kernels": (1258, "sharding"),
     "overlap": (937, "config compile sharding kernels"),
@@ -37,8 +37,9 @@ ROOMS = {
     "architectures": (68, "config model encoder_decoder"),
     "parameters": (135, "config compile sharding model architectures"),
     "pipeline": (1742, "utils config compile sharding parameters overlap model architectures"),
+    "muon": (212, "config sharding"),
     "local_steps": (220, "utils config compile sharding"),
-    "optimizer": (495, "utils config compile sharding parameters local_steps architectures pipeline"),
+    "optimizer": (521, "utils config compile sharding parameters muon local_steps architectures pipeline"),
     "data.reading": (780, "utils devices config"),
     "dataset": (600, "utils devices config data.reading"),
     "data": (2735, "utils progress devices config dataset data.reading"),
@@ -52,11 +53,11 @@ ROOMS = {
     "serve": (1160, "utils devices config generate"),
     "plan.chips": (975, "utils config sharding"),
     "plan.trace": (970, "utils devices config compile sharding architectures pipeline optimizer plan.chips"),
-    "plan.count": (1515, "utils config sharding kernels overlap model encoder_decoder architectures parameters "
+    "plan.count": (1616, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
-    "plan.time": (915, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
-    "plan.answer": (2501, "utils config compile sharding architectures parameters pipeline local_steps generate "
+    "plan.time": (919, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
+    "plan.answer": (2512, "utils config compile sharding architectures parameters pipeline local_steps generate "
                           "plan.chips plan.trace plan.count plan.time"),
     "plan": (1542, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
                    "plan.simulate plan.time plan.answer"),
@@ -76,7 +77,7 @@ FILES = {
     "data": "files hub sources hf_json sp_model tokenizers shards units engine prepare check train_tokenizer tasks",
     "plan.chips": "units constants links hardware hiding",
     "plan.trace": "compiled rows program user_file",
-    "plan.count": "weights traced_layer networks costs memory step",
+    "plan.count": "weights traced_layer networks matrices costs memory step",
     "plan.simulate": "moved live simulator replayed",
     "plan.time": "offload roofline simulated terms measured fit tiers plan",
     "plan.answer": "auto planning own_steps inference at_scale show why budget explain front serving parameter_list",

@@ -41,7 +41,7 @@ VALUES = {
     "work.schedule": ["gpipe", "1f1b", "zb", "interleaved", "interleaved:4"],
     "optim.lr": 1.0, "optim.schedule": ["rsqrt", "cosine:0.7", "wsd:0.5", "wsd:0.2:0.7"],
     "optim.warmup_steps": 7, "optim.adamw": ["b1=0.5", "b2=0.6", "eps=1e-3", "moments=bfloat16"],
-    "optim.weight_decay": 0.7,
+    "optim.muon": ["momentum=0.5", "steps=3", "rms=0.3"], "optim.weight_decay": 0.7,
     "optim.clip_norm": 0.5, "optim.frozen": "embedding_VD",
     "optim.outer": ["every=4", "every=8,lr=0.2", "every=8,momentum=0.3", "every=8,fragments=2"],
     "data.mixture": "a=0.5,b=0.5", "data.seq_len": 16, "data.input_len": 24, "data.objective": "span:0.5:2",
@@ -182,6 +182,7 @@ MESHES = {
     "context": deep("context=2"),
     "experts": deep("expert=2"),
     "replicas": deep("data=2"),
+    "matrices": replace(deep("fsdp=2", muon_layout="owner"), **{"optim.name": "muon"}),
 }
 
 
@@ -210,6 +211,7 @@ small = functools.partial(one, "tiny", **{"model.n_layers": 1, "model.dense_pref
 OPTIMIZERS = {
     "adamw": small(),
     "points": small(**{"optim.name": "adafactor", "optim.schedule": "0:1,9:0"}),
+    "muon": small(**{"optim.name": "muon"}),
     "local steps": small(mesh="data=2", **{"optim.outer": "every=8", "optim.schedule": "wsd"}),
     "replicas": small(mesh="data=2"),
 }

@@ -219,7 +219,7 @@ def matrices(d, x):
     letters = letters[1:] if letters in ("EDM", "EMD") else letters
     stack, own = x.shape[: len(d.dims) - len(letters)], x.shape[len(d.dims) - len(letters) :]
     if len(own) == 3:
-        own = (-1, own[2]) if letters.startswith("HU") else (own[0], -1)
+        own = (-1, own[2]) if letters[:2] in ("HU", "HK") else (own[0], -1)
     return {index: x[index].reshape(own) for index in np.ndindex(stack)}
 
 
@@ -279,17 +279,19 @@ def test_adafactor_on_a_mesh_equals_one_device(monkeypatch, mesh):
     assert out.addressable_shards[0].data.shape == (2 if shards == 4 else 1, 1, 1, D // shards)
 
 
-def test_the_state_of_adafactor_moves_to_another_mesh(tmp_path, monkeypatch):
-    """Catches a factored second moment that is saved or read as if it had the shape of its parameter."""
+@pytest.mark.parametrize("name, moments", [("adafactor", "second_moments"), ("muon", "muon.inner_state.mu")])
+def test_the_state_moves_to_another_mesh(tmp_path, monkeypatch, name, moments):
+    """Catches a factored second moment that is saved or read as if it had the shape of its parameter, and a momentum
+    that only some parameters have, which is saved for another one."""
     monkeypatch.setattr(optimizer, "FACTORED_FROM", 16)
-    cfg, rng = preset("tiny", **{"optim.name": "adafactor", "optim.frozen": "prefix.*"}), np.random.default_rng(0)
+    cfg, rng = preset("tiny", **{"optim.name": name, "optim.frozen": "prefix.*"}), np.random.default_rng(0)
     state = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), optimizer.state_shapes(cfg))
     on = lambda mesh: checkpoint.make_target(state, optimizer.state_shardings(cfg, sharding.make_mesh(mesh)))
     here, there = on("fsdp=2,tensor=2"), on("stage=2,expert=2")
     with checkpoint.Saver(tmp_path) as saver:
         checkpoint.save(saver, 1, jax.tree.map(lambda x, shape: jax.device_put(x, shape.sharding), state, here), {})
     got, want = (sharding.flatten_named(tree) for tree in (checkpoint.restore(tmp_path, there), state))
-    assert list(got) == list(want) and any(".second_moments." in name for name in got)
+    assert list(got) == list(want) and any(f".{moments}." in name for name in got)
     for name, x in want.items():
         np.testing.assert_array_equal(np.asarray(got[name]), x, err_msg=name)
 
@@ -297,7 +299,7 @@ def test_the_state_of_adafactor_moves_to_another_mesh(tmp_path, monkeypatch):
 # Frozen parameters ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 def test_frozen_parameters_do_not_change(monkeypatch, name):
     """Catches weight decay of a frozen parameter, moments that it stores, a norm that counts its gradient, and a
     selection bias that it stops."""
@@ -313,7 +315,8 @@ def test_frozen_parameters_do_not_change(monkeypatch, name):
     state, step = optimizer.init(cfg, mesh, jax.tree.map(jnp.array, before)), optimizer.train_step(cfg, mesh)
     moments = sharding.flatten_named(state.optimizer)
     assert {n for n in frozen for moment in moments if n in moment} == set()
-    assert sum(x.nbytes for x in moments.values()) - 2 * 4 == planner.plan(cfg).memory_bytes["optimizer"]
+    counts = 4 * sum(x.size == 1 for x in moments.values())
+    assert sum(x.nbytes for x in moments.values()) - counts == planner.plan(cfg).memory_bytes["optimizer"]
     for _ in range(3):
         state, metrics = step(state, {})
 

@@ -157,7 +157,7 @@ def test_a_config_survives_a_round_trip(name):
 def test_auto_settings_resolve_to_the_plain_values():
     """Catches an execution setting that stays `auto` when it is read, or another default."""
     settled = WorkConfig().resolved
-    assert settled == WorkConfig("none", "layer", "gather", "gather", "gathered", 512, "gpipe")
+    assert settled == WorkConfig("none", "layer", "gather", "gather", "positions", "gathered", "gather", 512, "gpipe")
     assert settled.auto_settings == ["microbatches", "device_batch"] and settled.resolved == settled
     cfg = preset("tiny", **{"work.tensor_exchange": "ring"})
     assert cfg.at_work.work == WorkConfig(tensor_exchange="ring", loss_chunk=36).resolved
@@ -236,7 +236,7 @@ def test_an_invalid_model_is_refused(setting, message):
     (lambda: OptimConfig(adamw="moments=int8"), "moments='int8': should be one of 'parameters', 'float32', 'bfloat16'"),
     (lambda: OptimConfig(warmup_steps=-3), "optim.warmup_steps=-3: must be at least 0"),
     (lambda: OptimConfig(adamw="eps=0"), "optim.adamw='eps=0': eps=0.0: must be above 0, and finite"),
-    (lambda: OptimConfig(name="sgd"), "optim.name='sgd': should be one of 'adamw', 'adafactor'"),
+    (lambda: OptimConfig(name="sgd"), "optim.name='sgd': should be one of 'adamw', 'adafactor', 'muon'"),
     (lambda: OptimConfig(schedule="wds"), "optim.schedule='wds': 'wds' should be cosine:FINAL, wsd:DECAY:FINAL, "),
     (lambda: OptimConfig(schedule=""), "optim.schedule='': '' should be cosine:FINAL, wsd:DECAY:FINAL, "),
     (lambda: OptimConfig(schedule="0:1,9:x"), "optim.schedule='0:1,9:x': '9:x' should be cosine:FINAL, wsd:DECAY"),

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from architectures import architecture
-from config import AUTO, Config, MeshConfig
+from config import AUTO, Config
 from config.fields import REMAT
 from pipeline import fit, schedules
 from plan.time.plan import Plan
-from sharding import CONTEXT, EXPERT, SLICED, STAGE, TENSOR
+from sharding import CONTEXT, DATA, EXPERT, SLICED, STAGE, TENSOR
 from utils import UserError
 
 SPARE = 0.1  # fraction of memory left free, because the real peak may exceed the predicted peak by that much
@@ -31,21 +31,24 @@ def options(cfg: Config) -> dict[str, tuple]:
         "tensor_exchange": ("gather", "ring"),
         "context_attention": ("gather", "ring"),  # not all_to_all, which has not been timed on any chip
         "expert_exchange": ("gathered", "routed") if drops_nothing else (),
+        "muon_layout": ("gather", "owner"),
         "schedule": architecture(cfg.model).schedules or tuple(schedules.SCHEDULES),
     }
-    idle = without_effect(cfg.mesh)
+    idle = without_effect(cfg)
     return {name: values for name, values in found.items()
             if len(values) > 1 and name in cfg.work.auto_settings and name not in idle}  # fmt: skip
 
 
-def without_effect(mesh: MeshConfig) -> set[str]:
-    """Return the settings that have no effect on this mesh."""
-    n = mesh.sizes
+def without_effect(cfg: Config) -> set[str]:
+    """Return the settings that have no effect on this mesh and with this optimizer."""
+    n = cfg.mesh.sizes
+    of_matrices = (*SLICED, TENSOR, *(DATA, STAGE) * cfg.optim.shard_over_data)  # the axes that may shard a matrix
     group_sizes = {
         "gather": math.prod(n[axis] for axis in SLICED),
         "tensor_exchange": n[TENSOR],
         "context_attention": n[CONTEXT],
         "expert_exchange": n[EXPERT],
+        "muon_layout": math.prod(n[axis] for axis in of_matrices) if cfg.optim.name == "muon" else 1,
         "schedule": n[STAGE],
     }
     return {name for name, devices in group_sizes.items() if devices == 1}
@@ -53,7 +56,7 @@ def without_effect(mesh: MeshConfig) -> set[str]:
 
 def settings_text(plan: Plan) -> str:
     """Return the execution settings as text: first those that `auto` chose, with reasons."""
-    listed = {name.partition("=")[0] for name in plan.why.split(", ")} | without_effect(plan.cfg.mesh)
+    listed = {name.partition("=")[0] for name in plan.why.split(", ")} | without_effect(plan.cfg)
     rest = " ".join(part for part in str(plan.cfg.work).split() if part.partition("=")[0] not in listed)
     return f"{plan.why}; {rest}" if plan.why else rest
 

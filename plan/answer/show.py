@@ -10,6 +10,7 @@ from plan.answer import at_scale, auto, inference, planning
 from plan.chips import hardware, hiding
 from plan.chips.units import amount
 from plan.count import costs
+from plan.count.matrices import MUON
 from plan.count.step import STATE
 from plan.time import offload, tiers
 from plan.time.plan import Plan
@@ -92,6 +93,10 @@ def heading(plan: Plan) -> list[str]:
         lines.append(f"offload    {amount(copied, 'bytes')} per device and step go to the host and back, each at "
                      f"{offload.bytes_per_s(chip) / 1e9:g} GB/s; a host of {chips} chips stores "
                      f"{amount(offload.host_bytes(plan), 'bytes')}")  # fmt: skip
+    if flops := plan.flops.get(MUON):
+        sent = sum(row.wire_bytes for row in plan.traffic if row.part == MUON)
+        lines.append(f"muon       {amount(flops, 'FLOPs')} per device and step for Newton-Schulz, and "
+                     f"{amount(sent, 'bytes')} sent")  # fmt: skip
     if every := parse_outer(cfg.optim.outer).every:
         lines.append(f"local      each of {cfg.mesh.data} replicas takes {every} steps alone, then an outer step; the "
                      f"bytes over data are those of an outer step, divided by {every}")  # fmt: skip

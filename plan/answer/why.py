@@ -1,7 +1,8 @@
 """Compare the FLOPs and bytes of a plan with those of the traced step, and list the source lines that cause them.
 
-The plan's numbers are those of `costs.py`, before the compiler replaces any collective. Each source line of a layer has
-a formula in letters: the FLOPs of a matmul, or the bytes of a collective, in one forward pass.
+The traced step ends with the gradients, so Muon's update is left out. The plan's numbers are those of `costs.py`,
+before the compiler replaces any collective. Each source line of a layer has a formula in letters: the FLOPs of a
+matmul, or the bytes of a collective, in one forward pass.
 """
 
 import re
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from plan.answer.show import make_table
 from plan.chips.units import amount
 from plan.count import costs, traced_layer
+from plan.count.matrices import MUON
 from plan.count.step import is_tpu
 from plan.count.traced_layer import part_of, scopes_of
 from plan.time.plan import Plan
@@ -92,9 +94,9 @@ def compare(plan: Plan) -> dict[str, list[Group]]:
     platform = "tpu" if is_tpu(plan.topology and plan.topology.chip) else "cpu"
     step, flops, sent, of_line = program.training_step(plan.cfg, platform), {}, {}, line_formulas(plan)
     for part, planned in plan.flops.items():
-        if planned:
+        if planned and part != MUON:
             flops[part] = Group(part, part, planned)
-    for x in costs.traffic(plan.cfg, plan.sched):
+    for x in (x for x in costs.traffic(plan.cfg, plan.sched) if x.part != MUON):
         name = f"{x.kind} over {'*'.join(x.axes)}"
         group = sent.setdefault(name, Group(name, "", 0))
         group.parts = ", ".join(dict.fromkeys([*filter(None, [group.parts]), x.part]))

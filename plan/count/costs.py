@@ -27,7 +27,7 @@ from overlap.weights import tokens_go_to_table, vocabulary_slices
 from parameters import as_stored
 from pipeline import fit, schedules
 from plan.chips import hiding
-from plan.count import networks, traced_layer
+from plan.count import matrices, networks, traced_layer
 from plan.count.networks import Collective, Traffic
 from plan.count.weights import LAYERS, Weights, declared, weights
 from sharding import CONTEXT, DATA, EXPERT, SLICED, STAGE, TENSOR
@@ -377,6 +377,7 @@ class Work:
     hbm_bytes: float
     kernel: str = ""  # as in `Matmul`
     name: str = ""  # as in `Matmul`
+    in_slot: bool = True  # for a microbatch, so that the step waits for it in a pipeline's bubble too
 
 
 def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Work]:
@@ -393,7 +394,9 @@ def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[
 
     rows = [(row, many, run) for many, found in layers(c, z) for row in found]
     rows += [(row, 1, once) for row in logits_rows(c, z)]
-    return [count(*one) for one in rows if isinstance(one[0], Matmul)]
+    once_per_step = [Work(matrices.MUON, one.flops, one.hbm_bytes, name=matrices.NEWTON_SCHULZ, in_slot=False)
+                     for one in matrices.matrices(cfg)]  # fmt: skip
+    return [count(*one) for one in rows if isinstance(one[0], Matmul)] + once_per_step
 
 
 def traffic(
@@ -427,6 +430,8 @@ def traffic(
             sums.add(row)
         if cfg.optim.outer:
             add(networks.OUTER, "all-reduce", (DATA,), 4 * w.local_size, 1 / parse_outer(cfg.optim.outer).every)
+    for row in (row for one in matrices.matrices(cfg) for row in one.collectives()):
+        sums.add(row)
     return [Traffic(*key, *value, is_in_slot(c, key[0], key[2])) for key, value in sums.found.items()]
 
 
@@ -444,7 +449,8 @@ def lookups(cfg: Config, sched: schedules.Schedule) -> int:
 
 
 def is_in_slot(c: ModelAtWork, part: str, axes: tuple[str, ...]) -> bool:
-    rare = part in ("batch", "replicas") or (part in ("weights", "gradients") and c.work.gather == "step")
+    once = part in ("weights", "gradients") and c.work.gather == "step"
+    rare = once or part in ("batch", "replicas", matrices.MUON)
     return not rare and not any(axis.startswith(STAGE) for axis in axes)
 
 

@@ -17,6 +17,7 @@ from kernels import grouped
 from parameters import as_stored
 from pipeline import schedules
 from plan.chips import hiding
+from plan.count import matrices
 from plan.count.costs import (
     LAYERS,
     Sizes,
@@ -36,7 +37,7 @@ from sharding import CONTEXT, EXPERT, TENSOR
 
 MEANS = {  # what each part of `memory` holds; docs/planner.md and the planner's page show it
     "parameters": "this device's shards of the weights",
-    "optimizer": "two moments of each of its parameters",
+    "optimizer": "two moments of each of its parameters; of matrices that Muon updates, one",
     "outer": "with local steps: the outer parameters and their momentum",
     "batch": "tokens and targets",
     "gradients": "of the shards, or of unsharded weights if they are gathered once per step",
@@ -160,12 +161,12 @@ def exchange_bytes(c: ModelAtWork, z: Sizes, kind: str) -> float:
 
 def moments_bytes(cfg: Config, w: list[Weights]) -> float:
     """Return the bytes of one device's optimizer moments. A frozen parameter has none."""
-    frozen = optimizer.frozen_names(cfg.optim, [x.name for x in w])
+    frozen, by_muon = optimizer.frozen_names(cfg.optim, [x.name for x in w]), optimizer.muon_names(cfg)
 
     def size(x: Weights) -> float:
-        if cfg.optim.name == "adamw":
-            moments = parse_adamw(cfg.optim.adamw).moments
-            return 2 * x.local_size * {"float32": 4, "bfloat16": 2}.get(moments, x.d.dtype.itemsize)
+        if cfg.optim.name != "adafactor":
+            moments, count = parse_adamw(cfg.optim.adamw).moments, 1 if x.name in by_muon else 2
+            return count * x.local_size * {"float32": 4, "bfloat16": 2}.get(moments, x.d.dtype.itemsize)
         split = [math.prod(x.mesh[axis] for axis in axes) for axes in x.axes]
         shapes = optimizer.second_moment_shapes(x.d)
         local = (math.prod(n // by if n > 1 else 1 for n, by in zip(shape, split, strict=True)) for shape in shapes)
@@ -226,6 +227,9 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     tokens = logits_tokens(z)
     logits = tokens * vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
     freed = gradients if one_piece and on_tpu else 0
+    weights_used = sum(x.gathered_size * x.width for x in w) if step else 2 * of_layer + gathered
+    # The update begins when all activations are gone.
+    updates = max((one.temporary_bytes() for one in matrices.matrices(cfg)), default=0) - saved - weights_used
     # The outer parameters of local steps, and their momentum in float32
     outer = sum(x.local_size * (x.d.dtype.itemsize + 4) for x in w) if cfg.optim.outer else 0
     return {
@@ -234,10 +238,10 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         **({"outer": outer} if cfg.optim.outer else {}),
         "batch": 4 * z.b * sched.microbatches * (5 * z.s + 3 * z.S + z.s * c.prefix_lm),
         "gradients": gradients,
-        "weights": sum(x.gathered_size * x.width for x in w) if step else 2 * of_layer + gathered,
+        "weights": weights_used,
         "saved": saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
-        # The temporary arrays of one layer, or of the logits. In one piece, no layer has a gradient yet when the logits
-        # are computed (`freed`).
-        "at work": max(work, (1 if on_tpu else 3) * logits + table - freed) + bias_bytes(c, z),
+        # The temporary arrays of one layer, of the logits, or of Muon. In one piece, no layer has a gradient yet when
+        # the logits are computed (`freed`).
+        "at work": max(work, (1 if on_tpu else 3) * logits + table - freed, updates) + bias_bytes(c, z),
     }

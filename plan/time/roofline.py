@@ -1,10 +1,11 @@
 """The roofline of a step: a lower bound of its seconds, by cause."""
 
 from plan.count.costs import Work
+from plan.count.matrices import NEWTON_SCHULZ
 from plan.count.step import Step
 from plan.time import offload
 
-IN_BF16 = "router", "attend", "position_bias"  # matmuls of layers that FP8 trainers leave in BF16; also the logits
+IN_BF16 = "router", "attend", "position_bias", NEWTON_SCHULZ  # matmuls that FP8 trainers leave in BF16; also the logits
 
 
 def peak(step: Step, work: Work) -> float:
@@ -31,10 +32,11 @@ def seconds(step: Step, flops: float | None = None, exchanges=None, alone=False)
     chip = step.topology and step.topology.chip
     if not chip or not chip.peak_flops_per_s:
         return None
-    compute = sum(max(x.flops / peak(step, x), x.hbm_bytes / chip.hbm_bytes_per_s) for x in step.work)
+    longest = lambda x: max(x.flops / peak(step, x), x.hbm_bytes / chip.hbm_bytes_per_s)
+    compute, once = (sum(longest(x) for x in step.work if x.in_slot == in_slot) for in_slot in (True, False))
     if flops is not None:
         compute += (flops - step.hardware_flops) / chip.peak_flops_per_s
-    found, hidden, waits = {"compute": compute}, {}, compute  # `waits`: a stage's seconds inside pipeline slots
+    found, hidden, waits = {"compute": compute + once}, {}, compute  # `waits`: a stage's seconds inside pipeline slots
     for row in step.traffic if exchanges is None else exchanges:
         speed, name = step.speed(row), "*".join(row.axes)
         exposed_bytes = row.wire_bytes if alone else row.exposed_bytes

@@ -42,10 +42,11 @@ def seconds(step: Step) -> dict[str, float] | None:
     chip = step.topology and step.topology.chip
     if not chip or not chip.torus_dims:
         return None
-    found = {"matmuls": matmul_seconds(step, chip), "other ops": other_bytes(step, chip) / chip.hbm_bytes_per_s}
+    layers, once = (matmul_seconds(step, chip, in_slot) for in_slot in (True, False))
+    found = {"matmuls": layers + once, "other ops": other_bytes(step, chip) / chip.hbm_bytes_per_s}
     ring = hiding.rings_overlap(step.cfg.mesh.sizes, chip.key)
     scatters = hiding.overlaps(chip.key, hiding.SCATTERS)
-    run, in_slots = costs.passes(step.cfg, step.sched), sum(found.values())
+    run, in_slots = costs.passes(step.cfg, step.sched), sum(found.values()) - once
     overlapped = {"weights": run.forward + run.again, "gradients": run.inputs + run.weights}  # with these passes
     for row in step.traffic:
         speed, name = step.speed(row), "*".join(row.axes)
@@ -54,7 +55,7 @@ def seconds(step: Step) -> dict[str, float] | None:
             waits = max(waits, EXPOSED_FRACTION * row.wire_bytes / speed)
         elif row.part in overlapped:
             hidden = (row.wire_bytes - row.exposed_bytes) / speed
-            waits += max(hidden - found["matmuls"] * overlapped[row.part] / sum(overlapped.values()), 0)
+            waits += max(hidden - layers * overlapped[row.part] / sum(overlapped.values()), 0)
         elif row.kind == "collective-permute" and row.axes == (TENSOR,) and ring:
             waits = ring_seconds(step, speed, chip)
         found[name] = found.get(name, 0.0) + waits
@@ -74,10 +75,10 @@ def matmul_slowdown(chip: hardware.Chip) -> float:
     return chip_value(SLOWDOWN, chip)
 
 
-def matmul_seconds(step: Step, chip: hardware.Chip) -> float:
-    """Return the time, in seconds, of all matmuls and kernels."""
+def matmul_seconds(step: Step, chip: hardware.Chip, in_slot: bool = True) -> float:
+    """Return the time, in seconds, of all matmuls and kernels in pipeline slots, or outside of them."""
     total = 0.0
-    for row in step.work:
+    for row in (row for row in step.work if row.in_slot == in_slot):
         computing, moving = row.flops / roofline.peak(step, row), row.hbm_bytes / chip.hbm_bytes_per_s
         total += max(computing, moving) if row.part == "experts" else matmul_slowdown(chip) * computing + MOVED * moving
     return total

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from config.fields import parse_outer
 from plan.chips import hardware
 from plan.count.costs import Sizes
+from plan.count.matrices import MUON
 from plan.count.step import Step
 from plan.time import offload, roofline, simulated as simulation
 from sharding import CONTEXT, EXPERT, STAGE, TENSOR
@@ -24,7 +25,7 @@ MATMULS, OTHERS, FIXED = "matmuls", "other ops", ""
 WIDE_UNITS = {"v6e": 256, "tpu7x": 256}  # rows and columns of the matrix units; a narrower head leaves some of it idle
 OVERLAPPED = 1.35  # compute on GPUs takes so much longer than the roofline's, and copies to the host overlap with it
 LAYER_S = 1e-3  # of one layer and microbatch, for the constant `layers`
-OF_WEIGHTS = "weights", "gradients", "replicas", "outer step"
+OF_WEIGHTS = "weights", "gradients", "replicas", "outer step", MUON
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def term_of(work) -> str:
 
 def gpu_costs(step: Step, spreads_logits: bool) -> list[Cost]:
     chip, mesh, z = step.topology.chip, step.cfg.mesh, Sizes.from_config(step.cfg, step.platform)
-    found = [Cost(term_of(one), MATMULS, one.flops / roofline.peak(step, one)) for one in step.work]
+    found = [Cost(term_of(one), MATMULS, one.flops / roofline.peak(step, one), one.in_slot) for one in step.work]
     if not spreads_logits:
         logits_s = sum(one.flops for one in step.work if one.part == "logits") / chip.peak_flops_per_s
         found.append(Cost(MATMULS, MATMULS, (mesh.stage - 1) * logits_s))
@@ -86,7 +87,7 @@ def layer_bytes(step: Step, z: Sizes) -> float:
 
 def tpu_costs(step: Step, parts: dict[str, float]) -> list[Cost]:
     chip = step.topology.chip
-    found = [Cost(term_of(one), MATMULS, matmul_seconds(one, step, chip)) for one in step.work]
+    found = [Cost(term_of(one), MATMULS, matmul_seconds(one, step, chip), one.in_slot) for one in step.work]
     found.append(Cost("memory", OTHERS, parts[OTHERS]))
     hidden = {"*".join(x.axes): 0.0 for x in step.traffic if x.part == "weights"}
     for row in (x for x in step.traffic if x.part == "weights"):

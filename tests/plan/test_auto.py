@@ -171,6 +171,29 @@ def test_present_devices_have_the_topology_of_their_slice(kind, coords, name):
 
 def test_settings_without_effect_are_not_listed():
     """Catches settings without effect on this mesh in the line that start-up prints."""
-    assert auto.without_effect(preset("tiny", mesh="data=2").mesh) == {
-        "gather", "tensor_exchange", "context_attention", "expert_exchange", "schedule"}  # fmt: skip
-    assert auto.without_effect(preset("tiny", mesh="stage=2,expert=2,context=2,tensor=2").mesh) == set()
+    assert auto.without_effect(preset("tiny", mesh="data=2")) == {
+        "gather", "tensor_exchange", "context_attention", "expert_exchange", "muon_layout", "schedule"}  # fmt: skip
+    cfg = preset("tiny", mesh="stage=2,expert=2,context=2,tensor=2")
+    assert auto.without_effect(cfg) == {"muon_layout"}
+    assert auto.without_effect(replace(cfg, **{"optim.name": "muon"})) == set()
+    replicas = preset("tiny", mesh="data=2", **{"optim.name": "muon"})
+    assert "muon_layout" in auto.without_effect(replicas)
+    assert "muon_layout" not in auto.without_effect(replace(replicas, **{"optim.shard_over_data": True}))
+
+
+ONE_LAYER = {"model.n_layers": 1, "data.batch_size": 64, "optim.muon": "steps=1"}
+
+
+@pytest.mark.parametrize("name, topology, mesh, settings, layout", [
+    ("llama3_8b", "v5p:2x2x2", "fsdp=8", {}, "owner"),
+    ("dense_124m", "v5e:8x8", "fsdp=64", ONE_LAYER, "gather"),
+])  # fmt: skip
+def test_the_layout_of_muon_is_chosen_by_seconds(name, topology, mesh, settings, layout):
+    """Catches all-gathers of 32 layers, which every device then orthogonalizes, and an all-to-all over 64 devices of
+    matrices that are computed in less time."""
+    plan = planner.plan(preset(name, mesh=mesh, **settings, **{"optim.name": "muon"}), topology)
+    other = {"owner": "gather", "gather": "owner"}[layout]
+    assert plan.cfg.work.muon_layout == layout
+    slower = planner.plan(replace(plan.cfg, **{"work.muon_layout": other}), topology).step_s / plan.step_s - 1
+    assert slower > 0.01
+    assert f"muon_layout={layout} ({other} {slower:+.0%}" in plan.why

@@ -74,6 +74,8 @@ CASES = {
     "sharded over data": ("bench", "data=2,fsdp=2,tensor=2", LAYER | DENSE | {"optim.shard_over_data": True}),
     "sharded over data and stages, Adafactor": ("bench", "data=2,stage=2", {
         "optim.shard_over_data": True, "optim.name": "adafactor"}),
+    "Muon, gathered": ("bench", "stage=2,fsdp=2,tensor=2", {"optim.name": "muon", "work.muon_layout": "gather"}),
+    "Muon, dealt to owners": ("bench", "fsdp=2,expert=2", LAYER | {"optim.name": "muon", "work.muon_layout": "owner"}),
     "local steps": ("bench", "data=2,fsdp=2", LAYER | DENSE | {"optim.outer": "every=4,fragments=2"}),
     "a dense prefix": ("bench", "fsdp=2,expert=2,context=2", LAYER | {"model.dense_prefix": 2}),
 }  # fmt: skip
