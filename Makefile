@@ -74,6 +74,7 @@ help: ## list every command
 # python -m bench.report #: measure what an accelerator reaches, beside the planner's numbers; writes one JSON file
 # python -m bench.overlap #: print how much communication the TPU compiler overlaps with compute; needs extra-tpu
 # python -m bench.grouped #: compare the grouped matmul of the experts with jax.lax.ragged_dot; needs extra-tpu
+# python -m bench.muon #: plan what Muon costs beside AdamW on eight meshes
 # python -m bench.options #: print which compiler option overlaps which collective on which TPU; needs extra-tpu
 # python -m bench.partition #: compare hand-written collectives with those that the compiler chooses
 # python -m bench.peers #: simulate our step of Llama 2 7B beside MaxText's; needs extra-tpu

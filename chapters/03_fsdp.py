@@ -1189,6 +1189,10 @@ print(check_mend(train))
 # 8437](https://github.com/deepspeedai/DeepSpeed/issues/8437)). The loss fell, and the tests only asserted
 # that the parameters change ([8091](https://github.com/deepspeedai/DeepSpeed/pull/8091)). Instead, compare
 # weights after one step on two meshes.
+#
+# The trainer of this project has Muon too (`muon.py`). Gathering every matrix on every device is right, and
+# can more than double the time of a step. [When does Muon cost more than it saves?](../docs/muon.md)
+# shows how to avoid that.
 # </details>
 
 

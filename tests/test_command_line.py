@@ -474,6 +474,7 @@ HELP = {  # command -> its examples, in the order of its help
     "-m bench.overlap": ["llama3_8b --topology v4:4x4x4 --mesh fsdp=32,tensor=2 --data.batch_size 64",
                          "llama3_8b --topology v4:4x4x4 --mesh fsdp=64 --data.batch_size 64 --seconds --plot a.png"],
     "-m bench.grouped": ["--rows 16384 --experts 16"],
+    "-m bench.muon": [""],
     "-m bench.options": ["--topology v5p:2x2x4 v6e:4x4"],
     "-m bench.partition": ["", "--topology v5e:4x4", "--step --topology v5e:4x4 --mesh fsdp=16"],
     "-m bench.documents": ["--path tokens/stdlib-bytes",
