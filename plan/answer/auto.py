@@ -47,6 +47,7 @@ def without_effect(cfg: Config) -> set[str]:
         "gather": math.prod(n[axis] for axis in SLICED),
         "tensor_exchange": n[TENSOR],
         "context_attention": n[CONTEXT],
+        "context_layout": n[CONTEXT],
         "expert_exchange": n[EXPERT],
         "muon_layout": math.prod(n[axis] for axis in of_matrices) if cfg.optim.name == "muon" else 1,
         "schedule": n[STAGE],

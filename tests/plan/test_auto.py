@@ -172,7 +172,8 @@ def test_present_devices_have_the_topology_of_their_slice(kind, coords, name):
 def test_settings_without_effect_are_not_listed():
     """Catches settings without effect on this mesh in the line that start-up prints."""
     assert auto.without_effect(preset("tiny", mesh="data=2")) == {
-        "gather", "tensor_exchange", "context_attention", "expert_exchange", "muon_layout", "schedule"}  # fmt: skip
+        "gather", "tensor_exchange", "context_attention", "context_layout", "expert_exchange", "muon_layout",
+        "schedule"}  # fmt: skip
     cfg = preset("tiny", mesh="stage=2,expert=2,context=2,tensor=2")
     assert auto.without_effect(cfg) == {"muon_layout"}
     assert auto.without_effect(replace(cfg, **{"optim.name": "muon"})) == set()
