@@ -13,6 +13,7 @@ import sharding
 from architectures import architecture
 from compile import ledger
 from config import AUTO, AXES, Config, MeshConfig, replace
+from config.needs import unmet
 from pipeline import fit, schedules
 from plan.answer import auto
 from plan.chips import hardware
@@ -60,8 +61,9 @@ def faster(current: Plan) -> tuple[dict[str, str], Plan] | None:
     other = plan(dataclasses.replace(current.cfg, work=free), current.topology, current.limit_bytes)
     if not other.fits or (current.fits and other.step_s > (1 - MIN_SAVING) * current.step_s):
         return None
-    pairs = ((f.name, getattr(other.cfg.work, f.name), getattr(work, f.name)) for f in dataclasses.fields(work))
-    return {f"work.{name}": now for name, now, before in pairs if now != before}, other
+    names = [f.name for f in dataclasses.fields(work) if getattr(other.cfg.work, f.name) != getattr(work, f.name)]
+    used = [name for name in names if not unmet(other.cfg, f"work.{name}")]
+    return {f"work.{name}": getattr(other.cfg.work, name) for name in used}, other
 
 
 def faster_layout(current: Plan) -> tuple[dict[str, str], Plan] | None:
