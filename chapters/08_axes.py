@@ -907,7 +907,7 @@ print(check_better(better))
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# The lower bound of `stage=2,context=4,tensor=2` is 2.87 s, and of `stage=2,context=8` 3.04 s. Only x_btD
+# The lower bound of `stage=2,context=4,tensor=2` is 2.72 s, and of `stage=2,context=8` 3.04 s. Only x_btD
 # crosses the network, once, between the two stages. `context` and `tensor` shard each *sequence*, so there
 # are still 8 microbatches, and the bubble is small. `stage=2,fsdp=8` sends as little over the slow network,
 # but each device along `fsdp` has one sequence, so Z = 1 and the bubble is half of the time.
@@ -915,7 +915,7 @@ print(check_better(better))
 
 # %% tags=["remove-cell"]
 lesson.expect(check_better, ("stage=2,context=4,tensor=2",
-                             "2.87 s, 39 GiB. That will do."),
+                             "2.72 s, 49 GiB. That will do."),
               (lambda: "stage=2,context=8", "3.04 s, 36 GiB. That will do."),
               ("context=16", "once per stage"),
               ("context=16", "11.73"), ("data=2,context=8", "Does another"),

@@ -317,7 +317,7 @@ for n_s, n_t in meshes:
 best = min(plans, key=lambda mesh: plans[mesh].step_s)
 assert best == (16, 8), "the planner no longer chooses Meta's mesh"
 
-# %% tags=["hide-input"] mystnb={"image": {"alt": "Bars of a step's seconds by cause for six meshes, sorted: stage=16 with tensor=8 is the shortest, 1.4 seconds longer than the measured line; stage=16 with tensor=4 reaches 18.5 seconds, mostly bubble. Crosses of the lower bound are between 5 and 6 seconds for 8, 16 and 32 stages, and near the bars' ends for 1 and 4."}}
+# %% tags=["hide-input"] mystnb={"image": {"alt": "Bars of a step's seconds by cause for six meshes, sorted: stage=16 with tensor=8 is the shortest, 1.4 seconds longer than the measured line; stage=16 with tensor=4 reaches 16.8 seconds, mostly bubble. Crosses of the lower bound are between 5 and 6 seconds for 8, 16 and 32 stages, and near the bars' ends for 1 and 4."}}
 figure, axes = plt.subplots(figsize=(6.2, 4))
 shown = {"compute": lesson.NEUTRAL, **lesson.COLORS, "bubble": "#cccccc"}
 ordered = sorted(meshes, key=lambda mesh: -plans[mesh].step_s)
@@ -329,7 +329,7 @@ for row, mesh in enumerate(ordered):
     legal, bound = price(llama, run, *mesh, remat=True)
     if legal:
         (cross,) = axes.plot(sum(bound.values()), row, "kx", ms=7, ls="")
-axes.text(12.9, 0, "18.5 s", ha="right", va="center")
+axes.text(12.9, 0, "16.8 s", ha="right", va="center")
 line = axes.axvline(measured, color="black", ls=":")
 axes.set_yticks(range(6), [f"stage={n_s}, tensor={n_t}" for n_s, n_t in ordered])
 title = "405B on 16,384 H100s: Meta's mesh has the shortest bar"
@@ -351,7 +351,7 @@ assert [round(causes_of(plans[best])[x], 2) for x in ("stage", "fsdp")] == [0.49
 of_h100 = measured_steps.table()["h100", ""].by_term
 assert [round(of_h100[x], 2) for x in ("matmuls", "weights")] == [1.42, 0.60]
 assert 1040 < 2472 * of_h100["weights"] / of_h100["matmuls"] < 1050
-assert round(plans[16, 4].step_s, 1) == 18.5, "the figure says 18.5 s"
+assert round(plans[16, 4].step_s, 1) == 16.8, "the figure says 16.8 s"
 
 # %% [markdown]
 # ## `tensor` against `fsdp`: find the minimum
@@ -567,7 +567,7 @@ assert 2.25 * c.n_experts * c.d_expert / c.top_k == 147_456
 #
 # The threshold compares tokens with *all* expert weights, but weights are still gathered over the devices
 # outside the expert group (rule 5). Mixtral 8x7B on 64 H100s has 32,768 tokens per pass, far below 2.25 · 8 ·
-# 14,336/2 = 129,024, and yet `fsdp=8,expert=8` is no faster than `fsdp` alone:
+# 14,336/2 = 129,024, and yet `fsdp=8,expert=8` is only 1% faster than `fsdp` alone:
 
 # %%
 MIXTRAL = {"data.batch_size": 1024, "data.seq_len": 4096, "model.capacity_factor": 1.0,
@@ -580,8 +580,8 @@ for mesh in ("fsdp=64", "fsdp=8,expert=8", "data=2,stage=4,expert=8"):
 
 # %% [markdown]
 # With `expert=8` inside each node, a GPU gathers an eighth of the bytes. But each GPU of a node gathers
-# different experts, through one network card instead of all eight, and the all-to-alls come on top. Only
-# stages avoid the gathers, for a bubble of 0.62 s.
+# different experts, through one network card instead of all eight: that takes 0.35 s instead of 0.82 s, and
+# the all-to-alls 0.25 s. Only stages avoid the gathers, for a bubble of 0.62 s.
 #
 # ## One long sequence
 #
@@ -689,10 +689,9 @@ assert [round(x) for x in v5p[:4]] == [850, 638, 2550, 3077], v5p
 assert [round(x) for x in v5p[5:]] == [16, 328], v5p
 assert round(989e12 / 369e9) == 2680
 took = [one.step_s / mixtral["fsdp=64"].step_s for one in mixtral.values()]
-assert 1 < took[1] < 1.02 and 1 < took[2] < 1.01, took
+assert round(took[1], 2) == 0.99 and 1 < took[2] < 1.01, took
 alone, inside, staged = map(causes_of, mixtral.values())
-assert alone["fsdp"] > inside["fsdp"] > 0.8 * alone["fsdp"]
-assert alone["fsdp"] < inside["fsdp"] + inside["expert"]
+assert [round(x, 2) for x in (inside["fsdp"], inside["expert"])] == [0.35, 0.25]
 assert [round(x, 2) for x in (staged["bubble"], alone["fsdp"])] == [0.62, 0.82]
 assert "fsdp" not in staged
 
@@ -807,7 +806,7 @@ print(check_mesh(mesh_on_h100, "h100:64"))
 # `fsdp=32,context=2` takes 2.23 s. The best mesh for v5p takes 19% longer.
 #
 # The rule says stages, because N = 2,048 is below 2,472. The best mesh with stages,
-# `stage=8,context=2,tensor=4`, has a smaller lower bound (1.66 s, not 1.96 s), but its step takes 2.63 s:
+# `stage=4,context=4,tensor=4`, has a smaller lower bound (1.54 s, not 1.96 s), but its step takes 2.30 s:
 # with the fitted constants, the threshold is only 2,472 · 0.60/1.42, or about 1,045. Near a threshold,
 # measure both.
 # </details>
@@ -815,7 +814,8 @@ print(check_mesh(mesh_on_h100, "h100:64"))
 # %% tags=["remove-cell"]
 lesson.expect(lambda mesh: check_mesh(mesh, "h100:64"), ("fsdp=32,context=2", "Right"),
               ("fsdp=16,context=4", "Right"), ("stage=8,tensor=8", "go to tensor"),
-              ("stage=8,context=2,tensor=4", "8 stages and 32 microbatches."),
+              ("stage=4,context=4,tensor=4", "Right"),
+              ("stage=8,context=4,tensor=2", "8 stages and 32 microbatches."),
               ("fsdp=16,tensor=4", "go to matmuls"),
               ("fsdp=32,tensor=2", "go to matmuls"),
               ("expert=32,tensor=2", "acts like fsdp"),
@@ -823,12 +823,12 @@ lesson.expect(lambda mesh: check_mesh(mesh, "h100:64"), ("fsdp=32,context=2", "R
               ("stage=8,fsdp=4,tensor=2", "8 stages and 8 microbatches."),
               ("data=8,tensor=8", "Needs"),
               ("data=8,tensor=8", "state"))  # fmt: skip
-NAMES = "fsdp=32,context=2", "stage=8,context=2,tensor=4", "fsdp=16,tensor=4"
+NAMES = "fsdp=32,context=2", "stage=4,context=4,tensor=4", "fsdp=16,tensor=4"
 winner, staged, of_v5p = (planner.plan(dense(mesh), "h100:64") for mesh in NAMES)
 assert fastest("h100:64").cfg.mesh == winner.cfg.mesh
 assert round(of_v5p.step_s / winner.step_s, 2) == 1.19, "the text says 19%"
-assert [round(x.step_s, 2) for x in (winner, staged)] == [2.23, 2.63]
-assert [round(x.lower_bound_s, 2) for x in (winner, staged)] == [1.96, 1.66]
+assert [round(x.step_s, 2) for x in (winner, staged)] == [2.23, 2.3]
+assert [round(x.lower_bound_s, 2) for x in (winner, staged)] == [1.96, 1.54]
 
 # %% [markdown]
 # ## A bug to find
