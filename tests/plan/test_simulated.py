@@ -30,7 +30,7 @@ def llama(mesh, topology="v4:4x4x4", **more):
 
 
 # Simulated seconds of the compiled step: `python -m bench.overlap .. --seconds`, 2026-11-24, libtpu 0.0.42.1; those of
-# dense_124m and of moe1b on fsdp=32, 2026-11-30.
+# moe1b over fsdp alone and of dense_124m, 2026-11-30. Rotary embeddings take fewer passes since then.
 PLAYED = {
     ("llama3_8b", "v4:4x4x4", "fsdp=64", "layer", "full"): 1.237,
     ("llama3_8b", "v4:4x4x4", "fsdp=64", "layer", "dots"): 1.101,
