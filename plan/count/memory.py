@@ -152,11 +152,9 @@ def routed_rows(c: ModelAtWork, z: Sizes) -> tuple[int, int]:
 
 def exchange_bytes(c: ModelAtWork, z: Sizes, kind: str) -> float:
     """Return the bytes of a round's buffers: the tokens and their sums, before and after they are sent, and the copies
-    that `overlap.experts.collect` adds up: top_k for each token, with zeros for remote experts."""
-    if kind != "moe" or expert_exchange(c, z) == "gathered":
-        return 0
-    copies = 0 if z.platform == "tpu" else c.top_k  # a TPU adds them up as it gathers them
-    return ((4 + copies) * received_tokens(c, z) * z.width + 2 * FLOAT32 * z.b * z.s) * c.d_model
+    that `overlap.experts.collect` adds up: top_k for each token, but a TPU adds them up as it gathers them."""
+    buffers = (4 + c.top_k * (z.platform != "tpu")) * received_tokens(c, z) * z.width + 2 * FLOAT32 * z.b * z.s
+    return buffers * c.d_model if kind == "moe" and expert_exchange(c, z) == "routed" else 0
 
 
 def moments_bytes(cfg: Config, w: list[Weights]) -> float:
@@ -209,8 +207,10 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     saved = sum(each)
     on_tpu = platform == "tpu"
     at_work = "fused" if on_tpu else "none"
+    counted = c.work.remat == "dots" and not on_tpu  # on a CPU, the outputs of a layer's matmuls are among `saved`
+    twice = lambda kind: saved_bytes(c, z, kind, "dots", one_piece) * counted
     temporary = lambda kind: saved_bytes(c, z, kind, at_work, temporary=True) + exchange_bytes(c, z, kind)
-    work = max(temporary(kind) + SCORES_AT_WORK * score_bytes(c, z, kind) for _, kind in there)
+    work = max(temporary(kind) - twice(kind) + SCORES_AT_WORK * score_bytes(c, z, kind) for _, kind in there)
     of_layer = max(sum(x.gathered_size * x.width // x.layers for x in w if x.name.startswith(part))
                    for part in ("prefix.", "blocks.dense.", "blocks.moe.", *LAYERS[2:]))  # fmt: skip
     buffers, stream = sched.slots, sum(one.b * one.t for one in z.streams) * c.d_model * z.width

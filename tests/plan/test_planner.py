@@ -82,7 +82,6 @@ CASES = {
 
 
 FLOPS_OFF = {"ring over context, grouped queries": 0.04, "all_to_all over context": 0.02}  # -3.3% and +1.6%; others: 1%
-PEAK_OFF = {"matmul outputs saved": 0.25}  # the plan counts those of experts as saved and, in their layer, as temporary
 QUICK = ("bench.step's default", "GPT-J's block")  # the others repeat these with other settings
 
 
@@ -95,7 +94,7 @@ def test_the_plan_matches_the_compiled_step(case, monkeypatch):
     name, mesh, settings = CASES[case]
     plan = planner.plan(config(name, mesh, **settings))
     found, step = planner.compile_plan(plan, print)
-    check_prediction(plan, found, flops=FLOPS_OFF.get(case, 0.01), peak=PEAK_OFF.get(case, 0.20))
+    check_prediction(plan, found, flops=FLOPS_OFF.get(case, 0.01))
     assert found["unexpected"] == []
     of_logits = [
         x.count * x.wire_bytes
