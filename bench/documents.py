@@ -47,13 +47,12 @@ def blocks_computed(segments_T, order_T, n: int) -> np.ndarray:
 
     The kernel compares the smallest and the largest document of two blocks.
     """
-    size = len(order_T) // (2 * n)  # of a chunk
-    block = tpu_block(2 * size, size, ((0,),))
+    chunk = len(order_T) // (2 * n)
+    block = tpu_block(2 * chunk, chunk, ((0,),))
     blocks = np.asarray(segments_T)[order_T].reshape(-1, block)
     first, last, place = blocks.min(axis=1), blocks.max(axis=1), np.arange(len(blocks))
     computed = (first[:, None] <= last) & (first <= last[:, None]) & (place[:, None] >= place)
-    chunk = place * block // size
-    device = np.minimum(chunk, 2 * n - 1 - chunk)
+    device = documents.device_of_each(len(blocks), n)
     found, (queries, keys) = np.zeros((n, n), np.int64), np.nonzero(computed)
     np.add.at(found, (device[queries], (device[queries] - device[keys]) % n), 1)
     return found

@@ -43,15 +43,20 @@ def document_order(segments_bT, n: int):
     return jnp.argsort(part_bT, axis=1, stable=True)
 
 
+def device_of_each(places: int, n: int) -> np.ndarray:
+    """Return the device that gets each place of a row, as `sharding.own_chunks` deals them: [places]."""
+    chunk_T = np.arange(places) * 2 * n // places
+    return np.minimum(chunk_T, 2 * n - 1 - chunk_T)
+
+
 def ring_work(segments_T, order_T, n: int) -> np.ndarray:
     """Count the pairs of a query and a key that each device computes in each step of a ring over n devices, [n, n].
 
     segments_T  as above; padding, 0, is not counted
     order_T     the order of the row, such as that of `document_order`
     """
-    chunk_T = np.arange(len(order_T)) // (len(order_T) // (2 * n))
-    device_T = np.minimum(chunk_T, 2 * n - 1 - chunk_T)
-    segments_T, pairs_nn = np.asarray(segments_T)[order_T], np.zeros((n, n), np.int64)
+    device_T, segments_T = device_of_each(len(order_T), n), np.asarray(segments_T)[order_T]
+    pairs_nn = np.zeros((n, n), np.int64)
     for document in np.unique(segments_T[segments_T > 0]):
         own_L = device_T[segments_T == document]
         earlier_Ln = np.cumsum(own_L[:, None] == np.arange(n), axis=0)  # keys on each device, with the query itself
@@ -64,12 +69,10 @@ def imbalance(segments_BT, n: int, by_document: bool) -> float:
     """Return how many times as long as with even work the steps of a ring take: the sum over rows and steps of the most
     work of a device, over that of the mean work. 1 is balanced, n is one busy device at a time."""
     rows = np.asarray(segments_BT)
-    orders = (
-        jax.jit(document_order, static_argnums=1)(rows, n)
-        if by_document
-        else np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
-    )
-    work = [ring_work(*row, n) for row in zip(rows, np.asarray(orders), strict=True)]
+    orders = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
+    if by_document:
+        orders = np.asarray(jax.jit(document_order, static_argnums=1)(rows, n))
+    work = [ring_work(*row, n) for row in zip(rows, orders, strict=True)]
     return float(sum(w.max(axis=0).sum() for w in work) / sum(w.mean(axis=0).sum() for w in work))
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from architectures import architecture
 from config import AUTO, Config
 from config.fields import REMAT
+from config.needs import unmet
 from pipeline import fit, schedules
 from plan.time.plan import Plan
 from sharding import CONTEXT, DATA, EXPERT, SLICED, STAGE, TENSOR
@@ -23,18 +24,17 @@ CLOSE = 1.01  # settings that are slower by at most this factor count as equally
 def options(cfg: Config) -> dict[str, tuple]:
     """List the possible values of each `auto` setting that has an effect on this mesh and batch, simplest first."""
     whole = fit.split_batch(cfg).device_batch
-    drops_nothing = cfg.model.n_experts and not cfg.model.capacity_factor
     found = {
         "device_batch": tuple(size for size in range(whole, 0, -1) if whole % size == 0),
         "remat": REMAT,
         "gather": ("layer", "step"),
         "tensor_exchange": ("gather", "ring"),
         "context_attention": ("gather", "ring"),  # not all_to_all, which has not been timed on any chip
-        "expert_exchange": ("gathered", "routed") if drops_nothing else (),
+        "expert_exchange": ("gathered", "routed"),
         "muon_layout": ("gather", "owner"),
         "schedule": architecture(cfg.model).schedules or tuple(schedules.SCHEDULES),
     }
-    idle = without_effect(cfg)
+    idle = without_effect(cfg) | {name for name in found if unmet(cfg, f"work.{name}")}
     return {name: values for name, values in found.items()
             if len(values) > 1 and name in cfg.work.auto_settings and name not in idle}  # fmt: skip
 
