@@ -581,7 +581,8 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 # %% [markdown]
 # The gradient is wrong on every mesh with `tensor=2`, and on no other. If only a pair of axes gives wrong
 # gradients, the bug is in their combination. `tests.parity` compares the project's model on any mesh, here
-# all six axes on 64 simulated devices. (Quoted: it takes a minute. The last column is the tolerance.)
+# all six axes on 64 simulated devices. (Quoted: it takes a minute. The columns are the largest difference and
+# the tolerance. Which parameter differs most depends on the machine.)
 #
 # ```
 # $ python -m tests.parity tiny --mesh data=2,stage=2,fsdp=2,expert=2,context=2,tensor=2 \
@@ -589,7 +590,7 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 # ...
 # loss 6.1560721, on one device 6.1560721
 # ...
-# gradient  blocks.moe.feed_forward.w_router_DE                       9.2e-07    1e-04
+# gradient  ...                                                       9.2e-07    1e-04
 # ...
 # The mesh matches a single-device run.
 # ```
