@@ -17,6 +17,7 @@ import tyro
 import dataset
 from config import Config, preset
 from kernels.attention import tpu_block
+from kernels.blocks import CAUSAL
 from pipeline import documents
 from plan import planner
 from plan.answer.show import make_console, make_table
@@ -48,7 +49,7 @@ def blocks_computed(segments_T, order_T, n: int) -> np.ndarray:
     The kernel compares the smallest and the largest document of two blocks.
     """
     chunk = len(order_T) // (2 * n)
-    block = tpu_block(2 * chunk, chunk, ((0,),))
+    block = tpu_block(2 * chunk, chunk, CAUSAL)
     blocks = np.asarray(segments_T)[order_T].reshape(-1, block)
     first, last, place = blocks.min(axis=1), blocks.max(axis=1), np.arange(len(blocks))
     computed = (first[:, None] <= last) & (first <= last[:, None]) & (place[:, None] >= place)

@@ -23,6 +23,7 @@ from bench.gpu import ROOT
 from bench.step import say
 from config import MeshConfig
 from kernels import attention as kernels
+from kernels.blocks import CAUSAL
 from plan.chips import hardware
 from sharding import FSDP
 
@@ -98,7 +99,7 @@ def attention(chip: Chip) -> Iterator[Case]:
         documents = jnp.zeros((b, s), jnp.int32)
         ours = lambda *qkv, documents=documents: kernels.partial_attention(*qkv, documents, documents)[0]
         library = lambda *qkv: jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="cudnn")
-        counted = kernels.count_visits(s, s, ((0,),), K, K, width, where)
+        counted = kernels.count_visits(s, s, CAUSAL, K, K, width, where)
         costs = zip(kernels.flops(counted, h, K, K), kernels.hbm_bytes(counted, s, s, h, g, K, K, width), strict=True)
         ahead_s, back_s = (chip.seconds(b * flops, b * moved) for flops, moved in costs)
         arrays, flops = [((b, s, h, K), 1), ((b, s, g, K), 1), ((b, s, g, K), 1)], 2 * b * h * s**2 * K

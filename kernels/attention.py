@@ -1,8 +1,9 @@
 """Flash attention: compute scores one block at a time instead of storing the score matrix.
 
 Shape letters are those of `model.py`. A visit computes the scores of one block of queries with one block of keys. Key
-blocks later than all queries of a block are skipped. The forward pass rescales the softmax when its maximum grows. The
-backward pass recomputes the scores, and the softmax weights from the saved logsumexp.
+blocks later than all queries of a block, or before the windows of all, are skipped. The forward pass rescales the
+softmax when its maximum grows. The backward pass recomputes the scores, and the softmax weights from the saved
+logsumexp.
 Source: FlashAttention-2, arXiv:2307.08691.
 """
 
@@ -18,31 +19,35 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels import blocks
 from kernels.attention_gpu import gpu_attention, gpu_attention_grads
-from kernels.blocks import HIDDEN, Starts, dot, pad_to_multiple, query_positions, visits
+from kernels.blocks import CAUSAL, HIDDEN, Reach, dot, pad_to_multiple, query_positions, visits
 from sharding import by_platform, vary
 
 float32, Array = jnp.float32, jax.ShapeDtypeStruct
 
 
-def partial_attention(q, k, v_bSgU, segments_bs, segments_bS, starts: Starts = ((0,),), here=0):
+def partial_attention(q, k, v_bSgU, segments_bs, segments_bS, reach: Reach = CAUSAL, here=0, is_full=None):
     """Compute causal attention over the given keys, and the logsumexp of each query's scores. With the logsumexp, the
     result can be merged with attention to other keys.
 
-    Keys are in sequence order. A query attends to keys up to its own position and within its own document. A query with
-    no such key gets zeros and the logsumexp HIDDEN. Each of g key/value heads serves h / g adjacent query heads.
+    Keys are in sequence order. A query attends to keys up to its own position, within its own document and its window.
+    A query with no such key gets zeros and the logsumexp HIDDEN. Each of g key/value heads serves h / g adjacent query
+    heads.
 
     q, k    queries [b, s, h, K], which are scaled here, and keys [b, S, g, K]; or pairs of a content and a rotary part,
             whose scores are added: queries [b, s, h, K] and [b, s, h, R], which have been scaled, and keys [b, S, h, K]
             and [b, S, R], which all heads share
-    starts  for each device, the key positions at which its equally long chunks of queries begin; S means after all keys
-    here    index of this device in `starts`
+    reach   for each device, the key positions at which its equally long chunks of queries begin (S means after all
+            keys), and the window
+    here    index of this device in `reach.starts`
+    is_full  True: ignore the window. It may be traced, so that scanned layers may differ; None: False
     Shapes: q, k, [b, S, g, U] -> [b, s, h, U], float32 [b, s, h].
     """
     q = q if isinstance(q, tuple) else q * q.shape[-1] ** -0.5
     operands = q, k, v_bSgU, segments_bs, segments_bS, jnp.asarray(here)
+    operands += () if is_full is None or not reach.window else (jnp.asarray(is_full),)
     everywhere = set().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(operands)))
     with jax.named_scope("attend"):
-        return _attention(starts, *vary(operands, sorted(everywhere)))
+        return _attention(reach, *vary(operands, sorted(everywhere)))
 
 
 def join_parts(q, k):
@@ -56,15 +61,15 @@ def join_parts(q, k):
 
 def with_joined_parts(attend):
     """Return an implementation that also accepts pairs, from one that does not."""
-    return lambda starts, q, k, *more: attend(starts, *join_parts(q, k), *more)
+    return lambda reach, q, k, *more: attend(reach, *join_parts(q, k), *more)
 
 
 def grads_with_joined_parts(pull):
     """Return the same for an implementation of the backward pass."""
 
-    def gradients(starts, q, k, *more):
+    def gradients(reach, q, k, *more):
         joined, split = jax.vjp(join_parts, q, k)
-        dq, dk, dv = pull(starts, *joined, *more)
+        dq, dk, dv = pull(reach, *joined, *more)
         return *split((dq, dk)), dv
 
     return gradients
@@ -93,20 +98,27 @@ def masked_attention(q, k, v_bSgU, seen_bsS, bias_hsS=None):
         )
 
 
+def by_platform_and_reach(forms: dict, reach: Reach, is_full, *operands):
+    """Call this platform's implementation: with the window, or without it if `is_full` is true."""
+    run = lambda reach: by_platform(*operands, **{name: functools.partial(f, reach) for name, f in forms.items()})
+    return jax.lax.cond(is_full[0], lambda: run(Reach(reach.starts)), lambda: run(reach)) if is_full else run(reach)
+
+
 # The custom gradient wraps the choice of implementation, so all implementations save the same arrays.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(starts: Starts, *operands):
+def _attention(reach: Reach, q, k, v_bSgU, segments_bs, segments_bS, here, *is_full):
     forms = dict(tpu=tpu_attention, gpu=with_joined_parts(gpu_attention), default=with_joined_parts(mixed_in_blocks))
-    return by_platform(*operands, **{name: functools.partial(form, starts) for name, form in forms.items()})
+    return by_platform_and_reach(forms, reach, is_full, q, k, v_bSgU, segments_bs, segments_bS, here)
 
 
-def _forward(starts, *operands):
-    results = checkpoint_name(_attention(starts, *operands), "attention")
+def _forward(reach, *operands):
+    results = checkpoint_name(_attention(reach, *operands), "attention")
     return results, (operands, results)
 
 
-def _backward(starts, residuals, d_results):
-    operands, (mixed_bshU, log_sum_bsh) = residuals
+def _backward(reach, residuals, d_results):
+    every, (mixed_bshU, log_sum_bsh) = residuals
+    operands, is_full = every[:6], every[6:]
     d_mixed_bshU, d_log_sum_bsh = d_results
     # A score's gradient is weight * (d_weight - slope). Raising all scores of a query equally does not change the
     # softmax, only the logsumexp.
@@ -115,9 +127,8 @@ def _backward(starts, residuals, d_results):
     with jax.named_scope("attend"):
         gpu, default = map(grads_with_joined_parts, (gpu_attention_grads, pulled_in_blocks))
         forms = dict(tpu=tpu_attention_grads, gpu=gpu, default=default)
-        forms = {name: functools.partial(form, starts) for name, form in forms.items()}
-        gradients = by_platform(*operands, d_mixed_bshU, top_bsh, slope_bsh, **forms)
-    return *gradients, None, None, None
+        gradients = by_platform_and_reach(forms, reach, is_full, *operands, d_mixed_bshU, top_bsh, slope_bsh)
+    return *gradients, *(None for _ in every[3:])
 
 
 _attention.defvjp(_forward, _backward)
@@ -132,11 +143,11 @@ class Counted(NamedTuple):
     spans: int  # spans of keys, see `blocks_per_span`
 
 
-def count_visits(s: int, S: int, starts: Starts, K: int, U: int, width: int, platform: str) -> Counted:
+def count_visits(s: int, S: int, reach: Reach, K: int, U: int, width: int, platform: str) -> Counted:
     """Count the visits and blocks of one head. K: width of all parts of a key. width: bytes per number"""
-    block = tpu_block(s, S, starts) if platform == "tpu" else cpu_block_rows(s, starts)
+    block = tpu_block(s, S, reach) if platform == "tpu" else cpu_block_rows(s, reach)
     span = blocks_per_span(S, K, U, block, width) if platform == "tpu" else -(-S // block)
-    ahead, back = (blocks.count_visits(s, S, starts, block, of) for of in (None, span))
+    ahead, back = (blocks.count_visits(s, S, reach, block, of) for of in (None, span))
     return Counted(ahead, back, block, -(-S // (span * block)))
 
 
@@ -171,9 +182,9 @@ def hbm_bytes(counted: Counted, s: int, S: int, h: int, g: int, K: int, U: int, 
 BLOCK = 256  # maximum number of queries, and of keys, per block
 
 
-def cpu_block_rows(s: int, starts: Starts) -> int:
+def cpu_block_rows(s: int, reach: Reach) -> int:
     """Return the number of queries, and of keys, per block: a chunk is split into equal blocks of at most BLOCK."""
-    chunk = s // len(starts[0])
+    chunk = s // len(reach.starts[0])
     return -(-chunk // -(-chunk // BLOCK))
 
 
@@ -192,11 +203,12 @@ def merge_blocks(x_nbgyK, s: int, block: int):
     return x_nbgrxK.transpose(1, 0, 4, 2, 3, 5).reshape(b, n * block, -1, K)[:, :s]
 
 
-def split_operands(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here):
+def split_operands(reach, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here):
     """Split the operands into blocks. Returns q, k and v, the visits, fn(query block, key block) -> mask, the block."""
     (_, s, h, _), (_, S, g, _) = q_bshK.shape, k_bSgK.shape
-    block = cpu_block_rows(s, starts)
-    order_nbg = jnp.broadcast_to(jnp.asarray(query_positions(starts, s))[here][None, :, None, None], (1, s, h // g, 1))
+    block = cpu_block_rows(s, reach)
+    order_1s11 = jnp.asarray(query_positions(reach.starts, s))[here][None, :, None, None]
+    order_nbg = jnp.broadcast_to(order_1s11, (1, s, h // g, 1))
     segments_bsr = jnp.broadcast_to(segments_bs[:, :, None, None], (*segments_bs.shape, h // g, 1))
     order_nzyo, segments_nbgyo = split_into_blocks(order_nbg, 1, block), split_into_blocks(segments_bsr, 1, block)
     # No query belongs to document -1, the padding's.
@@ -204,21 +216,21 @@ def split_operands(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, her
                                 .reshape(len(segments_bS), -1, block), 1, 0)  # fmt: skip
 
     def seen(i, j):
-        earlier = order_nzyo[i] >= (j * block + jnp.arange(block))[None, None, None, :]
-        return earlier & (segments_nbgyo[i] == segments_nbX[j][:, None, None, :])
+        in_reach = reach.includes(order_nzyo[i], (j * block + jnp.arange(block))[None, None, None, :])
+        return in_reach & (segments_nbgyo[i] == segments_nbX[j][:, None, None, :])
 
     cut_all = (split_into_blocks(x, g, block) for x in (q_bshK, k_bSgK, v_bSgU))
-    return *cut_all, jnp.asarray(visits(s, S, starts, block))[here, 1:].T, seen, block
+    return *cut_all, jnp.asarray(visits(s, S, reach, block))[here, 1:].T, seen, block
 
 
 def einsum_f32(equation, x, y):
     return jnp.einsum(equation, x, y, preferred_element_type=float32)
 
 
-def mixed_in_blocks(starts, *operands):
+def mixed_in_blocks(reach, *operands):
     """Attention in plain JAX: a loop over visits that carries each query's weighted values, maximum score, and sum of
     exponentials."""
-    q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = split_operands(starts, *operands)
+    q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = split_operands(reach, *operands)
     s = operands[0].shape[1]
 
     def visit(carry, ij):
@@ -242,10 +254,10 @@ def mixed_in_blocks(starts, *operands):
     return merge_blocks(mixed_nbgyU, s, block), merge_blocks(log_sum_nbgy[..., None], s, block)[..., 0]
 
 
-def pulled_in_blocks(starts, *args):
+def pulled_in_blocks(reach, *args):
     """Return the gradients of queries, keys and values in plain JAX: the same loop, with recomputed scores."""
     *operands, d_mixed_bshU, top_bsh, slope_bsh = args
-    q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = split_operands(starts, *operands)
+    q_nbgyK, k_nbgXK, v_nbgXU, visits_v2, seen, block = split_operands(reach, *operands)
     g = k_nbgXK.shape[2]
     d_mixed_nbgyU = split_into_blocks(d_mixed_bshU, g, block)
     top_nbgy1, slope_nbgy1 = (split_into_blocks(x[..., None], g, block) for x in (top_bsh, slope_bsh))
@@ -275,17 +287,17 @@ VMEM_BYTES = 8 * 2**20  # for the gradients of keys and values, out of the 16 Mi
 MOST_VISITS = 2**14  # in a list that several heads share: 192 KiB of a core's scalar memory
 
 
-def tpu_block(s: int, S: int, starts: Starts) -> int:
+def tpu_block(s: int, S: int, reach: Reach) -> int:
     """Return the number of queries, and of keys, per block. It is large, to amortize a visit's overhead, but at most a
     chunk and at most a quarter of the keys, because half of each block on the diagonal is masked."""
-    most = min(s // len(starts[0]), S // 4)
+    most = min(s // len(reach.starts[0]), S // 4)
     return next((block for block in (512, 256) if block <= most), 128)
 
 
-def query_rows(starts, segments_bs, here, block: int):
+def query_rows(reach, segments_bs, here, block: int):
     """Return the position and the document of each query, [b, 2, s]."""
     order_bs = jnp.broadcast_to(
-        jnp.asarray(query_positions(starts, segments_bs.shape[1]))[here][None, :], segments_bs.shape
+        jnp.asarray(query_positions(reach.starts, segments_bs.shape[1]))[here][None, :], segments_bs.shape
     )
     return pad_to_multiple(jnp.stack([order_bs, segments_bs], axis=1), block, 2)
 
@@ -297,6 +309,7 @@ class Layout(NamedTuple):
     block: int  # queries, and keys, per block
     heads: int  # of a group, which share a key head or, with pairs, a sum of the rotary key's gradient
     dim: int  # of positions in a block: 0 or, with pairs, 1
+    reach: Reach
 
     def sizes(self, width: int, positions: int) -> tuple[int, int]:
         """Return the last two dims of an array, in order."""
@@ -347,7 +360,8 @@ def scores(at: Layout, q, k, queries_2x, keys_1X, j):
     scores_Xx = sum(map(at.contract_widths, k[1:], q[1:]), at.contract_widths(k[0], q[0]))
     place_Xx = j * at.block + jax.lax.broadcasted_iota(jnp.int32, scores_Xx.shape, 0)
     documents_X1 = jnp.broadcast_to(keys_1X, (128, at.block)).T[:, :1]
-    return jnp.where((queries_2x[:1] >= place_Xx) & (queries_2x[1:] == documents_X1), scores_Xx, HIDDEN)
+    in_reach_Xx = at.reach.includes(queries_2x[:1], place_Xx)
+    return jnp.where(in_reach_Xx & (queries_2x[1:] == documents_X1), scores_Xx, HIDDEN)
 
 
 def share_a_document(queries_2x, keys_1X):
@@ -449,11 +463,11 @@ def heads_per_group(b: int, h: int, visits: int) -> int:
     return max((n for n in range(1, h + 1) if h % n == 0 and fits(n)), default=1)
 
 
-def kernel_inputs(starts, q, k, v_bSgU, segments_bs, segments_bS, here, at: Layout, span: int):
+def kernel_inputs(q, k, v_bSgU, segments_bs, segments_bS, here, at: Layout, span: int):
     """Return the inputs of both kernels, padded to whole blocks and spans of keys, and their BlockSpecs."""
     k = [x[:, :, None] if x.ndim == 3 else x for x in k]  # the rotary key as that of a single head
     arrays = ([at.arrange(x) for x in q], [at.arrange(x, span) for x in k], at.arrange(v_bSgU, span),
-              query_rows(starts, segments_bs, here, at.block),
+              query_rows(at.reach, segments_bs, here, at.block),
               pad_to_multiple(segments_bS, span * at.block, 1, -1)[:, None])  # fmt: skip
     queries = pl.BlockSpec((None, 2, at.block), lambda b, g, v, head, query, key: (b, 0, query[v]))
     keys = pl.BlockSpec((None, 1, at.block), lambda b, g, v, head, query, key: (b, 0, key[v]))
@@ -461,15 +475,15 @@ def kernel_inputs(starts, q, k, v_bSgU, segments_bs, segments_bS, here, at: Layo
     return arrays, [[*map(at.query, widths)], at.keys(*widths), *at.keys(v_bSgU.shape[-1]), queries, keys]
 
 
-def tpu_attention(starts, q, k, v_bSgU, segments_bs, segments_bS, here, interpret=False):
+def tpu_attention(reach, q, k, v_bSgU, segments_bs, segments_bS, here, interpret=False):
     """Attention and its logsumexp on a TPU, with the arguments of `_attention`."""
     q, k = jax.tree.leaves(q), jax.tree.leaves(k)
     (b, s, h, _), (_, S, g, U), K = q[0].shape, v_bSgU.shape, sum(x.shape[-1] for x in q)
-    at, dtype = Layout(tpu_block(s, S, starts), h // g, len(q) - 1), v_bSgU.dtype
-    counted = count_visits(s, S, starts, K, U, dtype.itemsize, "tpu")
-    tables = jnp.asarray(visits(s, S, starts, at.block, heads=at.heads))[here]
+    at, dtype = Layout(tpu_block(s, S, reach), h // g, len(q) - 1, reach), v_bSgU.dtype
+    counted = count_visits(s, S, reach, K, U, dtype.itemsize, "tpu")
+    tables = jnp.asarray(visits(s, S, reach, at.block, heads=at.heads))[here]
     n, blocks = tables.shape[1], -(-s // at.block)
-    arrays, specs = kernel_inputs(starts, q, k, v_bSgU, segments_bs, segments_bS, here, at, 1)
+    arrays, specs = kernel_inputs(q, k, v_bSgU, segments_bs, segments_bS, here, at, 1)
     mixed, log_sum_bh1s = _call(
         functools.partial(forward_kernel, n, blocks, at), (b, g, n), tables, arrays, specs,
         [Array((b, h, *at.sizes(U, blocks * at.block)), dtype), Array((b, h, 1, blocks * at.block), float32)],
@@ -479,7 +493,7 @@ def tpu_attention(starts, q, k, v_bSgU, segments_bs, segments_bS, here, interpre
     return at.restore(mixed, s), log_sum_bh1s[:, :, 0, :s].swapaxes(1, 2)
 
 
-def tpu_attention_grads(starts, q, k, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
+def tpu_attention_grads(reach, q, k, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
                         interpret=False):  # fmt: skip
     """Return the gradients of queries, keys and values on a TPU.
 
@@ -488,13 +502,13 @@ def tpu_attention_grads(starts, q, k, v_bSgU, segments_bs, segments_bS, here, d_
     """
     in_parts, q, k = isinstance(q, tuple), jax.tree.leaves(q), jax.tree.leaves(k)
     (b, s, h, _), (_, S, g, U), widths = q[0].shape, v_bSgU.shape, [x.shape[-1] for x in q]
-    block, dtype, K = tpu_block(s, S, starts), v_bSgU.dtype, sum(widths)
+    block, dtype, K = tpu_block(s, S, reach), v_bSgU.dtype, sum(widths)
     span = blocks_per_span(S, K, U, block, dtype.itemsize)
-    counted = count_visits(s, S, starts, K, U, dtype.itemsize, "tpu")
-    at = Layout(block, heads_per_group(b, h, counted.back) if in_parts else h // g, int(in_parts))
-    tables = jnp.asarray(visits(s, S, starts, block, span, at.heads))[here]
+    counted = count_visits(s, S, reach, K, U, dtype.itemsize, "tpu")
+    at = Layout(block, heads_per_group(b, h, counted.back) if in_parts else h // g, int(in_parts), reach)
+    tables = jnp.asarray(visits(s, S, reach, block, span, at.heads))[here]
     n, blocks, groups, spans = tables.shape[1], -(-s // block), h // at.heads, -(-S // (span * block))
-    arrays, specs = kernel_inputs(starts, q, k, v_bSgU, segments_bs, segments_bS, here, at, span)
+    arrays, specs = kernel_inputs(q, k, v_bSgU, segments_bs, segments_bS, here, at, span)
     stats_bh2s = pad_to_multiple(jnp.stack([top_bsh, slope_bsh]).transpose(1, 3, 0, 2), block, 3)
     number = lambda of: jax.lax.div(of[5][of[2]], span)
     by_span = lambda width: at.spec(width, lambda *of: (number(of), *at.query_head(*of), of[4][of[2]]), leading=3)

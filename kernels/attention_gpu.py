@@ -1,8 +1,8 @@
 """Flash attention on GPUs: each Triton program owns one block of queries, or of keys, and loops over the other blocks.
 
 Shape letters are those of `model.py`; x queries and X keys per block. Widths are padded to powers of two with zeros,
-which does not change the matmuls' results. Each device's queries are in sequence order, so a query block attends to the
-first key blocks up to some number, and a key block matters to all query blocks from some number on.
+which does not change the matmuls' results. Each device's queries are in sequence order, so a query block attends to
+consecutive key blocks, and consecutive query blocks attend to a key block.
 Source: FlashAttention-2, arXiv:2307.08691.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels.blocks import HIDDEN, Starts, dot, pad_to_multiple, power_of_two, query_positions
+from kernels.blocks import HIDDEN, Reach, dot, pad_to_multiple, power_of_two, query_positions, visible_blocks
 
 float32 = jnp.float32
 TILE_BYTES = 32 * 2**10  # for one block of keys and values, out of at least 99 KiB of shared memory per SM
@@ -29,15 +29,15 @@ def gpu_block(s: int, S: int, K: int, U: int, width: int) -> int:
     return max([*fits, 16])
 
 
-def masked_scores(q_xK, k_XK, queries_2x, documents_X, j):
+def masked_scores(reach, q_xK, k_XK, queries_2x, documents_X, j):
     """Return the masked scores of a query block and key block j, [x, X]."""
     place_X = j * len(k_XK) + jax.lax.broadcasted_iota(jnp.int32, (len(k_XK),), 0)
     place_x, documents_x = queries_2x
-    seen = (place_x[:, None] >= place_X[None]) & (documents_x[:, None] == documents_X[None])
+    seen = reach.includes(place_x[:, None], place_X[None]) & (documents_x[:, None] == documents_X[None])
     return jnp.where(seen, dot(q_xK, k_XK, 1, 1), HIDDEN)
 
 
-def forward_program(q, k, v, places, documents_s, documents_S, visits_i, mixed, log_sum):
+def forward_program(reach, q, k, v, places, documents_s, documents_S, visits_2i, mixed, log_sum):
     """The forward pass for one block of queries."""
     q_xK, queries_2x = q[...], (places[...], documents_s[...])
     block, U = len(q_xK), v.shape[-1]
@@ -46,14 +46,14 @@ def forward_program(q, k, v, places, documents_s, documents_S, visits_i, mixed, 
         mixed_xU, top_x, sum_x = carry
         keys = pl.ds(j * block, block)
         v_XU = v[keys, :]
-        scores_xX = masked_scores(q_xK, k[keys, :], queries_2x, documents_S[keys], j)
+        scores_xX = masked_scores(reach, q_xK, k[keys, :], queries_2x, documents_S[keys], j)
         higher_x = jnp.maximum(top_x, jnp.max(scores_xX, axis=1))
         weight_xX, rescale_x = jnp.exp(scores_xX - higher_x[:, None]), jnp.exp(top_x - higher_x)
         mixed_xU = mixed_xU * rescale_x[:, None] + dot(weight_xX.astype(v_XU.dtype), v_XU, 1, 0)
         return mixed_xU, higher_x, sum_x * rescale_x + jnp.sum(weight_xX, axis=1)
 
     start = jnp.zeros((block, U), float32), jnp.full((block,), HIDDEN, float32), jnp.zeros((block,), float32)
-    mixed_xU, top_x, sum_x = jax.lax.fori_loop(0, visits_i[pl.program_id(2)], visit, start)
+    mixed_xU, top_x, sum_x = loop_over_blocks(visits_2i, visit, start)
     is_seen = top_x > HIDDEN
     mixed[...] = jnp.where(is_seen[:, None], mixed_xU / sum_x[:, None], 0).astype(mixed.dtype)
     log_sum[...] = jnp.where(is_seen, top_x + jnp.log(sum_x), HIDDEN)
@@ -65,7 +65,7 @@ def score_grads(scores_xX, d_mixed_xU, v_XU, top_x, slope_x):
     return weight_xX, weight_xX * (dot(d_mixed_xU, v_XU, 1, 1) - slope_x[:, None])
 
 
-def query_grads_program(q, k, v, places, documents_s, documents_S, visits_i, d_mixed, top, slope, dq):
+def query_grads_program(reach, q, k, v, places, documents_s, documents_S, visits_2i, d_mixed, top, slope, dq):
     """The backward pass for one block of queries: their gradient."""
     q_xK, queries_2x, stats = q[...], (places[...], documents_s[...]), (top[...], slope[...])
     block, d_mixed_xU = len(q_xK), d_mixed[...]
@@ -73,42 +73,48 @@ def query_grads_program(q, k, v, places, documents_s, documents_S, visits_i, d_m
     def visit(j, dq_xK):
         keys = pl.ds(j * block, block)
         k_XK = k[keys, :]
-        scores_xX = masked_scores(q_xK, k_XK, queries_2x, documents_S[keys], j)
+        scores_xX = masked_scores(reach, q_xK, k_XK, queries_2x, documents_S[keys], j)
         _, d_scores_xX = score_grads(scores_xX, d_mixed_xU, v[keys, :], *stats)
         return dq_xK + dot(d_scores_xX.astype(q_xK.dtype), k_XK, 1, 0)
 
     start = jnp.zeros(q_xK.shape, float32)
-    dq[...] = jax.lax.fori_loop(0, visits_i[pl.program_id(2)], visit, start).astype(dq.dtype)
+    dq[...] = loop_over_blocks(visits_2i, visit, start).astype(dq.dtype)
 
 
-def key_grads_program(heads, q, k, v, places, documents_s, documents_S, first_j, d_mixed, top, slope, dk, dv):
+def key_grads_program(heads, reach, q, k, v, places, documents_s, documents_S, visits_2j, d_mixed, top, slope, dk, dv):
     """The backward pass for one block of keys and values: their gradients, from all query heads of the group."""
     j, k_XK, v_XU, documents_X = pl.program_id(2), k[...], v[...], documents_S[...]
     block = len(k_XK)
 
     def visit(number, carry):
         dk_XK, dv_XU = carry
-        head, i = jax.lax.rem(number, heads), first_j[j] + jax.lax.div(number, heads)
+        head, i = jax.lax.rem(number, heads), jax.lax.div(number, heads)
         queries = pl.ds(i * block, block)
         q_xK, d_mixed_xU = q[queries, head, :], d_mixed[queries, head, :]
-        scores_xX = masked_scores(q_xK, k_XK, (places[queries], documents_s[queries]), documents_X, j)
+        scores_xX = masked_scores(reach, q_xK, k_XK, (places[queries], documents_s[queries]), documents_X, j)
         weight_xX, d_scores_xX = score_grads(scores_xX, d_mixed_xU, v_XU, top[head, queries], slope[head, queries])
         dk_XK += dot(d_scores_xX.astype(q_xK.dtype), q_xK, 0, 0)
         return dk_XK, dv_XU + dot(weight_xX.astype(v_XU.dtype), d_mixed_xU, 0, 0)
 
     start = jnp.zeros(k_XK.shape, float32), jnp.zeros(v_XU.shape, float32)
-    visits = heads * (q.shape[0] // block - first_j[j])
-    dk_XK, dv_XU = jax.lax.fori_loop(0, visits, visit, start)
+    dk_XK, dv_XU = loop_over_blocks(visits_2j, visit, start, heads)
     dk[...], dv[...] = dk_XK.astype(dk.dtype), dv_XU.astype(dv.dtype)
 
 
-def program_tables(starts: Starts, s: int, S: int, here, block: int):
-    """Return the positions of the queries, the number of key blocks that each query block attends to, and the first
-    query block that attends to each key block."""
-    place_s, blocks = jnp.asarray(query_positions(starts, s))[here], -(-S // block)
-    last_i = place_s[np.minimum(np.arange(block, s + block, block), s) - 1]
-    first_j = jnp.sum(last_i[None, :] < block * np.arange(blocks)[:, None], axis=1, dtype=jnp.int32)
-    return pad_to_multiple(place_s, block, 0), jnp.minimum(last_i // block + 1, blocks), first_j
+def loop_over_blocks(visits_2i, visit, start, count: int = 1):
+    """Call `visit` `count` times for each block that this program visits."""
+    first, end = (visits_2i[row, pl.program_id(2)] for row in range(2))
+    return jax.lax.fori_loop(count * first, count * end, visit, start)
+
+
+def program_tables(reach: Reach, s: int, S: int, here, block: int):
+    """Return the positions of the queries, and [first, end) of the key blocks that each query block attends to, and of
+    the query blocks that attend to each key block."""
+    meets_nij = visible_blocks(s, S, reach, block)
+    ends = lambda meets, n: np.where(meets.any(-1), [meets.argmax(-1), n - meets[..., ::-1].argmax(-1)], 0)
+    tables = (ends(meets, meets.shape[2]).swapaxes(0, 1) for meets in (meets_nij, meets_nij.swapaxes(1, 2)))
+    places = pad_to_multiple(jnp.asarray(query_positions(reach.starts, s))[here], block, 0)
+    return places, *(jnp.asarray(table, jnp.int32)[here] for table in tables)
 
 
 class InputSpecs(NamedTuple):
@@ -122,7 +128,7 @@ class InputSpecs(NamedTuple):
     row: pl.BlockSpec  # for arrays with one number per query and head, [b, h, s]
 
     def all(self, K: int, U: int, table: int) -> list:
-        visits = pl.BlockSpec((table,), lambda *_: (0,))
+        visits = pl.BlockSpec((2, table), lambda *_: (0, 0))
         return [self.query(K), self.key(K), self.key(U), self.place, self.documents_s, self.documents_S, visits]
 
 
@@ -158,22 +164,23 @@ def pad_inputs(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block: int):
     return *wide, pad_to_multiple(segments_bs, block, 1, -1), pad_to_multiple(segments_bS, block, 1, -2)
 
 
-def gpu_attention(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
+def gpu_attention(reach, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, interpret=False):
     """Attention and its logsumexp on a GPU, with the arguments of `attention._attention`."""
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block = gpu_block(s, S, K, U, k_bSgK.dtype.itemsize)
-    places, visits_i, _ = program_tables(starts, s, S, here, block)
+    places, visits_2i, _ = program_tables(reach, s, S, here, block)
     q, k, v, *documents = pad_inputs(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block)
-    (n, N, K_wide, U_wide), blocks = (q.shape[1], k.shape[1], q.shape[3], v.shape[3]), len(visits_i)
+    (n, N, K_wide, U_wide), blocks = (q.shape[1], k.shape[1], q.shape[3], v.shape[3]), visits_2i.shape[1]
     reads = specs_per_query_block(block, h // g, N)
     mixed_bnhU, log_sum_bhn = _run(
-        forward_program, (b, h, blocks), (q, k, v, places, *documents, visits_i), reads.all(K_wide, U_wide, blocks),
-        [((b, n, h, U_wide), v.dtype), ((b, h, n), float32)], [reads.query(U_wide), reads.row], interpret,
+        functools.partial(forward_program, reach), (b, h, blocks), (q, k, v, places, *documents, visits_2i),
+        reads.all(K_wide, U_wide, blocks), [((b, n, h, U_wide), v.dtype), ((b, h, n), float32)],
+        [reads.query(U_wide), reads.row], interpret,
     )  # fmt: skip
     return mixed_bnhU[:, :s, :, :U], log_sum_bhn[:, :, :s].swapaxes(1, 2)
 
 
-def gpu_attention_grads(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh,
+def gpu_attention_grads(reach, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh,
                         slope_bsh, interpret=False):  # fmt: skip
     """Return the gradients of queries, keys and values on a GPU.
 
@@ -182,7 +189,7 @@ def gpu_attention_grads(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS
     """
     (b, s, h, K), (_, S, g, U) = q_bshK.shape, v_bSgU.shape
     block = gpu_block(s, S, K, U, k_bSgK.dtype.itemsize)
-    places, visits_i, first_j = program_tables(starts, s, S, here, block)
+    places, visits_2i, visits_2j = program_tables(reach, s, S, here, block)
     q, k, v, *documents = pad_inputs(q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS, block)
     K_wide, U_wide = q.shape[3], v.shape[3]
     d_mixed = pad_to_multiple(pad_to_multiple(d_mixed_bshU, U_wide, 3), block, 1)
@@ -190,15 +197,15 @@ def gpu_attention_grads(starts, q_bshK, k_bSgK, v_bSgU, segments_bs, segments_bS
 
     def pull(kernel, heads: int, reads: InputSpecs, table, out, out_specs):
         inputs = q, k, v, places, *documents, table, d_mixed, *stats
-        specs = [*reads.all(K_wide, U_wide, len(table)), reads.query(U_wide), reads.row, reads.row]
-        return _run(
-            kernel, (b, heads, len(table)), inputs, specs, [(x.shape, x.dtype) for x in out], out_specs, interpret
-        )
+        specs = [*reads.all(K_wide, U_wide, table.shape[1]), reads.query(U_wide), reads.row, reads.row]
+        out = [(x.shape, x.dtype) for x in out]
+        return _run(kernel, (b, heads, table.shape[1]), inputs, specs, out, out_specs, interpret)
 
     of_query, of_key = specs_per_query_block(block, h // g, k.shape[1]), specs_per_key_block(block, h // g, q.shape[1])
-    (dq,) = pull(query_grads_program, h, of_query, visits_i, [q], [of_query.query(K_wide)])
-    keys = functools.partial(key_grads_program, h // g)
-    dk, dv = pull(keys, g, of_key, first_j, [k, v], [of_key.key(K_wide), of_key.key(U_wide)])
+    queries = functools.partial(query_grads_program, reach)
+    (dq,) = pull(queries, h, of_query, visits_2i, [q], [of_query.query(K_wide)])
+    keys = functools.partial(key_grads_program, h // g, reach)
+    dk, dv = pull(keys, g, of_key, visits_2j, [k, v], [of_key.key(K_wide), of_key.key(U_wide)])
     return dq[:, :s, :, :K], dk[:, :S, :, :K], dv[:, :S, :, :U]
 
 

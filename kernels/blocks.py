@@ -2,7 +2,7 @@
 
 Shape letters are those of `model.py`. A visit is a pair that has to be computed: a block of queries and a block of
 keys, or a tile of rows and an expert to which some of these rows are assigned. Key blocks that are later than all
-queries of a block are skipped.
+queries of a block, or before the windows of all, are skipped.
 """
 
 import functools
@@ -17,6 +17,20 @@ HIDDEN = -1e30  # score of a masked key, so that its softmax weight is 0
 Starts = tuple[tuple[int, ...], ...]  # for each device, the key positions at which its chunks of queries begin
 
 
+class Reach(NamedTuple):
+    """Which keys a query attends to, by their positions in the key sequence. A kernel is compiled for each."""
+
+    starts: Starts = ((0,),)
+    window: int = 0  # a query attends to this many positions, its own and those before it; 0: to all before it
+
+    def includes(self, query, key):
+        """Return whether queries at some positions attend to keys at others. Both are arrays, which broadcast."""
+        return (query >= key) & (query - key < self.window) if self.window else query >= key
+
+
+CAUSAL = Reach()
+
+
 def query_positions(starts: Starts, s: int):
     """Return the position of each query in the key sequence, [devices, s]."""
     starts_nc = np.array(starts, np.int32)
@@ -24,10 +38,15 @@ def query_positions(starts: Starts, s: int):
 
 
 @functools.cache
-def visible_blocks(s: int, S: int, starts: Starts, block: int):
+def visible_blocks(s: int, S: int, reach: Reach, block: int):
     """Return which key blocks each query block must visit: boolean [devices, query blocks, key blocks]."""
-    last_ni = np.maximum.reduceat(query_positions(starts, s), np.arange(0, s, block), axis=1)
-    return last_ni[:, :, None] >= np.arange(0, S, block)
+    begins, first_j = np.arange(0, s, block), np.arange(0, S, block)
+    last_ni = np.maximum.reduceat(query_positions(reach.starts, s), begins, axis=1)
+    meets_nij = last_ni[:, :, None] >= first_j
+    if reach.window:
+        first_ni = np.minimum.reduceat(query_positions(reach.starts, s), begins, axis=1)
+        meets_nij &= first_ni[:, :, None] - reach.window < first_j + block - 1
+    return meets_nij
 
 
 def list_visits(meets):
@@ -43,13 +62,13 @@ def list_visits(meets):
 
 
 @functools.cache
-def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, heads: int = 1):
+def visits(s: int, S: int, reach: Reach, block: int, span: int | None = None, heads: int = 1):
     """List (head of the group, query block, key block) of each visit. Shape: [devices, 3, v].
 
     span  number of consecutive key blocks in a span; None: all. All queries of all heads visit one span before the next
           span begins, and each query block visits every span at least once
     """
-    meets_nij = visible_blocks(s, S, starts, block)
+    meets_nij = visible_blocks(s, S, reach, block)
     n, nq, nk = meets_nij.shape
     span = span or nk
     meets = np.pad(meets_nij, ((0, 0), (0, 0), (0, -nk % span))).reshape(n, nq, -1, span)
@@ -59,9 +78,9 @@ def visits(s: int, S: int, starts: Starts, block: int, span: int | None = None, 
     return np.stack([head, query, number * span + key], axis=1)
 
 
-def count_visits(s: int, S: int, starts: Starts, block: int, span: int | None = None) -> int:
+def count_visits(s: int, S: int, reach: Reach, block: int, span: int | None = None) -> int:
     """Count what `visits` lists for one head, without listing it. A planner calls this often."""
-    nk, chunk = -(-S // block), s // len(starts[0])
+    nk, chunk = -(-S // block), s // len(reach.starts[0])
     span = span or nk
 
     def of_device(chunks: tuple[int, ...]) -> int:
@@ -69,12 +88,15 @@ def count_visits(s: int, S: int, starts: Starts, block: int, span: int | None = 
         for first in range(0, s, block):
             places = range(first, min(first + block, s))
             ends = {places[-1], *range(places[0] // chunk * chunk + chunk - 1, places[-1], chunk)}
-            last = max(chunks[place // chunk] + place % chunk for place in ends)
-            seen = min(last // block + 1, nk)
-            count += sum(max(min(seen - before, span), 1) for before in range(0, nk, span))
+            at = lambda place: chunks[place // chunk] + place % chunk
+            end, begin = min(max(map(at, ends)) // block + 1, nk), 0
+            if reach.window:
+                starts = {places[0], *(place + 1 for place in ends if place < places[-1])}
+                begin = max(min(map(at, starts)) - reach.window + 1, 0) // block
+            count += sum(max(min(end, old + span) - max(begin, old), 1) for old in range(0, nk, span))
         return count
 
-    return max(map(of_device, starts))
+    return max(map(of_device, reach.starts))
 
 
 class Visits(NamedTuple):

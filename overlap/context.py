@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from config import ModelAtWork
 from kernels.attention import masked_attention, partial_attention
-from kernels.blocks import query_positions
+from kernels.blocks import Reach, query_positions
 from overlap.remat import named
 from sharding import (
     CONTEXT,
@@ -48,7 +48,8 @@ def ring_attention(q, parts, keys_values, segments_bs):
     def meet(travelling, queries, keys, start):
         *key_parts, segments_bS = (x[:, keys] for x in travelling)
         own, own_bs = jax.tree.map(lambda x: x[:, queries], (q, segments_bs))
-        mixed_bshU, log_sum_bsh = partial_attention(own, *keys_values(*key_parts), own_bs, segments_bS, ((start,),))
+        k, v, reach = *keys_values(*key_parts), Reach(((start,),))
+        mixed_bshU, log_sum_bsh = partial_attention(own, k, v, own_bs, segments_bS, reach)
         return mixed_bshU.astype(jnp.float32), log_sum_bsh
 
     @jax.checkpoint
@@ -117,4 +118,4 @@ def over_context(c: ModelAtWork, q, parts, keys_values, segments_bs, absorbed=No
         return over_heads(q, parts, keys_values, segments_bs)
     *parts, segments_bS = map(in_order, (*parts, segments_bs))
     operands = q, *keys_values(*parts), segments_bs, segments_bS
-    return partial_attention(*operands, chunk_starts(s, n), axis_index(CONTEXT))[0]
+    return partial_attention(*operands, Reach(chunk_starts(s, n)), axis_index(CONTEXT))[0]

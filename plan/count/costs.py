@@ -21,6 +21,7 @@ from architectures import architecture
 from config import Config, ModelAtWork
 from config.fields import parse_outer
 from kernels import attention as attending, grouped
+from kernels.blocks import Reach
 from overlap import experts
 from overlap.context import chunk_starts
 from overlap.weights import tokens_go_to_table, vocabulary_slices
@@ -188,7 +189,8 @@ def visits(s: int, S: int, n: int, earlier: int, K: int, U: int, width: int, pla
     earlier  1 if all keys precede all queries, else 0
     K, U     widths of keys and values, in whole vectors of a TPU
     """
-    return attending.count_visits(s, S, ((S,),) if earlier else chunk_starts(s, n), K, U, width, platform)
+    reach = Reach(((S,),) if earlier else chunk_starts(s, n))
+    return attending.count_visits(s, S, reach, K, U, width, platform)
 
 
 def in_lanes(width: int) -> int:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from config import MeshConfig
 from kernels import attention, attention_gpu, blocks as blocking
+from kernels.blocks import Reach
 from overlap import context
 from sharding import CONTEXT, FSDP, axis_index, make_mesh
 from tests import scores
@@ -21,11 +22,12 @@ B, H, K, U, R = 2, 4, 24, 16, 10
 HIDDEN = np.float32(blocking.HIDDEN)
 
 
-def by_scores(starts, q, k, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, d_log_sum_bsh):
+def by_scores(reach, q, k, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, d_log_sum_bsh):
     """Attention, logsumexps and gradients, from a score matrix in float32."""
-    order_s, S = jnp.asarray(blocking.query_positions(starts, segments_bs.shape[1]))[here], segments_bS.shape[1]
-    earlier_sS = order_s[:, None] >= jnp.arange(S)[None]
-    seen_bsS = earlier_sS[None] & (segments_bs[:, :, None] == segments_bS[:, None, :])
+    order_s, S = jnp.asarray(blocking.query_positions(reach.starts, segments_bs.shape[1]))[here], segments_bS.shape[1]
+    before_sS = order_s[:, None] - jnp.arange(S)[None]
+    in_reach_sS = (before_sS >= 0) & (before_sS < (reach.window or 2**30))
+    seen_bsS = in_reach_sS[None] & (segments_bs[:, :, None] == segments_bS[:, None, :])
 
     def whole(*operands):
         q_bshK, k_bSgK, v_bSgU = jax.tree.map(lambda x: x.astype(jnp.float32), operands)
@@ -45,14 +47,14 @@ def by_scores(starts, q, k, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU
 def by_form(mixed, pulled):
     """The same, computed by `partial_attention` with one implementation."""
 
-    def run(starts, *operands):
+    def run(reach, *operands):
         *inputs, here, d_mixed_bshU, d_log_sum_bsh = operands
 
         def chosen(*args, **forms):
-            return (mixed if len(args) == len(inputs) + 1 else pulled)(starts, *args)
+            return (mixed if len(args) == len(inputs) + 1 else pulled)(reach, *args)
 
         with mock.patch.object(jax.lax, "platform_dependent", chosen):
-            attend = lambda q, k, v: attention.partial_attention(q, k, v, *inputs[3:], starts, here)
+            attend = lambda q, k, v: attention.partial_attention(q, k, v, *inputs[3:], reach, here)
             results, pull = jax.vjp(attend, *inputs[:3])
             return *results, *pull((d_mixed_bshU, d_log_sum_bsh))
 
@@ -78,16 +80,21 @@ def in_documents(*lengths):
     return np.repeat(np.arange(len(lengths)), lengths)  # document 0 is padding
 
 
-# number of queries, starts, device, documents of the queries, documents of the keys
+# number of queries, reach, device, documents of the queries, documents of the keys
 ZIGZAG = ((0, 450), (150, 300))
 MASKS = {
-    "one document": (384, ((0,),), 0, in_documents(0, 384), in_documents(0, 384)),
+    "one document": (384, Reach(), 0, in_documents(0, 384), in_documents(0, 384)),
     "documents and padding, incomplete last block": (
-        300, ((0,),), 0, in_documents(0, 130, 7, 100, 63) % 4, in_documents(0, 130, 7, 100, 63) % 4),
-    "early and late chunk": (300, ZIGZAG, 0, in_documents(0, 150, 0, 150), in_documents(0, 170, 230, 200)),
-    "chunks in the middle": (300, ZIGZAG, 1, in_documents(0, 20, 280), in_documents(0, 170, 430)),
+        300, Reach(), 0, in_documents(0, 130, 7, 100, 63) % 4, in_documents(0, 130, 7, 100, 63) % 4),
+    "early and late chunk": (300, Reach(ZIGZAG), 0, in_documents(0, 150, 0, 150), in_documents(0, 170, 230, 200)),
+    "chunks in the middle": (300, Reach(ZIGZAG), 1, in_documents(0, 20, 280), in_documents(0, 170, 430)),
     "keys of another device, a document without keys there": (
-        100, ((310,),), 0, in_documents(0, 60, 40), in_documents(0, 260, 0, 50)),
+        100, Reach(((310,),)), 0, in_documents(0, 60, 40), in_documents(0, 260, 0, 50)),
+    "a window shorter than a block": (384, Reach(window=37), 0, in_documents(0, 300, 84), in_documents(0, 300, 84)),
+    "a window of several blocks, early and late chunk": (
+        300, Reach(ZIGZAG, 200), 0, in_documents(0, 150, 150), in_documents(0, 170, 430)),
+    "keys before the queries, which only some windows reach": (
+        130, Reach(((140,),), 140), 0, in_documents(0, 20, 110), in_documents(0, 160, 110)),
 }  # fmt: skip
 
 
@@ -102,7 +109,7 @@ def test_each_implementation_equals_attention_with_a_score_matrix(form, mask, gr
     monkeypatch.setattr(attention, "BLOCK", 60)
     monkeypatch.setattr(attention, "VMEM_BYTES", 2 * 128 * 256 * 8)  # the gradients of two blocks of keys
     monkeypatch.setattr(attention, "MOST_VISITS", 24)  # all 4 heads, 2 heads, or 1 head share a sum of gradients
-    s, starts, here, documents_s, documents_S = MASKS[mask]
+    s, reach, here, documents_s, documents_S = MASKS[mask]
     rng, S = np.random.default_rng(s), len(documents_S)
     sizes = (B, s, H, K), (B, S, groups, K), (B, S, groups, U), (B, s, H, U)
     normal = lambda *size: jnp.asarray(rng.normal(size=size), dtype)
@@ -111,7 +118,7 @@ def test_each_implementation_equals_attention_with_a_score_matrix(form, mask, gr
         q, k = (q * (K + R) ** -0.5, normal(B, s, H, R) * (K + R) ** -0.5), (k, normal(B, S, R))
     segments = (jnp.asarray(np.stack([x, 0 * x + 1]), jnp.int32) for x in (documents_s, documents_S))
     operands = q, k, v, *segments, here, d_mixed, jnp.asarray(rng.normal(size=(B, s, H)), jnp.float32)
-    want, got = (jax.jit(functools.partial(way, starts))(*operands) for way in (by_scores, FORMS[form]))
+    want, got = (jax.jit(functools.partial(way, reach))(*operands) for way in (by_scores, FORMS[form]))
     # Relative to the largest entry. float32: sums of up to 600 numbers in a different order. bfloat16: weights, and
     # gradients of scores, are rounded to 8 bits before summation.
     values, gradients = (1e-5, 1e-4) if dtype == "float32" else (1e-2, 2e-2)
@@ -144,7 +151,7 @@ def test_attention_to_two_chunks_of_keys_merges_into_attention_to_all():
     segments_bs = jnp.asarray(rng.integers(0, 3, (B, 7)))
     segments_bS = jnp.asarray(np.sort(rng.integers(0, 3, (B, S))))
     part = lambda q, k, v, keys: attention.partial_attention(
-        q, k[:, keys], v[:, keys], segments_bs, segments_bS[:, keys], ((S,),))  # fmt: skip
+        q, k[:, keys], v[:, keys], segments_bs, segments_bS[:, keys], Reach(((S,),)))  # fmt: skip
     whole = lambda q, k, v: part(q, k, v, slice(0, S))
     parts = lambda q, k, v: context.merge_softmaxes(part(q, k, v, slice(0, 8)), part(q, k, v, slice(8, S)))
     (want, pull), (got, pull_parts) = jax.vjp(whole, q, k, v), jax.vjp(parts, q, k, v)
@@ -184,30 +191,53 @@ def test_blocks_without_a_common_document_are_skipped():
     q, k, v, d_mixed = (jnp.asarray(rng.normal(size=(1, s, 2, width)), jnp.float32) for width in (K, K, U, U))
     v = v.at[:, :128].set(jnp.nan)
     operands = q, k, v, documents_1s, documents_1s, 0, d_mixed, jnp.zeros((1, s, 2))
-    results = jax.jit(functools.partial(FORMS["by visits"], ((0,),)))(*operands)
+    results = jax.jit(functools.partial(FORMS["by visits"], Reach()))(*operands)
     for name, x in zip(("mixed", "log_sum", "dq", "dk", "dv"), results, strict=True):
         assert np.all(np.isfinite(x[:, 128:])), name
     assert not np.any(np.isfinite(results[0][:, :128]))
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_fully_masked_blocks_are_not_visited(n):
+@pytest.mark.parametrize("n, window", [(1, 0), (2, 0), (4, 0), (1, 512), (2, 600), (4, 100)])
+def test_fully_masked_blocks_are_not_visited(n, window):
     """Catches matmuls of fully masked blocks, and devices with unequal numbers of visits."""
     T, block = 4096, 256
-    starts = context.chunk_starts(T // n, n)
-    meets, blocks = blocking.visible_blocks(T // n, T, starts, block), T // block
-    seen = [blocking.query_positions(starts, T // n)[i][:, None] >= np.arange(T) for i in range(n)]
+    reach = Reach(context.chunk_starts(T // n, n), window)
+    meets, blocks = blocking.visible_blocks(T // n, T, reach, block), T // block
+    before = [blocking.query_positions(reach.starts, T // n)[i][:, None] - np.arange(T) for i in range(n)]
+    seen = [(x >= 0) & (x < (window or T)) for x in before]
     assert np.array_equal(meets, [x.reshape(-1, block, blocks, block).any(axis=(1, 3)) for x in seen])
-    assert [np.count_nonzero(one) for one in meets] == [attention.visits(T // n, T, starts, block).shape[-1]] * n
+    assert max(map(np.count_nonzero, meets)) == attention.visits(T // n, T, reach, block).shape[-1]
     for span in (None, 1, 2, 3):  # the planner counts, and the kernels list
-        listed = attention.visits(T // n, T, starts, block, span).shape[-1]
-        assert attention.blocks.count_visits(T // n, T, starts, block, span) == listed
+        listed = attention.visits(T // n, T, reach, block, span).shape[-1]
+        assert attention.blocks.count_visits(T // n, T, reach, block, span) == listed
     for here, met in enumerate(meets):  # GPU programs visit the same blocks
-        _, visits_i, first_j = attention_gpu.program_tables(starts, T // n, T, here, block)
-        assert np.array_equal(visits_i, np.count_nonzero(met, axis=1))
-        assert np.array_equal(len(met) - first_j, np.count_nonzero(met, axis=0))
-    forward, _ = attention.flops(attention.count_visits(T // n, T, starts, K, U, 4, "cpu"), H, K, U)
-    assert n * forward == H * (K + U) * T**2 * (blocks + 1) / blocks
+        _, *tables = attention_gpu.program_tables(reach, T // n, T, here, block)
+        for (first, end), visited in zip(map(np.asarray, tables), (met, met.T), strict=True):
+            index = np.arange(visited.shape[1])
+            assert np.array_equal(visited, (index >= first[:, None]) & (index < end[:, None]))
+    forward, _ = attention.flops(attention.count_visits(T // n, T, reach, K, U, 4, "cpu"), H, K, U)
+    if not window:
+        assert [np.count_nonzero(one) for one in meets] == [np.count_nonzero(meets[0])] * n
+        assert n * forward == H * (K + U) * T**2 * (blocks + 1) / blocks
+
+
+def test_a_traced_condition_turns_the_window_off():
+    """Catches scanned layers that all have the window, or all attend to everything, forward or backward."""
+    rng, reach, s = np.random.default_rng(0), Reach(window=7), 40
+    q, k, v = (jnp.asarray(rng.normal(size=x.shape), jnp.float32) for x in operands(s, s)[:3])
+    segments_bs = jnp.zeros((B, s), jnp.int32)
+
+    def run(reach, is_full, q, k, v):
+        (mixed, _), pull = jax.vjp(
+            lambda *qkv: attention.partial_attention(*qkv, segments_bs, segments_bs, reach, 0, is_full), q, k, v
+        )
+        return mixed, pull((mixed, jnp.zeros((B, s, H))))
+
+    run = jax.jit(run, static_argnums=0)
+    for is_full, same in ((True, Reach()), (False, reach)):
+        got, want = run(reach, jnp.asarray(is_full), q, k, v), run(same, None, q, k, v)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5), got, want)
+    assert np.abs(run(reach, jnp.asarray(True), q, k, v)[0] - got[0]).max() > 0.1
 
 
 @pytest.mark.parametrize("b, h, visits, heads", [(8, 12, 10, 12), (3, 12, 10, 6), (3, 7, 10, 7), (2, 128, 1056, 8),
@@ -235,7 +265,8 @@ def test_kernel_types_name_the_axes_along_which_results_vary(monkeypatch):
     def total(k, v, q):
         def local(k, v, q, segments_bs):
             inputs = q, k, v, segments_bs, segments_bS
-            mixed, log_sum = attention.partial_attention(*inputs, context.chunk_starts(24, 2), axis_index(CONTEXT))
+            reach = Reach(context.chunk_starts(24, 2))
+            mixed, log_sum = attention.partial_attention(*inputs, reach, axis_index(CONTEXT))
             return jax.lax.psum(jnp.sum(mixed) + jnp.sum(log_sum), (FSDP, CONTEXT))
 
         mesh, varied = make_mesh(MeshConfig(fsdp=2, context=2)), P(None, (FSDP, CONTEXT))

@@ -18,6 +18,7 @@ import sharding
 from compile import ledger
 from config import MeshConfig, preset
 from kernels import attention, grouped
+from kernels.blocks import Reach
 from overlap import context
 from plan import planner
 from plan.simulate import replayed
@@ -237,31 +238,33 @@ def test_the_grouped_matmul_fits_wide_models(D, M, experts, dtype):
 
 
 ATTENTIONS = [
-    (1024, 6, 6, 256, 0, 128, "bfloat16"),
-    (4096, 16, 4, 128, 0, 128, "bfloat16"),
-    (4096, 16, 16, 192, 0, 128, "float32"),
-    (4096, 16, 16, 128, 64, 128, "float32"),
-    (32_768, 4, 1, 128, 0, 128, "bfloat16"),
-    (32_768, 20, 20, 64, 128, 64, "bfloat16"),
-    (36, 4, 2, 10, 0, 7, "float32"),
-    (36, 4, 4, 10, 6, 7, "float32"),
+    (1024, 0, 6, 6, 256, 0, 128, "bfloat16"),
+    (4096, 0, 16, 4, 128, 0, 128, "bfloat16"),
+    (4096, 0, 16, 16, 192, 0, 128, "float32"),
+    (4096, 0, 16, 16, 128, 64, 128, "float32"),
+    (32_768, 0, 4, 1, 128, 0, 128, "bfloat16"),
+    (32_768, 4096, 4, 1, 128, 0, 128, "bfloat16"),
+    (32_768, 0, 20, 20, 64, 128, 64, "bfloat16"),
+    (36, 0, 4, 2, 10, 0, 7, "float32"),
+    (36, 0, 4, 4, 10, 6, 7, "float32"),
 ]
 
 
-@pytest.mark.parametrize("topology, T, h, g, K, R, U, dtype", [
+@pytest.mark.parametrize("topology, T, window, h, g, K, R, U, dtype", [
     # Every shape on v4; on other chips the shortest and the longest, which has the largest blocks.
     pytest.param(topology, *one, marks=() if topology == "v4:2x2x1" or one[0] in (36, 32_768) else repeat)
     for topology in ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2") for one in ATTENTIONS
 ])  # fmt: skip
-def test_attention_fits_long_sequences_and_wide_heads(topology, T, h, g, K, R, U, dtype):
+def test_attention_fits_long_sequences_and_wide_heads(topology, T, window, h, g, K, R, U, dtype):
     """Catches blocks that do not fit a core's memory, kernels that compile only on one generation, and FLOPs that the
     ledger misses or that differ from the prediction."""
-    mesh, starts = compiled.topology_mesh(MeshConfig(fsdp=2, context=2), topology), context.chunk_starts(T // 2, 2)
-    counted = attention.count_visits(T // 2, T, starts, K + R, U, jax.numpy.dtype(dtype).itemsize, "tpu")
+    mesh = compiled.topology_mesh(MeshConfig(fsdp=2, context=2), topology)
+    reach = Reach(context.chunk_starts(T // 2, 2), window)
+    counted = attention.count_visits(T // 2, T, reach, K + R, U, jax.numpy.dtype(dtype).itemsize, "tpu")
     ahead, back = attention.flops(counted, h, K + R, U)
 
     def local(q, k, v, d_mixed, segments_bs, segments_bS):
-        more = segments_bs, segments_bS, starts, sharding.axis_index(CONTEXT)
+        more = segments_bs, segments_bS, reach, sharding.axis_index(CONTEXT)
         (mixed, log_sum), pull = jax.vjp(lambda *qkv: attention.partial_attention(*qkv, *more), q, k, v)
         return mixed, *pull((d_mixed, log_sum))
 
