@@ -44,7 +44,7 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
-from config.fields import RopeScaling, parse_rope_scaling
+from config.fields import RopeScaling, parse_rope_scaling, parse_window
 from kernels.grouped import grouped_matmul
 from overlap.context import over_context
 from overlap.experts import apply_experts
@@ -292,6 +292,7 @@ class GroupedAttention:
     norm_key_K: Any = param("K", mean=1.0, decay=False, needs=lambda c: c.qk_norm)
     w_value_DGK: Any = param("DGK", fan_in="D", D=SLICED, G=TENSOR)
     w_out_HKD: Any = param("HKD", fan_in="HK", residual=True, H=TENSOR, D=SLICED)
+    sink_H: Any = param("H", decay=False, exact=True, H=TENSOR, needs=lambda c: c.sinks)
 
 
 @jax.named_scope("queries_keys_values")
@@ -318,7 +319,8 @@ def grouped_attention(
     """
     project = lambda x_bpD, positions_bp: (*queries_keys_values(w, c, x_bpD, positions_bp, rotary_on), x_bpD)
     q_bshK, *keys_and_values, x_bsD = gather_apply(c, project, x_btD, local_arrays=(positions_bs,))
-    o_bshK = attend(c, q_bshK, keys_and_values, lambda *same: same, segments_bs)
+    sinks = {} if w.sink_H is None else {"sinks_h": w.sink_H}
+    o_bshK = attend(c, q_bshK, keys_and_values, lambda *same: same, segments_bs, **sinks)
 
     @jax.named_scope("attention_output")
     def out(o_bphK, x_bpD):
@@ -626,11 +628,18 @@ def has_rotary(c: ModelConfig, number):
     return jnp.float32((number + 1) % c.no_rope_every != 0) if c.no_rope_every else 1.0
 
 
+def with_window(c: ModelConfig, number, attend):
+    """Return `attend` for layer `number`, if every n-th layer attends to all positions (`model.window`)."""
+    every = parse_window(c.window).full_every
+    return functools.partial(attend, is_full=(number + 1) % every == 0) if every else attend
+
+
 @jax.named_scope("attention")
 def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, attend):
     """Return what attention (and a parallel feed-forward layer, if any) adds to the residual stream.
     Shapes: [b, t, D] -> [b, t, D]."""
     h_btD = norm(x_btD, w.norm_attention_D, c.norm_eps, w.norm_attention_bias_D)
+    attend = with_window(c, number, attend)
     args = w.attention, c, h_btD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number), attend
     if c.attention == "mla":
         return latent_attention(*args)

@@ -431,22 +431,34 @@ def layers_in_branch() -> bool:
 def shift(x, axis, by=1, *, in_branch=False):
     """Send every array of x to the device `by` places further along a mesh axis, wrapping around at the end.
 
-    in_branch  True if only some groups of devices along `axis` call this, each group as a whole. At a ppermute, XLA's
-               CPU backend waits for all devices of the mesh. So on CPU an all_to_all, which waits only for its group,
-               replaces the ppermute and sends n times the bytes (n = devices on the axis)
+    in_branch  as in `permute`
     Sends: the arrays. Backward: a shift in the other direction.
     """
     n = axis_size(axis)
+    return permute(x, axis, [(i, (i + by) % n) for i in range(n)], in_branch=in_branch)
 
-    def permute(x):
-        return jax.lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
+
+def permute(x, axis, pairs, *, in_branch=False):
+    """Send every array of x along a mesh axis, for each pair from its first to its second device. A device that is in
+    no pair's second place receives zeros.
+
+    in_branch  True if only some groups of devices along `axis` call this, each group as a whole. At a ppermute, XLA's
+               CPU backend waits for all devices of the mesh. So on CPU an all_to_all, which waits only for its group,
+               replaces the ppermute and sends n times the bytes (n = devices on the axis)
+    Sends: the arrays. Backward: the same pairs, reversed.
+    """
+    n = axis_size(axis)
+    to, source = np.full(n, n), np.full(n, n)  # n: no device
+    for first, second in pairs:
+        to[first], source[second] = second, first
 
     def exchange(x):
         here = axis_index(axis)
-        slots = jnp.zeros((n, *x.shape), x.dtype).at[(here + by) % n].set(x)
-        return jax.lax.all_to_all(slots, axis, 0, 0, tiled=True)[(here - by) % n]
+        slots = jnp.zeros((n, *x.shape), x.dtype).at[jnp.asarray(to)[here]].set(x, mode="drop")
+        received = jax.lax.all_to_all(slots, axis, 0, 0, tiled=True)
+        return received.at[jnp.asarray(source)[here]].get(mode="fill", fill_value=0)
 
-    send = exchange if in_branch and platform() == "cpu" else permute
+    send = exchange if in_branch and platform() == "cpu" else lambda x: jax.lax.ppermute(x, axis, pairs)
     return jax.tree.map(lambda x: send(vary(x, axis)), x)
 
 

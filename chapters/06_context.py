@@ -917,7 +917,9 @@ print(check_window(windowed))
 # balance. It even does harm, because it puts distant positions on the same device. If positions are sharded
 # in order, the 19 earlier keys of a device's first query are on the two devices before it, because
 # ceil((window - 1)/s) = ceil(19/16) = 2. A layer with a window of 128 and shards of 16,384 needs one send, of
-# only the last 127 positions.
+# only the last 127 positions. The project (`--model.window`) keeps zig-zag order, because other layers attend
+# to everything. Each device has two chunks, and receives one window before each (`halo_attention` in
+# [overlap/context.py](../overlap/context.py)).
 # </details>
 
 # %% tags=["remove-cell"]

@@ -8,7 +8,7 @@ passes it expects another result.
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from config.fields import hints, parse_objectives, parse_packing, parse_schedule
+from config.fields import hints, parse_objectives, parse_packing, parse_schedule, parse_window
 from utils import UserError
 
 
@@ -39,6 +39,9 @@ EXPERTS = Needs("model.n_experts", 8, "a model with experts", lambda cfg: cfg.mo
 SEVERAL_EXPERTS = EXPERTS, Needs("model.top_k", 2, "model.top_k above 1", lambda cfg: cfg.model.top_k > 1)
 NO_CAPACITY = Needs("model.capacity_factor", 0, "a model without a capacity",
                     lambda cfg: not cfg.model.n_experts or not cfg.model.capacity_factor)  # fmt: skip
+NO_WINDOW = Needs("model.window", '""', "a model without sliding windows", lambda cfg: not cfg.model.window)
+LONGER = Needs("data.seq_len", 8192, "a sequence that is longer than the window",
+               lambda cfg: parse_window(cfg.model.window).size < cfg.data.seq_len)  # fmt: skip
 DROPLESS = EXPERTS, NO_CAPACITY
 DENSE_LAYERS = Needs("model.dense_prefix", 1, "a model with dense layers", lambda cfg: cfg.model.has_dense_layers)
 INPUTS = Needs("data.objective", "prefix", "an objective with inputs", lambda cfg: cfg.data.objective != "causal")

@@ -40,6 +40,7 @@ from config.fields import (
     parse_rope_scaling,
     parse_schedule,
     parse_skips,
+    parse_window,
 )
 from config.mesh import MeshConfig, MeshFlag
 from config.needs import (
@@ -51,10 +52,12 @@ from config.needs import (
     EXPERTS,
     GQA,
     INPUTS,
+    LONGER,
     MASKED,
     MLA,
     MUON,
     NO_CAPACITY,
+    NO_WINDOW,
     REPLICAS,
     ROPE,
     SEVERAL_EXPERTS,
@@ -92,7 +95,9 @@ class WorkConfig:
     # which positions of a sequence each device along context gets. positions: an early and a late chunk of it;
     # documents: an early and a late part of each packed document, which balances the work of attention
     context_layout: Annotated[
-        Literal["auto", "positions", "documents"], Baseline("positions", "positions"), CONTEXT, MASKED, NO_CAPACITY
+        Literal["auto", "positions", "documents"],
+        Baseline("positions", "positions"),
+        *(CONTEXT, MASKED, NO_CAPACITY, NO_WINDOW),
     ] = AUTO
     # how tokens reach dropless experts along expert. gathered: all-gather all tokens; routed: send a token only to the
     # devices that have its experts
@@ -170,6 +175,11 @@ class ModelConfig:
     rope_scaling: Annotated[str, Form(parse_rope_scaling), *ROPE] = ""
     qk_norm: Annotated[bool, GQA] = False  # gqa: apply RMSNorm to each head's query and key before RoPE, as in Qwen3
     no_rope_every: Annotated[Count, Affects.OWN, ROPE[0]] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
+    # sliding window: a query attends to this number of positions, its own and those before it; 1024:6: every 6th layer
+    # attends to all positions; empty: all layers do
+    window: Annotated[str, Form(parse_window), LONGER] = ""
+    # gqa: attention sinks, a learned score of each head that takes a share of every softmax, as in gpt-oss
+    sinks: Annotated[bool, Affects.OWN, GQA] = False
     d_ff: Annotated[Size, DENSE_LAYERS] = 512  # hidden dimension of a dense feed-forward layer
     activation: Literal["swiglu", "gelu", "geglu"] = "swiglu"  # nonlinearity of feed-forward layers and of experts
     parallel_residual: bool = False  # attention and feed-forward layer have the same input; needs gqa and no experts
@@ -226,10 +236,12 @@ class ModelConfig:
             self._refuse("parallel_residual", f"needs attention='gqa' and n_experts=0, but {has}")
         if self.encoder_layers:
             needed = dict(attention="gqa", n_experts=0, dense_prefix=0, parallel_residual=False, norm="rms",
-                          prefix_lm=False, rope_scaling="", qk_norm=False)  # fmt: skip
+                          prefix_lm=False, rope_scaling="", qk_norm=False, window="", sinks=False)  # fmt: skip
             for name, allowed in needed.items():
                 if getattr(self, name) != allowed:
                     self._refuse(name, f"a model with an encoder needs {name}={allowed!r}")
+        if self.prefix_lm and (name := "window" if self.window else "sinks" if self.sinks else ""):
+            self._refuse(name, f"not available with prefix_lm, which has its own attention; drop prefix_lm or {name}")
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
             self._refuse("top_k", f"must be between 1 and n_experts={self.n_experts}")
         n_groups, per_token = self.expert_groups

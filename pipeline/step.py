@@ -20,6 +20,7 @@ from architectures import architecture, declare
 from compile import ordered
 from config import AUTO, AXES, Config, ModelConfig
 from config.fields import parse_packing, parse_pipeline, parse_remat
+from config.needs import unmet
 from overlap.weights import ready_for_autodiff
 from parameters import declare_stored, gather_replicas
 from pipeline import fit, schedules
@@ -183,7 +184,7 @@ def on_mesh(cfg: Config, mesh: Mesh, function, out_specs, reads=BATCH_NAMES, sto
     def local(params, batch, step):
         # From contiguous shards of positions to the zig-zag chunks of `own_chunks`
         batch = {name: all_gather(x, CONTEXT, dim=1) for name, x in batch.items()}
-        if sums and cfg.work.context_layout == "documents":
+        if sums and cfg.work.context_layout == "documents" and unmet(cfg, "work.context_layout") is None:
             order_bT = document_order(batch["segments_BT"], axis_size(CONTEXT))
             batch = {name: jnp.take_along_axis(x, order_bT, axis=1) for name, x in batch.items()}
         return function(params, {name: own_chunks(x) for name, x in batch.items()}, step)

@@ -13,7 +13,8 @@ import generate
 import sharding
 from compile import options
 from config import Config
-from config.fields import parse_packing, parse_skips
+from config.fields import parse_skips
+from config.needs import unmet
 from data import tokenizers
 from data.reading import examples
 from devices import devices_per_process, memory_bytes, only_cpu, share_of_memory
@@ -71,9 +72,9 @@ def log_plan(cfg: Config, mesh, saved: int | None = None) -> planner.Plan:
     for name, one in (corpus.sources or {"": corpus}).items():
         epoch = f"; an epoch is {steps[name]:,} steps" if name in steps else ""
         log(f"rows       {dataset.describe_epoch(one.splits['train'], cfg.data)}" + f", of {name}" * bool(name) + epoch)
-    if (n := cfg.mesh.context) > 1 and not parse_packing(cfg.data.packing).unmasked:
+    if unmet(cfg, "work.context_layout") is None:
         rows = sharding.own_rows(mesh, cfg.data.batch_size)[:4]
-        log(f"context    {documents.describe(dataset.batch(cfg, 0, rows=rows)['segments_BT'], n)}")
+        log(f"context    {documents.describe(dataset.batch(cfg, 0, rows=rows)['segments_BT'], cfg.mesh.context)}")
     for line in examples.describe(cfg.data) if cfg.data.objective != "causal" else ():
         log(f"objective  {line}")
     log(f"settings   {auto.settings_text(plan)}")

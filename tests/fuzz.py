@@ -60,6 +60,9 @@ def draw_features(rng: random.Random, mesh: MeshConfig, model: dict, work: dict,
     if not model.get("encoder_layers") and rng.random() < 1 / 3:
         model["rope_scaling"] = pick("llama3:8:1:4:64", "yarn:4:1:32:4096", "yarn:40:1:32:4096:1:0.7")
         model |= {"qk_norm": True} if model["attention"] == "gqa" else {}
+    if not model.get("encoder_layers") and not model.get("prefix_lm") and rng.random() < 1 / 3:
+        model["window"] = pick("2", "3", "5") + pick("", ":2", ":3")
+        model |= {"sinks": True} if model["attention"] == "gqa" else {}
 
 
 def draw(seed: int) -> dict:

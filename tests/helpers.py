@@ -196,17 +196,19 @@ def np_softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def np_attend(q_THK, k_THK, v_THU, positions_T, segments_T):
-    """Attend one query of one head at a time over the positions that it may see."""
+def np_attend(q_THK, k_THK, v_THU, positions_T, segments_T, window, sink_H=None):
+    """Attend one query of one head at a time over the positions that it may see, the last `window` ones."""
     T, H, K = q_THK.shape
     out_THU = np.zeros((T, H, v_THU.shape[-1]))
     for s, h in itertools.product(range(T), range(H)):
-        seen = [j for j in range(T) if positions_T[j] <= positions_T[s] and segments_T[j] == segments_T[s]]
-        out_THU[s, h] = np_softmax(k_THK[seen, h] @ q_THK[s, h] / np.sqrt(K)) @ v_THU[seen, h]
+        seen = [j for j in range(T) if 0 <= positions_T[s] - positions_T[j] < window and segments_T[j] == segments_T[s]]
+        scores = k_THK[seen, h] @ q_THK[s, h] / np.sqrt(K)
+        with_sink = np.append(scores, -np.inf if sink_H is None else sink_H[h])
+        out_THU[s, h] = np_softmax(with_sink)[:-1] @ v_THU[seen, h]
     return out_THU
 
 
-def np_latent_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary=True):
+def np_latent_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary, window):
     latent_TQ = x_TD
     if c.d_query_latent:
         latent_TQ = np_rms_norm(x_TD @ w.w_down_query_DQ, w.norm_query_Q, c.norm_eps)
@@ -218,11 +220,11 @@ def np_latent_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary
     k = np.concatenate([np.einsum("tc,chk->thk", latent_TC, w.w_key_CHK), k_rotary_THR], axis=-1)
     factor, *_, mscale_all = map(float, c.rope_scaling.split(":")[1:]) if c.rope_scaling else (1, 0)
     q *= (1 + 0.1 * mscale_all * np.log(factor)) ** 2  # DeepSeek-V3
-    out_THU = np_attend(q, k, np.einsum("tc,chu->thu", latent_TC, w.w_value_CHU), positions_T, segments_T)
+    out_THU = np_attend(q, k, np.einsum("tc,chu->thu", latent_TC, w.w_value_CHU), positions_T, segments_T, window)
     return np.einsum("thu,hud->td", out_THU, w.w_out_HUD)
 
 
-def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary=True):
+def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary, window):
     def turn(x_THK):
         turned, rest = np.split(x_THK, [c.rope_dims or c.d_head], axis=-1)
         return np.concatenate(
@@ -235,7 +237,8 @@ def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotar
     q_THK, k_TGK = turn(q_THK), turn(k_TGK)
     v_TGK = np.einsum("td,dgk->tgk", x_TD, w.w_value_DGK)
     shared_by = [h * c.n_kv_heads // c.n_heads for h in range(c.n_heads)]  # consecutive heads share
-    out_THK = np_attend(q_THK, k_TGK[:, shared_by], v_TGK[:, shared_by], positions_T, segments_T)
+    k_THK, v_THK = k_TGK[:, shared_by], v_TGK[:, shared_by]
+    out_THK = np_attend(q_THK, k_THK, v_THK, positions_T, segments_T, window, w.sink_H)
     return np.einsum("thk,hkd->td", out_THK, w.w_out_HKD)
 
 
@@ -304,9 +307,11 @@ def np_model(w, c: ModelConfig, tokens_T, positions_T, segments_T, slots=None):
     x_TD, dropped = w.embedding_VD[tokens_T], []
     for number, (layer, is_moe) in enumerate(np_layers(w, c), start=1):
         rotary = not (c.no_rope_every and number % c.no_rope_every == 0)
+        size, _, every = (c.window or f"{len(tokens_T)}").partition(":")
+        window = len(tokens_T) if every and number % int(every) == 0 else int(size)
         attention = np_latent_attention if c.attention == "mla" else np_grouped_attention
         h_TD = np_norm(x_TD, layer.norm_attention_D, layer.norm_attention_bias_D, c.norm_eps)
-        x_TD = x_TD + attention(layer.attention, c, h_TD, positions_T, segments_T, rotary)
+        x_TD = x_TD + attention(layer.attention, c, h_TD, positions_T, segments_T, rotary, window)
         if not c.parallel_residual:
             h_TD = np_norm(x_TD, layer.norm_feed_forward_D, layer.norm_feed_forward_bias_D, c.norm_eps)
         if is_moe:

@@ -26,13 +26,13 @@ ROOMS = {
     "utils": (207, ""),
     "progress": (75, "utils"),
     "devices": (175, "utils"),
-    "config": (1542, "utils devices"),
+    "config": (1576, "utils devices"),
     "launch": (2100, ""),
     "compile": (1246, "utils devices"),
-    "sharding": (471, "utils config compile"),
-    "kernels": (1258, "sharding"),
-    "overlap": (937, "config compile sharding kernels"),
-    "model": (880, "utils config sharding kernels overlap"),
+    "sharding": (483, "utils config compile"),
+    "kernels": (1301, "sharding"),
+    "overlap": (1018, "config compile sharding kernels"),
+    "model": (885, "utils config sharding kernels overlap"),
     "encoder_decoder": (245, "config sharding kernels overlap model"),
     "architectures": (68, "config model encoder_decoder"),
     "parameters": (135, "config compile sharding model architectures"),
@@ -53,7 +53,7 @@ ROOMS = {
     "serve": (1160, "utils devices config generate"),
     "plan.chips": (975, "utils config sharding"),
     "plan.trace": (970, "utils devices config compile sharding architectures pipeline optimizer plan.chips"),
-    "plan.count": (1616, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
+    "plan.count": (1618, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
     "plan.time": (919, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
@@ -243,7 +243,7 @@ def test_errors_and_devices_are_imported_quickly():
     assert done.stdout == "\n"
 
 
-MOST_LINES = {"model.py": 880, "main.py": 250, "README.md": 150}  # of a file; of any other Python file 600
+MOST_LINES = {"model.py": 885, "main.py": 250, "README.md": 150}  # of a file; of any other Python file 600
 
 
 def test_files_and_functions_are_short():

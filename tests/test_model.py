@@ -120,6 +120,8 @@ KINDS = {
     "gqa": helpers.GROUPED,
     "mla, yarn": {"rope_scaling": "yarn:4:1:32:4096:1:0.7"},
     "gqa, llama3": helpers.GROUPED | {"rope_scaling": "llama3:8:1:4:64", "qk_norm": True},
+    "mla, window": {"window": "3"},
+    "gqa, window and sinks": helpers.GROUPED | {"window": "3", "sinks": True},
 }
 
 
@@ -145,7 +147,8 @@ def test_attention_equals_a_loop_over_queries(kind, rotary):
     c, x_BTD = config(**KINDS[kind]), activations()
     w = jax.tree.map(np.float64, helpers.draw(helpers.attention_declarations(c)))
     reference = helpers.np_latent_attention if c.attention == "mla" else helpers.np_grouped_attention
-    want = [reference(w, c, *row, rotary) for row in zip(x_BTD.astype(np.float64), *three_rows(), strict=True)]
+    rows, window = zip(x_BTD.astype(np.float64), *three_rows(), strict=True), int(c.window or x_BTD.shape[1])
+    want = [reference(w, c, *row, rotary, window) for row in rows]
     got = attend(kind, x_BTD, *three_rows(), float(rotary))
     np.testing.assert_allclose(got, want, atol=2e-5)  # float32; outputs are of size 1
 
@@ -243,6 +246,8 @@ MODELS = {
     "gqa softmax across documents": {"model.attention": "gqa", "model.router": "softmax", "model.balance_rate": 0.0,
                                      "model.n_shared": 0, "model.routed_scaling": 2.5, "model.moe_every": 1,
                                      "model.n_layers": 2, "data.packing": "windows,unmasked"},
+    "gqa windows and sinks": {"model.attention": "gqa", "model.n_experts": 0, "model.n_layers": 3,
+                              "model.window": "5:2", "model.sinks": True, "data.packing": "windows,unmasked"},
 }  # fmt: skip
 
 

@@ -141,6 +141,18 @@ def heads_that_are_split_wrongly(true):
     return at_use
 
 
+@mutation(ATTENTION, context.chunks_before, in_module=context, mesh="context=4",
+          **{"model.window": "5", "work.context_attention": "ring"})  # fmt: skip
+def windows_that_end_at_a_chunk(true):
+    return lambda *args: jax.tree.map(jnp.zeros_like, true(*args))
+
+
+@mutation(ATTENTION, model.with_window, in_module=model, mesh="stage=2", **{"model.window": "3:3"})
+def windows_of_other_layers_on_every_stage(true):
+    per_stage = 2
+    return lambda c, number, attend: true(c, number % per_stage, attend)
+
+
 @mutation(ATTENTION, model.has_rotary, in_module=model, mesh="stage=2")
 def layers_that_are_numbered_from_0_on_every_stage(true):
     per_stage = 2

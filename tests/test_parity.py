@@ -50,6 +50,9 @@ MODELS = {
     "parallel": {"model.n_layers": 4, "model.n_experts": 0, "model.attention": "gqa", "model.n_heads": 16,
                  "model.n_kv_heads": 8, "model.norm": "layer", "model.parallel_residual": True, "model.bias": True,
                  "model.rope_dims": 4, "model.dropout": 0.1},
+    # Sliding windows in every second layer, which reach beyond a chunk, and attention sinks.
+    "windows": {"model.n_layers": 4, "model.n_experts": 0, "model.attention": "gqa", "model.n_heads": 16,
+                "model.n_kv_heads": 8, "model.window": "9:2", "model.sinks": True, "data.packing": "windows,unmasked"},
     # Inputs to which all tokens of a document attend, on latent attention.
     "prefix": {"model.n_layers": 4, "model.n_experts": 0, "model.n_heads": 16, "model.prefix_lm": True},
     # An encoder and a decoder, on grouped attention.
@@ -90,6 +93,12 @@ tensor=2                    parallel  exchange=ring remat=branches
 stage=2                     parallel  microbatches=2 schedule=1f1b
 expert=2,context=2          parallel  attention=ring loss_chunk=40
 data=2,fsdp=2,tensor=2      parallel  gather=step
+
+context=4                   windows   attention=ring gather=step
+context=2,tensor=4          windows   attention=all_to_all exchange=ring
+stage=2,context=4           windows   attention=ring microbatches=2 schedule=1f1b
+data=2,fsdp=2,expert=2      windows   attention=gather remat=dots
+fsdp=2,context=2,tensor=2   windows   attention=gather remat=dots
 
 context=2                   prefix    attention=ring layout=documents
 data=2,stage=2              prefix    microbatches=2 schedule=1f1b gather=step

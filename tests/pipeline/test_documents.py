@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from config import preset
+from config import preset, replace
 from config.needs import refuse_unused
 from pipeline import documents
+from tests.test_needs import program
 from utils import UserError
 
 
@@ -86,10 +87,15 @@ def test_start_up_names_the_work_of_both_layouts():
      "data.packing is 'windows,unmasked' here; add --data.packing windows or drop it"),
     ({"model.capacity_factor": 1.0}, "only a model without a capacity uses it, and model.capacity_factor is 1.0 here; "
                                      "add --model.capacity_factor 0 or drop it"),
+    ({"model.window": "5"}, "only a model without sliding windows uses it, and model.window is '5' here; "
+                            'add --model.window "" or drop it'),
 ])  # fmt: skip
 def test_the_layout_is_refused_where_it_would_change_the_result_or_nothing(more, says):
     """Catches documents that are dealt for a model whose capacity depends on the order of the positions."""
-    cfg = preset("tiny", **{"mesh": "context=2", "work.context_layout": "documents"} | more)
+    fixed = {"mesh": "context=2", "data.seq_len": 16, "work.context_layout": "documents"}
+    cfg = preset("tiny", **fixed | more)
     with pytest.raises(UserError) as refused:
         refuse_unused(cfg, ["work.context_layout"])
     assert str(refused.value) == f"work.context_layout='documents' has no effect: {says}"
+    if "data.packing" not in more:  # a file may have both settings
+        assert program(cfg) == program(replace(cfg, **{"work.context_layout": "positions"}))
