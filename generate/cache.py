@@ -6,6 +6,9 @@ the context, and this file passes `CachedAttention`. For latent attention the ca
 projections from the latent to keys and values are absorbed into query and output (arXiv:2405.04434, section 2.1.2).
 Mixtures of experts are dropless here, whatever capacity_factor they were trained with.
 
+With sliding windows (`model.window`) a cache is rolling: position p is in slot p modulo the slots. A layer that never
+attends to all positions needs only as many slots as its window, and some for the tokens of one call (`cached_slots`).
+
 Any mesh works. Sequences are sharded over BATCH, heads and vocabulary over TENSOR, the cache's slots over CONTEXT, and
 layers with their cache over STAGE, where the stages run one after another. The parameters are sharded as in training,
 except that `unstack` gathers them over CONTEXT; shards over FSDP and EXPERT are gathered for every token.
@@ -15,7 +18,7 @@ CONTEXT everywhere, and also over TENSOR between blocks.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +31,10 @@ import sharding
 from architectures import architecture, declare
 from compile import ordered
 from config import ModelAtWork, ModelConfig
+from config.fields import parse_window
 from generate.quantised import Quantized, dequantize, gather_over_context, gather_weights, quantize_like, specs
 from kernels.blocks import HIDDEN
+from overlap.context import add_sinks
 from overlap.layers import scan_layers
 from overlap.positions import concatenate_features
 from pipeline.step import zeros_like_result
@@ -86,13 +91,27 @@ def cache_spec(c: ModelConfig):
     return P(STAGE, BATCH, TENSOR, CONTEXT) if c.attention == "gqa" else P((STAGE, TENSOR), BATCH, CONTEXT)
 
 
-def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "compute"):
+def cached_slots(c: ModelConfig, mesh: Mesh, slots: int, piece: int, numbers: Sequence[int]) -> int:
+    """Return the slots per sequence of the layers with these numbers, one on each stage, where shapes are the same.
+
+    If all have a window, it is window + piece - 1. So a call of `piece` tokens overwrites no position to which its
+    first token attends.
+    """
+    window, every = parse_window(c.window)
+    if not window or not piece or (every and any((number + 1) % every == 0 for number in numbers)):
+        return slots
+    needed = window + piece - 1
+    return min(slots, needed + -needed % mesh.shape[CONTEXT])
+
+
+def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "compute", piece: int = 0):
     """Return the cache of b sequences as ShapeDtypeStructs, arranged as `unstack` arranges the layers' parameters:
     {"prefix": [layer, ..], "blocks": [Block(dense=[layer, ..], moe=layer), ..]}; for an encoder-decoder, {"decoder":
     [DecoderCache, ..], "inputs": the number of inputs of each sequence}.
 
     slots  positions per sequence in the cache, a multiple of the devices along CONTEXT
     form   number format: "compute", the compute dtype; "bfloat16"; or "int8", see `quantised.py`
+    piece  the most tokens per sequence in a call of `cached_forward`, see `cached_slots`; 0: all layers have all slots
     Every stage has caches for the prefix layers, but only the first stage uses them.
     """
     stages, place = mesh.shape[STAGE], NamedSharding(mesh, cache_spec(c))
@@ -104,35 +123,56 @@ def cache_shapes(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "co
             return Quantized(of("int8", *shape), of("float32", *shape[:-1], 1))
         return of(c.compute_dtype if form == "compute" else form, *shape)
 
-    def layer():
+    def layer(*numbers):
+        own = cached_slots(c, mesh, slots, piece, numbers)
         if c.attention == "mla":
-            return LatentCache(array(slots, c.d_kv_latent), array(slots, c.d_rope))
-        return GroupedCache(*[array(c.n_kv_heads, slots, c.d_head)] * 2)
+            return LatentCache(array(own, c.d_kv_latent), array(own, c.d_rope))
+        return GroupedCache(*[array(c.n_kv_heads, own, c.d_head)] * 2)
 
-    is_moe = bool(c.n_experts)
-    layers = lambda n: [layer() for _ in range(n)]
+    blocks, is_moe = c.n_blocks // stages, bool(c.n_experts)
     if architecture(c).module is encoder_decoder:
         inputs = jax.ShapeDtypeStruct((stages, b, mesh.shape[TENSOR], 1), "int32", sharding=place)
-        return {"decoder": [DecoderCache(*layers(2)) for _ in range(c.n_layers // stages)], "inputs": inputs}
-    block = lambda: model.Block(dense=layers(c.layers_per_block - is_moe), moe=layer() if is_moe else None)
-    return {"prefix": layers(c.dense_prefix), "blocks": [block() for _ in range(c.n_blocks // stages)]}
+        return {"decoder": [DecoderCache(layer(), layer()) for _ in range(c.n_layers // stages)], "inputs": inputs}
+
+    def block(i):
+        firsts = [c.dense_prefix + c.layers_per_block * (stage * blocks + i) for stage in range(stages)]
+        every = [layer(*(first + j for first in firsts)) for j in range(c.layers_per_block)]
+        return model.Block(dense=every[:-1] if is_moe else every, moe=every[-1] if is_moe else None)
+
+    return {"prefix": [*map(layer, range(c.dense_prefix))], "blocks": [*map(block, range(blocks))]}
 
 
-def empty_cache(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "compute"):
+def empty_cache(c: ModelConfig, mesh: Mesh, b: int, slots: int, form: str = "compute", piece: int = 0):
     """Return a cache of zeros with the shapes of `cache_shapes`."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), cache_shapes(c, mesh, b, slots, form))
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding)
+    return jax.tree.map(zeros, cache_shapes(c, mesh, b, slots, form, piece))
 
 
 def first_slot(S: int):
-    """Return the position in this device's first slot. Each CONTEXT device holds S consecutive positions."""
+    """Return the number of this device's first slot. Each CONTEXT device holds S consecutive slots."""
     return axis_index(CONTEXT) * S
 
 
-def write_entries(cache_bgSX, new_bsgX, positions_bs):
-    """Write new tokens into the slots of their positions. Positions whose slot is on another device are skipped."""
+def seen_slots(positions_bs, S: int, window: int = 0, is_full=False):
+    """Return which of this device's S slots each token attends to: those up to its position. Slot i holds position i.
+
+    window  in a rolling cache, in which a slot holds the last of its positions up to that of the row's last token
+    Shapes: [b, s] -> [b, s, S].
+    """
+    slot_11S = first_slot(S) + jnp.arange(S)[None, None, :]
+    if not window:
+        return positions_bs[:, :, None] >= slot_11S
+    last_b11 = jnp.max(jnp.where(positions_bs == NOWHERE, -1, positions_bs), axis=1)[:, None, None]
+    held_b1S = last_b11 - (last_b11 - slot_11S) % (S * axis_size(CONTEXT))  # below 0: nothing yet
+    distance_bsS = positions_bs[:, :, None] - held_b1S
+    return (held_b1S >= 0) & (distance_bsS >= 0) & (is_full | (distance_bsS < window))
+
+
+def write_entries(cache_bgSX, new_bsgX, slots_bs):
+    """Write new tokens into their slots. Slots of other devices are skipped."""
 
     def write(cache_bgSX, new_bsgX):
-        at_bs = positions_bs - first_slot(cache_bgSX.shape[-2])
+        at_bs = slots_bs - first_slot(cache_bgSX.shape[-2])
         at_bs = jnp.where(at_bs < 0, NOWHERE, at_bs)  # a negative index would count from the end
         heads = (slice(None),) * (cache_bgSX.ndim - 3)  # latents have none
         return cache_bgSX.at[jnp.arange(len(at_bs))[:, None], *heads, at_bs].set(new_bsgX, mode="drop")
@@ -141,9 +181,10 @@ def write_entries(cache_bgSX, new_bsgX, positions_bs):
 
 
 @jax.named_scope("attend_to_cache")
-def attend_to_slots(q_bshX, k_bgSX, v_bgSU, positions_bs, bias_bhsS=None):
-    """Attend to this device's slots, up to each token's position. Slot i holds position i. Queries are already scaled.
+def attend_to_slots(q_bshX, k_bgSX, v_bgSU, seen_bsS, bias_bhsS=None):
+    """Attend to this device's slots. Queries are already scaled.
 
+    seen_bsS   which slots each token attends to
     bias_bhsS  added to the scores; None: nothing
     Shapes: [b, s, h, X], [b, g, S, X], [b, g, S, U] -> [b, s, h, U] and the log-sum-exp of the scores [b, s, h, 1].
     Latents have no dim g. Each of the g key heads serves r = h / g consecutive query heads.
@@ -153,7 +194,6 @@ def attend_to_slots(q_bshX, k_bgSX, v_bgSU, positions_bs, bias_bhsS=None):
     scores_bgrsS = jnp.einsum(f"bs{g}rX,b{g}SX->b{g}rsS", q_bsgrX, k_bgSX).astype(jnp.float32)
     if bias_bhsS is not None:
         scores_bgrsS += bias_bhsS.reshape(scores_bgrsS.shape)
-    seen_bsS = positions_bs[:, :, None] >= first_slot(S) + jnp.arange(S)[None, None, :]
     scores_bgrsS = jnp.where(seen_bsS.reshape(b, *[1] * len(g), 1, s, S), scores_bgrsS, HIDDEN)
     weight_bgrsS = jax.nn.softmax(scores_bgrsS, axis=-1).astype(v_bgSU.dtype)
     o_bshU = jnp.einsum(f"b{g}rsS,b{g}SU->bs{g}rU", weight_bgrsS, v_bgSU).reshape(b, s, h, -1)
@@ -174,21 +214,25 @@ class CachedAttention:
         self.reach_bs = positions_bs if reach_bs is None else reach_bs
 
     @jax.named_scope("attend")
-    def __call__(self, c: ModelAtWork, q, parts, keys_values, segments_1n, absorbed=None):
+    def __call__(self, c: ModelAtWork, q, parts, keys_values, segments_1n, absorbed=None, sinks_h=None, is_full=False):
         """Write the new tokens into the cache, and attend to it. Arguments and result as for `over_context`.
 
         absorbed  for latents, two functions: one maps queries to latents, one maps attended latents to values; None:
                   the cache holds keys and values
         """
         *queries, k_new, v_new = gather_tokens((*jax.tree.leaves(q), *parts), *self.positions_bs.shape)
+        S, window, slots_bs = jax.tree.leaves(self.cache)[0].shape[-2], parse_window(c.window).size, self.positions_bs
+        if window:
+            slots_bs = jnp.where(slots_bs == NOWHERE, NOWHERE, slots_bs % (S * axis_size(CONTEXT)))
         pairs = zip(self.cache, (k_new, v_new), strict=True)
-        self.cache = type(self.cache)(*(write_entries(*pair, self.positions_bs) for pair in pairs))
+        self.cache = type(self.cache)(*(write_entries(*pair, slots_bs) for pair in pairs))
         k, v = entries = [dequantize(x, queries[0].dtype) for x in self.cache]
         absorb, value_of = absorbed or (lambda q_bshK: q_bshK * q_bshK.shape[-1] ** -0.5, lambda o_bshU: o_bshU)
         if absorbed:
             k, v = jnp.concatenate(entries, axis=-1), entries[0]
-        o_bshX, log_sum_bsh1 = attend_to_slots(absorb(*queries), k, v, self.reach_bs, self.bias_bhsS)
-        return merge_softmaxes(value_of(o_bshX), log_sum_bsh1)
+        seen_bsS = seen_slots(self.reach_bs, S, window, is_full)
+        o_bshX, log_sum_bsh1 = attend_to_slots(absorb(*queries), k, v, seen_bsS, self.bias_bhsS)
+        return merge_softmaxes(value_of(o_bshX), log_sum_bsh1, sinks_h)
 
 
 # Tokens of all sequences in one row -----------------------------------------------------------------------------------
@@ -212,17 +256,21 @@ def gather_tokens(arrays_1n, b: int, s: int):
     return [row[:, : b * s].reshape(b, s, *x.shape[2:]) for row, x in zip(rows, arrays_1n, strict=True)]
 
 
-def merge_softmaxes(o_bshU, log_sum_bsh1):
-    """Combine the softmaxes of all CONTEXT devices, for this device's tokens. Shapes: [b, s, ..] -> [1, n, h, U].
+def merge_softmaxes(o_bshU, log_sum_bsh1, sinks_h=None):
+    """Combine the softmaxes of all CONTEXT devices, for this device's tokens, and then add the sinks, if any.
+    Shapes: [b, s, ..] -> [1, n, h, U].
 
     Sends over CONTEXT, on c devices: (c - 1)/c of both arrays, in float32, in one collective.
     """
     if axis_size(CONTEXT) == 1:
-        return as_row(o_bshU)
+        return as_row(add_sinks(o_bshU, log_sum_bsh1[..., 0], sinks_h))
     row = as_row(jnp.concatenate([o_bshU.astype(jnp.float32), log_sum_bsh1], axis=-1))
     each_cnhX = all_to_all(row, CONTEXT, split_dim=1, join_dim=0)  # c: the CONTEXT device of the slots
     share_cnh1 = jax.nn.softmax(each_cnhX[..., -1:], axis=0)
-    return jnp.sum(share_cnh1 * each_cnhX[..., :-1], axis=0, keepdims=True).astype(o_bshU.dtype)
+    o_1nhU = jnp.sum(share_cnh1 * each_cnhX[..., :-1], axis=0, keepdims=True)
+    if sinks_h is not None:
+        o_1nhU = add_sinks(o_1nhU, jax.nn.logsumexp(each_cnhX[..., -1], axis=0, keepdims=True), sinks_h)
+    return o_1nhU.astype(o_bshU.dtype)
 
 
 # The model ------------------------------------------------------------------------------------------------------------
@@ -347,7 +395,8 @@ class InputAttention:
     def __call__(self, c: ModelAtWork, q_1nhK, *_):
         (q_bshK,) = gather_tokens((q_1nhK,), *self.inputs_bs.shape)
         k, v = (dequantize(x, q_bshK.dtype) for x in self.cache)
-        o_bshK, _ = attend_to_slots(q_bshK * q_bshK.shape[-1] ** -0.5, k, v, self.inputs_bs - 1)
+        seen_bsS = seen_slots(self.inputs_bs - 1, k.shape[-2])
+        o_bshK, _ = attend_to_slots(q_bshK * q_bshK.shape[-1] ** -0.5, k, v, seen_bsS)
         return as_row(jnp.where(self.inputs_bs[:, :, None, None] > 0, o_bshK, 0))
 
 

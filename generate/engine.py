@@ -6,10 +6,12 @@ lengths. The result of a request depends on its tokens, settings and seed, and o
 
 A row keeps its prompt in the cache until another prompt replaces it. If a new prompt shares a prefix with a cached one,
 the chunks of the prefix are copied, so n samples of a prompt prefill it once. A copy is bitwise identical to a prefill,
-because all prompts are split into chunks of the same size.
+because all prompts are split into chunks of the same size. With sliding windows, a row that has gone on past a prefix
+has overwritten its positions one by one, so it is only copied if it still has the window before the next chunk.
 """
 
 import dataclasses
+import functools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from architectures import architecture
 from config import Config
-from generate.cache import NOWHERE, cached_forward, copy_rows, empty_cache, unstack
+from config.fields import parse_window
+from generate.cache import NOWHERE, cached_forward, cached_slots, copy_rows, empty_cache, unstack
 from generate.request import Settings
 from generate.sampling import BatchSettings, DrawnTokens, choose, drawable_ids, score_tokens
 from sharding import BATCH, CONTEXT
@@ -102,7 +105,9 @@ class Engine:
         self.slots: list[Job | None] = [None] * slots
         self.waiting: deque[Job] = deque()
         rows_of = self.context + -self.context % mesh.shape[CONTEXT]
-        self.empty_cache = lambda: empty_cache(c, mesh, slots, rows_of, cache)
+        # One slot more than a call needs: a row that has decoded a token since its last chunk can still be copied.
+        self.empty_cache = lambda: empty_cache(c, mesh, slots, rows_of, cache, self.piece + 1)
+        self.rolling_slots = cached_slots(c, mesh, rows_of, self.piece + 1, ())
         self.load(params)
         everywhere = NamedSharding(mesh, P())
         self.seen_bV = jnp.zeros((slots, vocabulary), bool, device=everywhere)
@@ -131,6 +136,7 @@ class Engine:
         self.params = params if params is None else unstack(params, self.c, self.mesh)
         self.cache = params if params is None else self.empty_cache()
         self.cached_prompts: list[list[int]] = [[]] * len(self.slots)  # the prompt tokens in each row of the cache
+        self.ends_b = np.zeros(len(self.slots), np.int32)  # end of the positions written since a row's text began
 
     def submit(self, job: Job) -> Job:
         """Queue a request for a slot. Raises: UserError if its prompt leaves no room for a new token."""
@@ -205,15 +211,20 @@ class Engine:
         for i, job in enumerate(reading):
             if job is not None and not job.tokens_read and job.prompt_tokens is None:
                 mine = range(i * per_group, (i + 1) * per_group)
-                begun = lambda at, prompt=job.prompt: (
-                    common_prefix_length(prompt[:-1], self.cached_prompts[at]) // self.piece * self.piece
-                )
+                begun = functools.partial(self.shared_tokens, job.prompt)
                 best = max(mine, key=begun)
                 job.tokens_read = begun(best)
                 if job.tokens_read:
                     from_n[i], to_n[i] = best % per_group, self.slots.index(job) % per_group
+                    self.ends_b[self.slots.index(job)] = self.ends_b[best]
         if np.any(from_n != to_n):
             self.cache = self.copy(self.cache, from_n, to_n)
+
+    def shared_tokens(self, prompt: list[int], row: int) -> int:
+        """Return how many tokens of a prompt a copy of a row would provide: whole chunks, but not the last token."""
+        shared = common_prefix_length(prompt[:-1], self.cached_prompts[row]) // self.piece * self.piece
+        first_needed = max(0, shared + 1 - parse_window(self.c.window).size)  # by the next token, in its window
+        return shared if self.ends_b[row] <= first_needed + self.rolling_slots else 0
 
     def run_prefill(self, reading: list[Job | None]) -> list[Job]:
         """Prefill one chunk of each prompt. After its last chunk, sample the first token."""
@@ -227,9 +238,11 @@ class Engine:
                 ids = job.prompt[job.tokens_read : job.tokens_read + self.piece]
                 tokens_ns[i, : len(ids)] = ids
                 positions_ns[i, : len(ids)] = np.arange(job.tokens_read, job.tokens_read + len(ids))
-                last_n[i], at_n[i] = len(ids) - 1, self.slots.index(job) % per_group
+                row = self.slots.index(job)
+                last_n[i], at_n[i] = len(ids) - 1, row % per_group
+                self.ends_b[row] = max(job.tokens_read and self.ends_b[row], job.tokens_read + len(ids))
                 job.tokens_read += len(ids)
-                self.cached_prompts[self.slots.index(job)] = job.prompt[: job.tokens_read]
+                self.cached_prompts[row] = job.prompt[: job.tokens_read]
                 done[i] = job if job.tokens_read == len(job.prompt) else None
         scored = any(job is not None and job.prompt_tokens is not None for job in reading)
         wanted = np.tile(np.arange(self.piece, dtype=np.int32), (n, 1)) if scored else last_n
@@ -260,6 +273,7 @@ class Engine:
         logits_bV, self.cache = self.decode_step(
             self.params, self.cache, np.int32(tokens_b)[:, None], np.int32(positions_b)[:, None],
             np.zeros(len(jobs), np.int32))  # fmt: skip
+        self.ends_b = np.maximum(self.ends_b, [0 if at == NOWHERE else at + 1 for at in positions_b])
         return self.draw_tokens(logits_bV, jobs, range(len(jobs)))
 
     def draw_tokens(self, logits_nV, jobs: list[Job | None], rows) -> list[Job]:

@@ -92,7 +92,8 @@ def verify(logits_bmV, proposed_k, q_kV, asked: BatchSettings, seen_1V, drawable
 def next_logits(engine: Engine, tokens_bs, at: int, wanted_m):
     """Run tokens through row 0 from position `at` on. Returns logits [b, m, V] after the tokens wanted_m."""
     positions_bs = np.full(tokens_bs.shape, NOWHERE, np.int32)
-    positions_bs[0] = at + np.arange(tokens_bs.shape[1])
+    positions_s = at + np.arange(tokens_bs.shape[1])
+    positions_bs[0] = np.where(positions_s < engine.context, positions_s, NOWHERE)  # a text ends before the others
     wanted_bm = np.tile(np.int32(wanted_m), (len(tokens_bs), 1))
     logits_bmV, engine.cache = engine.decode_step(engine.params, engine.cache, tokens_bs, positions_bs, wanted_bm)
     return logits_bmV
@@ -114,8 +115,11 @@ def speculate(engine: Engine, draft: Engine, job: Job, k: int, on_token: Callabl
     """Continue one text to its end with k proposed tokens per step. `on_token()` is called after each new token.
 
     engine, draft  both idle, with the same vocabulary; their shapes are the same in every round
-    Cache entries of rejected tokens are overwritten before they are attended to.
+    Cache entries of rejected tokens are overwritten before they are attended to. In a rolling cache they have replaced
+    only positions before the next windows, because it has slots for more than k tokens after a window.
     """
+    for one in (engine, draft):
+        assert not one.c.window or k < one.piece or one.piece == one.context, f"{k} tokens, in chunks of {one.piece}"
     engine.prefill_single(job), draft.prefill_single(Job(job.prompt, Settings(temperature=0), 1))
     on_token()
     rounds, seen_1V = Rounds(), engine.seen_bV[:1]

@@ -166,11 +166,11 @@ class Sampler:
                 unused_ids=unused_ids(self.encoding))  # fmt: skip
         return self.engines[key]
 
-    def engine_for(self, writings: list[TextJob], slots: int) -> Engine:
-        """Return an engine with room for the longest of these texts."""
+    def engine_for(self, writings: list[TextJob], slots: int, call: int = 1) -> Engine:
+        """Return an engine with room for the longest of these texts, and for calls of that many tokens."""
         T, longest = positions(self.cfg.data), max(len(one.prompt) for one in writings)
         context = round_up_to_power_of_two(max(len(one.prompt) + one.max_new_tokens for one in writings), T)
-        return self.engine(slots, context, round_up_to_power_of_two(longest, min(64, T)))
+        return self.engine(slots, context, round_up_to_power_of_two(max(longest, call), min(max(64, call), T)))
 
     def make_job(self, request: Request) -> TextJob:
         """Return the job of a request. Raises: UserError if its prompt is too long."""
@@ -216,7 +216,7 @@ class Sampler:
                 f"but has {draft.encoding.name!r} ({draft.encoding.n_vocab} tokens); use another draft"
             )
         one = self.make_job(request)
-        engine = self.engine_for([one], 1)
+        engine = self.engine_for([one], 1, k + 1)
         send_piece = lambda: stream(one.piece) if stream and one.piece else None
         return one, speculate(engine, draft.engine(1, engine.context, engine.piece), one, k, send_piece)
 

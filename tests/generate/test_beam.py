@@ -18,6 +18,7 @@ from tests.generate.test_command import run
 
 # 4 tokens, the last of which ends a text. The unembedding is scaled up so that texts differ.
 CFG = replace(CONFIGS["mla without query latent, dense, tied"], **{"model.tie_embeddings": False})
+WINDOWS = replace(CFG, **{"model.window": "3"})  # 6 slots
 WORDS, END, PROMPT = 4, 3, [5, 1, 6, 2, 7]
 
 
@@ -28,32 +29,32 @@ def parameters(mesh):
 
 
 @functools.cache
-def engine(mesh="data=1", slots=40):
+def engine(mesh="data=1", slots=40, cfg=CFG):
     mesh = make_mesh(mesh)
-    return Engine(CFG, parameters(mesh), mesh, vocabulary=WORDS, end=END, slots=slots, context=13, piece=3)
+    return Engine(cfg, parameters(mesh), mesh, vocabulary=WORDS, end=END, slots=slots, context=13, piece=3)
 
 
 @functools.cache
-def every_text(room):
+def every_text(room, cfg=CFG):
     """Return all continuations of at most `room` tokens, with log-probabilities from a full forward pass."""
     texts = [text for n in range(1, room + 1) for text in itertools.product(range(WORDS), repeat=n)
              if END not in text[:-1] and (n == room or text[-1] == END)]  # fmt: skip
     rows_BT = np.zeros((len(texts), len(PROMPT) + room), np.int32)
     for row_T, text in zip(rows_BT, texts, strict=True):
         row_T[: len(PROMPT) + len(text)] = [*PROMPT, *text]
-    logits_BTV = np.float64(full_forward(CFG, parameters(make_mesh("data=1")), rows_BT))
+    logits_BTV = np.float64(full_forward(cfg, parameters(make_mesh("data=1")), rows_BT))
     logprobs_BTV = logits_BTV - np.log(np.sum(np.exp(logits_BTV), axis=-1, keepdims=True))  # the rows past WORDS count
     ahead = len(PROMPT) - 1
     return [Beam(text, sum(logprobs_TV[ahead + n, token] for n, token in enumerate(text)), text[-1] == END)
             for text, logprobs_TV in zip(texts, logprobs_BTV, strict=True)]  # fmt: skip
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.5])
-def test_a_search_wide_enough_finds_the_best_of_all_texts(penalty):
+@pytest.mark.parametrize("penalty, cfg", [(0.0, CFG), (1.0, CFG), (2.5, CFG), (1.0, WINDOWS)])
+def test_a_search_wide_enough_finds_the_best_of_all_texts(penalty, cfg):
     """Catches a row that continues from the wrong cache row, an ended text that continues or is lost, a score without
     the end token, a length penalty that multiplies, and tokens past the vocabulary."""
-    want = sorted(every_text(3), key=lambda beam: -(beam.logprob / len(beam.tokens) ** penalty))
-    got = search(engine(), PROMPT, width=40, room=3, penalty=penalty)
+    want = sorted(every_text(3, cfg), key=lambda beam: -(beam.logprob / len(beam.tokens) ** penalty))
+    got = search(engine(cfg=cfg), PROMPT, width=40, room=3, penalty=penalty)
     assert len(want) == (1 + 3 + 9) + 27  # texts that end, and texts that do not
     assert [beam.tokens for beam in got] == [beam.tokens for beam in want]
     assert [beam.ended for beam in got] == [beam.ended for beam in want]

@@ -1,5 +1,6 @@
 """The cached forward pass gives the logits of the full forward pass, on any mesh."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,7 @@ import model
 import pipeline
 import sharding
 from config import Config, preset, replace
-from generate.cache import cached_forward, empty_cache
+from generate.cache import cache_shapes, cached_forward, empty_cache
 from generate.engine import Engine, Job
 from generate.request import Request
 from tests import helpers, parity
@@ -33,7 +34,7 @@ def full_forward(cfg: Config, params, tokens_BT):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cached_logits_equal_the_full_forward(name):
     """Catches a wrong slot, position, mask, layer number or absorbed projection; attention to the padding of a prompt;
-    a token that depends on other rows of the batch."""
+    a token that depends on other rows of the batch; a window or a sink that is left out."""
     cfg = CONFIGS[name]
     T, lengths_B = cfg.data.seq_len, np.array([1, 7, 12])
     params = helpers.draw(model.declare(cfg.model), seed=1)
@@ -44,7 +45,7 @@ def test_cached_logits_equal_the_full_forward(name):
     s = lengths_B.max()
     prompts_Bs = np.where(np.arange(s) < lengths_B[:, None], tokens_BT[:, :s], 3)
     positions_Bs = np.tile(np.arange(s, dtype=np.int32), (3, 1))
-    cache = empty_cache(cfg.model, one_device(), 3, T)
+    cache = empty_cache(cfg.model, one_device(), 3, T, piece=s)
     got_BV, cache = run(params, cache, prompts_Bs, positions_Bs, lengths_B - 1)
     rows = np.arange(3)
     for at_B in [lengths_B + n for n in range(T)]:
@@ -96,9 +97,29 @@ def test_the_cache_is_sharded_over_its_axes():
             assert x.nbytes == parts * x.addressable_shards[0].data.nbytes, mesh
 
 
+def test_layers_with_windows_have_short_caches():
+    """Catches a short cache for a layer that attends to all positions on one of the stages, a long one for a layer that
+    does on none, slots that CONTEXT does not divide, and more slots than positions."""
+    c, mla = (CONFIGS[name].model for name in ("gqa, windows and sinks", "mla, windows"))
+
+    def slots(c, mesh, piece):
+        cache = cache_shapes(c, sharding.make_mesh(mesh), 4, 32, piece=piece)
+        return [x.shape[-2] for part in ("prefix", "blocks") for x in jax.tree.leaves(cache[part])[::2]]
+
+    assert slots(c, "data=1", 4) == [8, 8, 32, 8, 8]  # 5 + 4 - 1
+    assert slots(c, "stage=2", 4) == [8, 8, 32]  # layer 0; 1 and 3; 2 and 4
+    assert slots(c, "stage=2,context=4", 6) == [12, 12, 32]
+    assert slots(c, "data=1", 64) == slots(c, "data=1", 0) == [32] * 5
+    assert slots(mla, "context=2", 1) == [6] * 5
+    assert slots(dataclasses.replace(c, window="5:4"), "stage=2", 4) == [8, 32, 8]  # layer 3 is on the second stage
+    every_second = dataclasses.replace(mla, window="5:2")  # the dense layers of blocks, not their MoE layers
+    assert slots(every_second, "stage=2", 4) == [8, 32, 8]
+
+
 # Any mesh -------------------------------------------------------------------------------------------------------------
 
 GQA = CONFIGS["gqa, softmax router, no bias, none shared"]
+WINDOWS, LATENT_WINDOWS = CONFIGS["gqa, windows and sinks"], CONFIGS["mla, windows"]
 OVERLAPPED = {"work.gather": "step", "work.tensor_exchange": "ring"}
 ON_MESHES = [
     *[(preset("tiny"), mesh) for mesh in ("data=3", "stage=2", "fsdp=2", "expert=2", "context=2", "tensor=2")],
@@ -109,7 +130,10 @@ ON_MESHES = [
     *[(GQA, mesh) for mesh in ("stage=2,tensor=2", "context=2,tensor=2")],
     (CONFIGS["gqa in parallel, LayerNorm, biases, half rotary"], "context=2,tensor=2"),
     *[(replace(cfg, **OVERLAPPED), mesh) for cfg, mesh in ((preset("tiny"), "stage=2,tensor=2"), (GQA, "tensor=2"))],
+    *[(WINDOWS, mesh) for mesh in ("data=3", "stage=2,tensor=2", "context=2,tensor=2")],
+    (LATENT_WINDOWS, "context=2"),
 ]
+REQUESTS = {"abcde": (5, 0.0), "b": (4, 0.0), "cdefghi": (6, 1.5)}  # prompt: new tokens and temperature
 
 
 @functools.cache
@@ -118,7 +142,7 @@ def continued(cfg: Config, mesh: str):
     mesh = sharding.make_mesh(mesh)
     engine = Engine(cfg, placed(cfg, mesh), mesh, vocabulary=V, end=EOT, slots=3, context=16, piece=4)
     jobs = {name: Job([EOT, *name.encode()], Request(temperature=t, seed=3), room)
-            for name, room, t in (("abcde", 5, 0.0), ("b", 4, 0.0), ("cdefghi", 6, 1.5))}  # fmt: skip
+            for name, (room, t) in REQUESTS.items()}  # fmt: skip
     logits = {name: [] for name in jobs}
 
     def kept(logits_nV, given, rows, give=engine.draw_tokens):
@@ -136,7 +160,9 @@ def continued(cfg: Config, mesh: str):
 
 
 @pytest.mark.parametrize(
-    "cfg, mesh", ON_MESHES, ids=[f"{cfg.model.attention} {cfg.model.norm} {mesh}" for cfg, mesh in ON_MESHES]
+    "cfg, mesh",
+    ON_MESHES,
+    ids=[f"{cfg.model.attention} {cfg.model.window or cfg.model.norm} {mesh}" for cfg, mesh in ON_MESHES],
 )
 def test_generated_texts_are_the_same_on_every_mesh(cfg, mesh):
     """Catches a stage that runs too early, or with the cache or layer numbers of another; heads or vocabulary rows in
@@ -147,3 +173,17 @@ def test_generated_texts_are_the_same_on_every_mesh(cfg, mesh):
     assert got == want
     # Float32, other order of sums.
     np.testing.assert_allclose(got_logits, want_logits, rtol=0, atol=2e-5 * np.abs(want_logits).max())
+
+
+@pytest.mark.parametrize("cfg", [WINDOWS, LATENT_WINDOWS], ids=["gqa", "mla"])
+def test_a_rolling_cache_gives_the_logits_of_the_full_forward(cfg):
+    """Catches a slot that is overwritten before its window ends or read after it, in prefill and in decode, and chunks
+    whose padding is written."""
+    texts, got = continued(replace(cfg, **parity.ONE_DEVICE), "data=1")
+    rows_BT, want = np.zeros((3, 16), np.int32), []
+    for row_T, name, text in zip(rows_BT, REQUESTS, texts, strict=True):
+        row_T[: 1 + len(name) + len(text)] = [EOT, *name.encode(), *text]
+    want_BTV = full_forward(cfg, helpers.draw(model.declare(cfg.model), seed=1), rows_BT)
+    for want_TV, name, text in zip(want_BTV, REQUESTS, texts, strict=True):
+        want.append(want_TV[len(name) : len(name) + len(text)])
+    np.testing.assert_allclose(got, np.concatenate(want), rtol=0, atol=1e-5)  # float32, other order of sums

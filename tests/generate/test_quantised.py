@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import model
+from config import replace
 from generate.cache import cached_forward, empty_cache
 from generate.quantised import Quantized, quantize
 from sharding import flatten_named, make_mesh
@@ -18,6 +19,7 @@ from tests.generate.models import CONFIGS, placed, rule_text
 from tests.generate.test_command import run
 
 MOE, MLA, GQA = [*CONFIGS.values()][:3]
+WINDOWS = replace(CONFIGS["gqa, windows and sinks"], **{"model.window": "2:3"})  # 5 slots
 B, T, S = 6, 7, 12
 
 
@@ -32,7 +34,7 @@ def run_forward(cfg, mesh, weights, cache):
     tokens_BT = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (B, T), dtype=np.int32)
     positions_B4, every_B4 = (np.tile(np.arange(n, n + 4, dtype=np.int32), (B, 1)) for n in (3, 0))
     params, mesh = parameters(cfg, mesh, weights), make_mesh(mesh)
-    first = params, empty_cache(cfg.model, mesh, B, S, cache), tokens_BT[:, :4], every_B4, every_B4
+    first = params, empty_cache(cfg.model, mesh, B, S, cache, piece=4), tokens_BT[:, :4], every_B4, every_B4
     then = lambda kept: (params, kept, tokens_BT[:, 3:], positions_B4, every_B4)
     return cached_forward(cfg.model, mesh), first, then
 
@@ -105,7 +107,8 @@ def test_weights_are_gathered_as_int8():
 # The cache ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cfg, form, most", [(MLA, "bfloat16", 0.003), (MLA, "int8", 0.02), (GQA, "int8", 0.02)])
+@pytest.mark.parametrize("cfg, form, most", [(MLA, "bfloat16", 0.003), (MLA, "int8", 0.02), (GQA, "int8", 0.02),
+                                             (WINDOWS, "int8", 0.02)])  # fmt: skip
 def test_logits_of_a_quantized_cache_are_close(cfg, form, most):
     """Catches scales of other positions or heads, and values that are rounded twice or not at all."""
     error = relative_error(logits(cfg, cache=form), logits(cfg))

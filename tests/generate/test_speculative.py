@@ -107,10 +107,10 @@ def job(prompt="abcde", room=12, **settings):
 
 
 @functools.cache
-def run_alone(prompt="abcde", room=12, **settings):
-    one = engine().submit(job(prompt, room, **settings))
-    while not engine().idle:
-        engine().step()
+def run_alone(prompt="abcde", room=12, cfg=DENSE, **settings):
+    one = engine(cfg).submit(job(prompt, room, **settings))
+    while not engine(cfg).idle:
+        engine(cfg).step()
     return one
 
 
@@ -121,18 +121,21 @@ def assert_same(got, want):
         assert [id for id, _ in one.alternatives] == [id for id, _ in other.alternatives]
 
 
-def test_greedy_text_equals_that_of_the_model_alone():
+@pytest.mark.parametrize("window, mesh, room", [("", MESH, 12), ("5:2", "context=2", 18)])
+def test_greedy_text_equals_that_of_the_model_alone(window, mesh, room):
     """Catches a wrong proposal that is accepted, a position off by one, attention to cache entries of rejected tokens,
-    log-probabilities of other tokens, a text that is too long, and a program compiled for each round."""
-    model, draft, k = engine(DENSE, MESH), engine(SMALL, MESH), 3
+    or of those that they replaced in a rolling cache, log-probabilities of other tokens, a text that is too long, and a
+    program compiled for each round."""
+    cfg, small = (replace(one, **{"model.window": window}) for one in (DENSE, SMALL))
+    model, draft, k = engine(cfg, mesh), engine(small, mesh), 3
     programs = lambda: [len(one.decode_step.programs) for one in (model, draft)]
     counts = []
     for prompt in ("abcde", "x"):
         for settings in (dict(logprobs=3), dict(repetition_penalty=3.0)):
-            one = job(prompt, 12, **settings)
+            one = job(prompt, room, **settings)
             rounds = speculate(model, draft, one, k)
-            assert_same(one, run_alone(prompt, 12, **settings))
-            assert 1 <= rounds.tokens_per_step < k + 1 and rounds.tokens == 11
+            assert_same(one, run_alone(prompt, room, cfg, **settings))
+            assert 1 <= rounds.tokens_per_step < k + 1 and rounds.tokens == room - 1
         counts.append(programs())
     assert counts[0] == counts[-1]
 
