@@ -55,7 +55,7 @@ def said(fleet):
 
 def test_who_stops_second_waits_for_the_first(fleet):
     """Catches a second SIGTERM, which a run takes for `at once`: the steps since its last checkpoint are lost."""
-    launch(fleet, "bash", "-c", SLOW)
+    launch(fleet, "bash", "-c", SLOW.replace("sleep 3", "sleep 9"))  # a busy machine starts the second stop in 3 s
     with begin(fleet, "stop", "--yes", USER="anna") as first:
         wait_until(lambda: said(fleet) == [["asked"]] * 3)
         second = fleet.run("launcher.sh", "stop", "--yes", USER="ben")
