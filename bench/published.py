@@ -26,7 +26,6 @@ from plan import planner
 from plan.chips import hardware
 from plan.time import measured
 from utils import UserError, exit_status
-from weights.published import WindowedConfig
 
 ROWS, PAGE = Path(__file__).parent / "published.csv", Path(__file__).parents[1] / "docs" / "published.md"
 KINDS = {  # the kinds of steps, and the page of each
@@ -36,7 +35,7 @@ KINDS = {  # the kinds of steps, and the page of each
 }  # fmt: skip
 ON_TPUS = [kind for kind in KINDS if not kind.startswith("GPUs")]  # the fit for TPUs uses these alone
 SIZES = {"vocab": "vocab_size", **{name: name for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_head")}}
-WINDOWS = {"gpt-oss": (128, 1 / 2), "gemma3": (1024, 5 / 6)}  # the two numbers of `WindowedConfig`, by name
+WINDOWS = {"gpt-oss": "128:2", "gemma3": "1024:6"}  # model.window, by name
 # FLOPs as the source counts them: per token and weight of a layer, and of attention per query-key pair and head width.
 # maxtext counts all pairs, causal half of them, and megatron counts the recomputed forward pass too (arXiv:2104.04473)
 COUNTED = {"maxtext": (6, 12), "causal": (6, 6), "megatron": (8, 16)}
@@ -94,10 +93,8 @@ def config(row: dict[str, str]) -> Config:
     model |= {name[6:]: value for name, value in settings.items() if name.startswith("model.")}
     others = {name: value for name, value in settings.items() if not name.startswith("model.")}
     data = {"data.seq_len": int(row["seq_len"]), "data.batch_size": int(row["batch"])}
-    start = preset("llama3_8b")
-    for window, windowed in (two for name, two in WINDOWS.items() if row["name"].startswith(name)):
-        start = WindowedConfig(**vars(start), window=window, windowed=windowed)
-    return replace(start, model=ModelConfig(**model), mesh=row["mesh"], **(data | others))
+    model["window"] = next((window for name, window in WINDOWS.items() if row["name"].startswith(name)), "")
+    return replace(preset("llama3_8b"), model=ModelConfig(**model), mesh=row["mesh"], **(data | others))
 
 
 def seconds(row: dict[str, str], devices: int) -> float:

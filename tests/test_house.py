@@ -45,7 +45,7 @@ ROOMS = {
     "data": (2735, "utils progress devices config dataset data.reading"),
     "train.hosts": (740, "utils devices config"),
     "train": (2495, "utils progress devices config sharding optimizer dataset data.reading train.hosts"),
-    "weights": (1880, "utils progress config sharding architectures parameters data train"),
+    "weights": (1871, "utils progress config sharding architectures parameters data train"),
     "generate": (2045, "utils progress devices config compile sharding parameters kernels overlap model "
                        "encoder_decoder architectures pipeline data train weights"),
     "evaluate": (1180, "utils progress devices config compile sharding overlap model architectures pipeline dataset "
@@ -53,7 +53,7 @@ ROOMS = {
     "serve": (1160, "utils devices config generate"),
     "plan.chips": (975, "utils config sharding"),
     "plan.trace": (970, "utils devices config compile sharding architectures pipeline optimizer plan.chips"),
-    "plan.count": (1618, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
+    "plan.count": (1623, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
     "plan.time": (919, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),

@@ -42,7 +42,7 @@ PLANNED = {
     "qwen2": _LLAMA,
     "gpt_oss": like(
         _MIXTRAL, Setting("num_experts_per_tok", "top_k", lambda hf: hf["experts_per_token"]),
-        Setting("rope_theta", "rope_theta", 150_000.0)),
+        Setting("rope_theta", "rope_theta", 150_000.0), fixed_fields={"sinks": True}),
     "gemma2": _GEMMA,
     "gemma3_text": like(  # published files leave out some settings that have the default of transformers
         _GEMMA, Setting("vocab_size", "vocab_size", 262_208), Setting("num_attention_heads", "n_heads", 8),
@@ -82,11 +82,6 @@ def token_prediction_modules(hf: dict, c: ModelConfig) -> int:
     return hf["num_nextn_predict_layers"] * (layer // c.n_blocks + 2 * c.d_model**2 + 3 * c.d_model + tables)
 
 
-def has_window(hf: dict) -> bool:
-    window, positions = hf.get("sliding_window"), hf.get("max_position_embeddings")
-    return bool(window) and hf.get("use_sliding_window", True) and not (positions and window >= positions)
-
-
 kind_is = lambda *kinds: lambda hf: hf["model_type"] in kinds
 PARTS = (
     Part("attention_bias", "attention biases", lambda hf: hf["model_type"] == "qwen2" or hf.get("attention_bias"),
@@ -95,51 +90,48 @@ PARTS = (
          lambda hf, c: c.n_layers * (2 * c.d_ff + c.d_model)),
     Part("", "biases of routers and experts", kind_is("gpt_oss"),
          lambda hf, c: c.n_layers * c.n_experts * (1 + 2 * c.d_expert + c.d_model)),
-    Part("", "attention sinks", kind_is("gpt_oss"), lambda hf, c: c.n_layers * c.n_heads),
     Part("", "norms after attention and feed-forward layers", kind_is("gemma2", "gemma3_text"),
          lambda hf, c: 2 * c.n_layers * c.d_model),
     Part("", "selection biases of routers, which the planner counts as memory, not as parameters",
          kind_is("deepseek_v3"), lambda hf, c: c.n_blocks * c.n_experts),
     Part("num_nextn_predict_layers", "module for multi-token prediction, with copies of both vocabulary tables",
          lambda hf: hf.get("num_nextn_predict_layers"), token_prediction_modules),
-    Part("sliding_window use_sliding_window max_window_layers layer_types sliding_window_pattern rope_local_base_freq",
-         "sliding windows of {sliding_window} positions: the plan counts attention and the KV cache inside the windows",
-         has_window),
     Part("topk_method", "expert groups: a token uses experts of {topk_group} of {n_group} groups; the plan counts "
          "bytes as if it used all", lambda hf: (hf.get("n_group") or 1) > 1),
     Part("quantization_config", "quantized weights: the plan has weights of the dtype that model.precision sets",
          lambda hf: hf.get("quantization_config")),
-    Part("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar swiglu_limit swiglu_alpha",
-         "caps and scales of single numbers, which cost little", kind_is("gemma2", "gemma3_text", "gpt_oss")),
-    Part("cache_implementation experts_per_token initial_context_length use_bidirectional_attention", "",
-         lambda hf: False),
+    Part("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar swiglu_limit swiglu_alpha "
+         "rope_local_base_freq", "caps and scales of single numbers, which cost little",
+         kind_is("gemma2", "gemma3_text", "gpt_oss")),
+    Part("cache_implementation experts_per_token initial_context_length use_bidirectional_attention sliding_window "
+         "use_sliding_window max_window_layers layer_types sliding_window_pattern", "", lambda hf: False),
 )  # fmt: skip
 
 
-def windowed_share(hf: dict, layers: int) -> float:
-    """Return the fraction of the layers that have a sliding window, as transformers chooses them."""
-    if kinds := [*(hf.get("layer_types") or ())]:
-        return kinds.count("sliding_attention") / len(kinds)
-    every = hf.get("sliding_window_pattern", {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}.get(hf["model_type"], 0))
-    full = hf.get("max_window_layers", 28) if hf["model_type"].startswith("qwen") else layers // every if every else 0
-    return 1 - min(full, layers) / layers
+def read_window(hf: dict, layers: int) -> tuple[str, dict[str, int]]:
+    """Return model.window for the layers that have a window in transformers, and a note if it can't express them."""
+    size, positions, kind = hf.get("sliding_window"), hf.get("max_position_embeddings"), hf["model_type"]
+    if not size or not hf.get("use_sliding_window", True) or (positions and size >= positions):
+        return "", {}
+    every = hf.get("sliding_window_pattern", {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}.get(kind, 0))
+    full = [*range(every - 1, layers, every)] if every else []
+    if kinds := hf.get("layer_types"):
+        full = [number for number, kind in enumerate(kinds) if kind != "sliding_attention"]
+    elif kind.startswith("qwen"):
+        full = [*range(min(hf.get("max_window_layers", 28), layers))]
+    if len(full) == layers:
+        return "", {}
+    every = max(round(layers / len(full)), 2) if full else 0
+    same = full == ([*range(every - 1, layers, every)] if every else [])
+    text = f"{size}:{every}" if every else str(size)
+    note = f"sliding windows in {layers - len(full)} of {layers} layers: the plan has model.window={text}"
+    return text, {} if same else {note: 0}
 
 
 POSITIONS = 4096  # of a sequence in a plan, if the model was not made for shorter ones
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class WindowedConfig(Config):
-    """Settings of a model with sliding windows. Only the planner counts the windows, so they are not a setting."""
-
-    window: int = 1  # positions that a query attends to
-    windowed: float = 0.0  # fraction of the layers with this window; the others attend to the whole sequence
-
-    def to_dict(self) -> dict:
-        return {name: value for name, value in super().to_dict().items() if not name.startswith("window")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,13 +178,12 @@ def read(path: str) -> Published:
     if "config" in hf:
         raise UserError(f"{file} has the settings of a run; pass it with --config {file}")
     try:
-        kind, model, left_out, windows = describe(hf)
-        start = WindowedConfig(window=windows[0], windowed=windows[1]) if windows else Config()
+        kind, model, left_out = describe(hf)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.resolve().parent.name).strip(".-") or kind
         positions = hf.get("max_position_embeddings") or POSITIONS
         settings = {"model": model, "run.name": name, "data.seq_len": min(positions, POSITIONS),
                     "data.input_len": architecture(model).input_len}  # fmt: skip
-        cfg = replace(start, **settings)
+        cfg = replace(Config(), **settings)
     except UserError as error:
         raise UserError(str(error).replace("config.json", str(file), 1)) from None
     except TypeError as error:
@@ -201,9 +192,8 @@ def read(path: str) -> Published:
     return Published(str(file), kind, cfg, left_out, counted)
 
 
-def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int], tuple[int, float] | None]:
-    """Return for a config.json model_type, our settings, {part that the plan leaves out: parameters} and, if there are
-    sliding windows, the two numbers of `WindowedConfig`.
+def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int]]:
+    """Return for a config.json model_type, our settings, and {part that the plan leaves out: parameters}.
 
     Raises: UserError if model_type is unknown, or if a setting that the plan needs is missing or invalid.
     """
@@ -225,7 +215,9 @@ def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int], tuple[int, flo
     family = known[kind]
     # transformers fixes an epsilon of DeepSeek's norms, which a plan doesn't need
     fixed = {name: value for name, value in family.fixed_fields.items() if name != "norm_eps"}
-    c = ModelConfig(**family.initial_fields | field_values(dataclasses.replace(family, fixed_fields=fixed), hf))
+    fields = family.initial_fields | field_values(dataclasses.replace(family, fixed_fields=fixed), hf)
+    fields["window"], note = read_window(hf, fields["n_layers"])
+    c = ModelConfig(**fields)
     explained = {name for part in PARTS for name in part.settings.split()}
     left_out = {part.what.format_map(defaultdict(str, hf)): part.size(hf, c) for part in PARTS if part.present(hf)}
     for name, want in family.hf_fixed.items():
@@ -233,5 +225,4 @@ def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int], tuple[int, flo
             notes[f"{name}={value!r}: the plan has {want!r}"] = 0
     if unknown := [name for name in hf if name not in family.known | explained]:
         notes[f"settings that the planner doesn't know: {', '.join(unknown)}"] = 0
-    windows = (hf["sliding_window"], windowed_share(hf, c.n_layers)) if has_window(hf) else None
-    return kind, c, left_out | notes, windows
+    return kind, c, left_out | note | notes

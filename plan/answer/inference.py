@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from architectures import architecture
 from config import AUTO, AXES, Config, ModelConfig
-from config.fields import DTypeOrAuto
+from config.fields import DTypeOrAuto, parse_window
 from generate.cache import decoding_config
 from pipeline import fit
 from plan.answer import planning
@@ -138,8 +138,7 @@ class Pass:
 
 def cached_positions(cfg: Config, tokens: int) -> float:
     """Return the positions of a sequence in the cache. With sliding windows, it is the mean over the layers."""
-    windowed = getattr(cfg, "windowed", 0)  # see `weights.published.WindowedConfig`
-    return tokens - (windowed * max(tokens - cfg.window, 0) if windowed else 0)
+    return tokens - costs.windowed_share(cfg.model) * max(tokens - parse_window(cfg.model.window).size, 0)
 
 
 def weights(cfg: Config) -> list[Weights]:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import model
 import sharding
 from architectures import architecture
-from config import Config, ModelAtWork
-from config.fields import parse_outer
+from config import Config, ModelAtWork, ModelConfig
+from config.fields import parse_outer, parse_window
 from kernels import attention as attending, grouped
 from kernels.blocks import Reach
 from overlap import experts
@@ -68,9 +68,14 @@ def model_flops_per_token(cfg: Config) -> int:
 
 def share_in_windows(cfg: Config) -> float:
     """Return which fraction of the causal query-key pairs are inside sliding windows: the mean over the layers."""
-    T, windowed = cfg.data.seq_len, getattr(cfg, "windowed", 0)  # see `weights.published.WindowedConfig`
-    W = min(cfg.window, T) if windowed else T
-    return 1 - windowed * (1 - W * (2 * T - W + 1) / (T * (T + 1)))
+    T, W = cfg.data.seq_len, min(parse_window(cfg.model.window).size, cfg.data.seq_len)
+    return 1 - windowed_share(cfg.model) * (1 - W * (2 * T - W + 1) / (T * (T + 1)))
+
+
+def windowed_share(c: ModelConfig) -> float:
+    """Return the fraction of the layers that have a sliding window."""
+    size, every = parse_window(c.window)
+    return 1 - c.n_layers // every / c.n_layers if every else float(size > 0)
 
 
 # What a device does ---------------------------------------------------------------------------------------------------
