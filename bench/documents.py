@@ -23,7 +23,7 @@ from plan import planner
 from plan.answer.show import make_console, make_table
 from plan.chips.hardware import Topology
 from plan.chips.units import amount
-from plan.time import roofline, simulated
+from plan.time import simulated
 from utils import exit_status
 
 HELP = """e.g. python -m bench.documents --path tokens/stdlib-bytes
@@ -70,9 +70,8 @@ def step_plan(args: Arguments) -> planner.Plan:
 def measure(args: Arguments) -> dict:
     """Return the planned seconds of a step and of its attention, without documents and with each layout."""
     plan, n = step_plan(args), args.context
-    chip = plan.topology.chip
-    attention_s = simulated.matmul_slowdown(chip) * sum(
-        row.flops / roofline.peak(plan, row) for row in plan.work if row.kernel == "attention")  # fmt: skip
+    attention = [row for row in plan.work if row.kernel == "attention"]
+    attention_s = sum(simulated.one_matmul_seconds(plan, row, plan.topology.chip) for row in attention)
     data = {"data.path": args.path, "data.seq_len": args.seq_len, "data.batch_size": args.rows}
     rows_BT = dataset.batch(Config(data=preset(args.model, **data).data), 0)["segments_BT"]
     ring_s = lambda work: sum(one.max(axis=0).sum() for one in work)

@@ -16,7 +16,6 @@ from encoder_decoder import BUCKETS
 from kernels import grouped
 from parameters import as_stored
 from pipeline import schedules
-from plan.chips import hiding
 from plan.count import matrices
 from plan.count.costs import (
     LAYERS,
@@ -26,6 +25,7 @@ from plan.count.costs import (
     expert_exchange,
     expert_rows,
     grouped_rows,
+    in_lanes,
     layer_counts,
     logits_tokens,
     received_tokens,
@@ -111,12 +111,10 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece=False
     if remat == "dots":
         outputs = size["gathered"] * ((2 if size["hidden"] else 1) + crosses)
         dots = sum(size[name] for name in ("latents", "queries", "projected", "crossed"))
-        # Without a latent (GQA), a TPU saves neither the normalized input of attention nor its output, except in a
-        # narrow model in one piece. In latent attention in one piece it saves the output.
-        if z.platform == "tpu" and c.attention == "gqa" and not (one_piece and not hiding.is_wide(c)):
-            dots -= size["stream"] + size["gathered"]
-        if z.platform == "tpu" and c.attention == "mla" and one_piece:
-            dots -= size["stream"]
+        if z.platform == "tpu":  # neither the normalized input of attention nor its output, but padded values (GQA)
+            # A scan over the layers of a block copies what they save: about as much as one more array of each layer.
+            dots -= size["gathered"] + size["stream"] * (not one_piece or c.layers_per_block == 1)
+            dots += size["projected"] // 2 * (in_lanes(c.d_head) / c.d_head - 1) * (c.attention == "gqa")
         return (branches * size["stream"] + outputs + dots + (1 + gated) * size["hidden"]) * z.width
 
     # Of attention: operands, outputs (before and after an all-to-all), and the partial outputs of the steps of a ring.
@@ -193,7 +191,7 @@ SCORES_AT_WORK, SCORES_SAVED = 3, 9
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dict[str, float]:
     """Predict one device's peak memory in bytes, by part. The state is exact; temporary arrays are an estimate."""
     c, z = cfg.at_work, Sizes.from_config(cfg, platform)
-    one_piece, w = sched.in_one_piece, weights(cfg)
+    one_piece, on_tpu, w = sched.in_one_piece, platform == "tpu", weights(cfg)
     stored = [replace(x, d=as_stored(x.d, cfg)) for x in w]
     state = sum(x.local_size * x.d.dtype.itemsize for x in stored)
     # What optim.shard_over_data shards is gathered for a step. With gather=step, it is then gathered over fsdp too.
@@ -205,7 +203,6 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
                              else saved_bytes(c, z, kind, c.work.remat, one_piece))  # fmt: skip
     each = [many * (saved_by(kind) + scores * score_bytes(c, z, kind)) for many, kind in there]
     saved = sum(each)
-    on_tpu = platform == "tpu"
     at_work = "fused" if on_tpu else "none"
     counted = c.work.remat == "dots" and not on_tpu  # on a CPU, the outputs of a layer's matmuls are among `saved`
     twice = lambda kind: saved_bytes(c, z, kind, "dots", one_piece) * counted
@@ -217,7 +214,10 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     if repeats_passes(cfg, sched):  # a pass saves its input; its backward pass saves what its layers save
         saved = max(each) + buffers.kept * stream
     else:
-        saved = (buffers.kept + (not one_piece)) * saved / sched.chunks
+        # With "dots" and no stages, a TPU has no slot. It only copies the inputs of branches to another layout.
+        inputs = sum(many * saved_bytes(c, z, kind, "branches") for many, kind in there)
+        copied = inputs if on_tpu and cfg.mesh.stage == 1 and c.work.remat == "dots" else saved
+        saved = (buffers.kept * saved + (not one_piece) * copied) / sched.chunks
     step = c.work.gather == "step"
     table = max(x.gathered_size * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV"))
     # With gather=step, gradients are summed over microbatches in float32. A CPU copies the sums of chunks to send them.

@@ -22,6 +22,8 @@ from sharding import CONTEXT, EXPERT, STAGE, TENSOR
 GPU_TERMS = "matmuls", "attention", "experts", "memory", "weights", "tensor", "tokens", "stages", "layers"
 TPU_TERMS = "matmuls", "attention", "experts", "memory", "weights", "exposed", "slices", "stragglers"
 MATMULS, OTHERS, FIXED = "matmuls", "other ops", ""
+# As in `simulated.py`, but the constants of `measured.py` were fitted to matmuls with these numbers
+SLOWDOWN, MOVED = {"v4": 1.1, "v5e": 1.02, "v5p": 1.16, "v6e": 1.37}, 0.88
 WIDE_UNITS = {"v6e": 256, "tpu7x": 256}  # rows and columns of the matrix units; a narrower head leaves some of it idle
 OVERLAPPED = 1.35  # compute on GPUs takes so much longer than the roofline's, and copies to the host overlap with it
 LAYER_S = 1e-3  # of one layer and microbatch, for the constant `layers`
@@ -88,7 +90,9 @@ def layer_bytes(step: Step, z: Sizes) -> float:
 def tpu_costs(step: Step, parts: dict[str, float]) -> list[Cost]:
     chip = step.topology.chip
     found = [Cost(term_of(one), MATMULS, matmul_seconds(one, step, chip), one.in_slot) for one in step.work]
-    found.append(Cost("memory", OTHERS, parts[OTHERS]))
+    matmuls = sum(one.seconds for one in found)
+    others = simulation.other_bytes(step, chip, of_gates=0)  # other trainers have no `overlap.fusion.compute_once`
+    found.append(Cost("memory", OTHERS, others / chip.hbm_bytes_per_s))
     hidden = {"*".join(x.axes): 0.0 for x in step.traffic if x.part == "weights"}
     for row in (x for x in step.traffic if x.part == "weights"):
         hidden["*".join(row.axes)] += (row.wire_bytes - row.exposed_bytes) / step.speed(row)
@@ -96,7 +100,7 @@ def tpu_costs(step: Step, parts: dict[str, float]) -> list[Cost]:
     between = step.cfg.mesh.between_slices if step.topology.slices > 1 else None
     for name, seconds in parts.items():
         if name == offload.CAUSE:
-            found.append(Cost(FIXED, name, seconds))
+            found.append(Cost(FIXED, name, offload.exposed_seconds(step, matmuls)))
         elif name not in (MATMULS, OTHERS, "bubble"):
             found.append(Cost("slices" if name == between else "exposed", name, seconds))
     if step.topology.slices > 1:
@@ -106,11 +110,11 @@ def tpu_costs(step: Step, parts: dict[str, float]) -> list[Cost]:
 
 
 def matmul_seconds(work, step: Step, chip: hardware.Chip) -> float:
-    """Return the simulated seconds of a matmul. A head narrower than the matrix units leaves some of them idle."""
+    """Return the seconds of a matmul. A head narrower than the matrix units leaves some of them idle."""
     computing, moving = work.flops / roofline.peak(step, work), work.hbm_bytes / chip.hbm_bytes_per_s
     if work.part == "experts":
         return max(computing, moving)
-    slower = simulation.matmul_slowdown(chip)
+    slower = simulation.chip_value(SLOWDOWN, chip)
     if work.kernel == "attention" and chip.key in WIDE_UNITS:
         slower = max(WIDE_UNITS[chip.key] / step.cfg.model.d_head, 1)
-    return slower * computing + simulation.MOVED * moving
+    return slower * computing + MOVED * moving

@@ -14,7 +14,7 @@ from plan.__main__ import main
 from plan.answer import show
 from plan.chips import hardware
 from plan.chips.units import amount
-from plan.time import fit, measured, terms
+from plan.time import fit, measured, simulated, terms
 
 WIDE = {"data.batch_size": 64, "data.seq_len": 4096, "work.remat": "full", "work.gather": "layer"}
 NARROWER = 0.01  # of the variance that is left after one step that depends on a single constant
@@ -25,17 +25,20 @@ def llama(topology, mesh="fsdp=64", **more):
 
 
 def test_a_real_step_multiplies_each_cost_by_its_constant():
-    """Catches a constant of another chip or term, and weight all-gathers that are free because they overlap."""
+    """Catches a constant of another chip or term, weight all-gathers that are free because they overlap, attention that
+    takes as long as the compiled kernel, and gated units that other trainers' programs do not store."""
     one = llama("v4:4x4x4")
-    given = measured.table()["v4", ""].by_term
+    chip, given = one.topology.chip, measured.table()["v4", ""].by_term
     hidden = sum((x.wire_bytes - x.exposed_bytes) / one.speed(x) for x in one.traffic if x.part == "weights")
-    attention = sum(terms.matmul_seconds(x, one, one.topology.chip) for x in one.work if x.kernel == "attention")
+    of = lambda kernel: sum(terms.matmul_seconds(x, one, chip) for x in one.work if x.kernel == kernel)
+    attention, matmuls = of("attention"), of("")
+    others = simulated.other_bytes(one, chip, of_gates=0) / chip.hbm_bytes_per_s
     parts = one.simulated
     exposed = sum(time for name, time in parts.items() if name not in ("matmuls", "other ops", "bubble"))
-    assert hidden > 0 and 0 < attention < parts["matmuls"]
-    wanted = (given["matmuls"] * (parts["matmuls"] - attention) + given["attention"] * attention
-              + given["memory"] * parts["other ops"] + given["weights"] * hidden
-              + given["exposed"] * exposed)  # fmt: skip
+    assert hidden > 0 and 0 < attention < matmuls < parts["matmuls"] < attention + matmuls
+    assert 0 < others < parts["other ops"]
+    wanted = (given["matmuls"] * matmuls + given["attention"] * attention + given["memory"] * others
+              + given["weights"] * hidden + given["exposed"] * exposed)  # fmt: skip
     assert one.estimate.seconds == pytest.approx(wanted)
     assert sum(measured.causes(one, one.simulated).values()) == pytest.approx(wanted)
 

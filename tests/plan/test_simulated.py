@@ -29,19 +29,20 @@ def llama(mesh, topology="v4:4x4x4", **more):
     return of("llama3_8b", topology, mesh=mesh, **{"data.batch_size": 64, "data.seq_len": 4096} | more)
 
 
-# Simulated seconds of the compiled step: `python -m bench.overlap .. --seconds`, 2026-11-24, libtpu 0.0.42.1; those of
-# moe1b over fsdp alone and of dense_124m, 2026-11-30. Rotary embeddings take fewer passes since then.
+# Simulated seconds of the compiled step: `python -m bench.overlap .. --seconds`, 2026-11-30, libtpu 0.0.42.1; on
+# v5e:8x8 with `--run.compiler_options xla_tpu_enable_async_all_to_all=`, because libtpu refuses it for part of a slice.
 PLAYED = {
-    ("llama3_8b", "v4:4x4x4", "fsdp=64", "layer", "full"): 1.237,
-    ("llama3_8b", "v4:4x4x4", "fsdp=64", "layer", "dots"): 1.101,
-    ("llama3_8b", "v4:4x4x4", "fsdp=32,tensor=2", "layer", "full"): 1.357,
-    ("llama3_8b", "v4:4x4x4", "fsdp=16,tensor=4", "layer", "dots"): 1.241,
+    ("llama3_8b", "v4:4x4x4", "fsdp=64", "layer", "full"): 1.219,
+    ("llama3_8b", "v4:4x4x4", "fsdp=64", "layer", "dots"): 1.060,
+    ("llama3_8b", "v4:4x4x4", "fsdp=32,tensor=2", "layer", "full"): 1.347,
+    ("llama3_8b", "v4:4x4x4", "fsdp=16,tensor=4", "layer", "dots"): 1.201,
     ("moe1b", "v4:4x4x2", "fsdp=32", "layer", "dots"): 0.254,
-    ("moe1b", "v4:4x4x2", "fsdp=16,tensor=2", "layer", "dots"): 0.348,
-    ("moe1b", "v4:4x4x2", "stage=2,fsdp=8,tensor=2", "step", "branches"): 0.405,
-    ("mixtral_8x7b", "v4:4x4x4", "fsdp=32,tensor=2", "layer", "full"): 3.014,
-    ("dense_124m", "v5e:4x4", "fsdp=16", "layer", "dots"): 0.259,
-    ("llama3_8b", "v5e:8x8", "fsdp=16,tensor=4", "layer", "full"): 2.615,
+    ("moe1b", "v4:4x4x2", "fsdp=16,tensor=2", "layer", "dots"): 0.321,
+    ("moe1b", "v4:2x4x4", "stage=2,fsdp=8,tensor=2", "step", "branches"): 0.361,
+    ("mixtral_8x7b", "v4:4x4x4", "fsdp=32,tensor=2", "layer", "full"): 3.015,
+    ("dense_124m", "v5e:4x4", "fsdp=16", "layer", "dots"): 0.229,
+    ("dense_124m", "v5e:4x4", "data=4,fsdp=4", "layer", "dots"): 0.251,
+    ("llama3_8b", "v5e:8x8", "fsdp=16,tensor=4", "layer", "full"): 2.545,
 }
 
 
@@ -108,15 +109,21 @@ WIDE, SHORT = {"data.batch_size": 64, "data.seq_len": 4096}, {"data.batch_size":
 
 # Peak memory in GiB of the compiled step; the same commands print it.
 @pytest.mark.parametrize("name, topology, mesh, remat, more, peak", [
-    ("moe1b", "v4:2x4x4", "fsdp=32", "full", {}, 2.00),
+    ("moe1b", "v4:2x4x4", "fsdp=32", "full", {}, 1.94),
     ("moe1b", "v4:4x4x2", "fsdp=32", "dots", {}, 8.78),
-    ("dense_124m", "v4:2x2x4", "data=2,fsdp=4,tensor=2", "dots", SHORT, 2.38),
+    ("moe1b", "v4:2x4x4", "data=2,fsdp=16", "dots", {}, 9.34),
+    ("moe1b", "v4:2x4x4", "stage=2,fsdp=8,tensor=2", "dots", {"work.gather": "step"}, 10.79),
+    ("dense_124m", "v4:2x2x4", "data=2,fsdp=4,tensor=2", "dots", SHORT, 2.07),
+    ("dense_124m", "v4:2x2x4", "fsdp=16", "dots", {}, 3.78),
+    ("dense_124m", "v5e:4x4", "fsdp=16", "dots", {}, 3.82),
     ("llama3_8b", "v4:4x4x4", "fsdp=64", "dots", WIDE, 14.02),
-    ("llama3_8b", "v5e:8x8", "fsdp=16,tensor=4", "full", WIDE, 4.12),
-    ("mixtral_8x7b", "v4:4x4x4", "fsdp=32,tensor=2", "full", WIDE, 15.89),
+    ("llama3_8b", "v4:4x4x4", "fsdp=64", "dots", WIDE | {"data.batch_size": 128, "work.device_batch": 1}, 15.55),
+    ("llama3_8b", "v5e:8x8", "fsdp=16,tensor=4", "full", WIDE, 4.08),
+    ("mixtral_8x7b", "v4:4x4x4", "fsdp=32,tensor=2", "full", WIDE, 15.88),
 ])  # fmt: skip
 def test_planned_peaks_match_compiled_steps(name, topology, mesh, remat, more, peak):
-    """Catches activations that only narrow models save: without them the peak was a fifth too low."""
+    """Catches values of narrow heads that are not padded, and gradient accumulation without stages with a second copy
+    of all that a microbatch saves: the peak of a step of two microbatches was 40% to 60% too high."""
     one = of(name, topology, mesh=mesh, **{"work.remat": remat} | more)
     assert one.peak_bytes / 2**30 == pytest.approx(peak, rel=0.06)
 
@@ -160,7 +167,7 @@ def test_every_ring_of_a_layer_overlaps_with_its_matmul():
     for many, rows in kinds:
         rings = [row for row in rows if isinstance(row, Collective) and row.kind == "collective-permute"]
         flops = [row.flops for row in rows if isinstance(row, Matmul)]
-        overlapped = [simulated.overlapped_flops(ring, rows) for ring in rings]
+        overlapped = [sum(row.flops for row in simulated.overlapped(ring, rows)) for ring in rings]
         assert many and len(rings) == 4 and min(overlapped) > 0 and sum(overlapped) < sum(flops)
 
 
