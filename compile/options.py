@@ -38,7 +38,8 @@ SPARSECORE = {
     "xla_tpu_use_tc_device_shape_on_sc": "true",
     "xla_sc_disable_megacore_partitioning": "true",
 }
-# The all-to-alls of `overlap/gradients.py` overlap with matmuls. libtpu does not warn about the option.
+# The all-to-alls of `overlap/gradients.py` overlap with matmuls. libtpu does not warn about the option, but it refuses
+# all-to-alls over some parts of a slice ("Async all-to-all not supported on limited ICI"), so it is for whole slices.
 ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": "true"}
 # jax's device_kind: "TPU v5" is v5p, "TPU v6 lite" is v6e; other libtpu releases use the other names.
 BY_KIND = dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), SPARSECORE)
@@ -54,6 +55,8 @@ def compiler_options(mesh: Mesh, asked: str = "") -> dict[str, str]:
     ours = OPTIONS.get(device.platform, {}) | BY_KIND.get(device.device_kind, {})
     if device.platform == "gpu" and mesh.devices.size == 1:
         ours = {}  # no communication to overlap
+    if mesh.shape.get("fsdp") != mesh.devices.size:
+        ours = {name: value for name, value in ours.items() if name not in ALL_TO_ALL}
     merged = ours | parse(asked)
     return {name: {"true": True, "false": False}.get(value, value) for name, value in merged.items() if value}
 

@@ -28,7 +28,7 @@ ROOMS = {
     "devices": (175, "utils"),
     "config": (1576, "utils devices"),
     "launch": (2100, ""),
-    "compile": (1246, "utils devices"),
+    "compile": (1249, "utils devices"),
     "sharding": (483, "utils config compile"),
     "kernels": (1301, "sharding"),
     "overlap": (1018, "config compile sharding kernels"),

@@ -39,7 +39,7 @@ OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 def test_each_chip_has_its_own_options():
     """Catches v4's options on every TPU, because on v5p and v6e they overlap no gather or scatter; options that fuse
     a collective with matmuls, which libtpu warns may give wrong results; and overlap options for a single GPU."""
-    told = {kind: options.compiler_options(mesh_of("tpu", kind, tensor=2)) for kind in (
+    told = {kind: options.compiler_options(mesh_of("tpu", kind, fsdp=2)) for kind in (
         "TPU v4", "TPU v5 lite", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e", "TPU7x")}  # fmt: skip
     assert [kind for kind in told if OFFLOAD in told[kind]] == ["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"]
     assert told["TPU v4"] == told["TPU7x"] == options.compiler_options(mesh_of("tpu", "TPU v9", tensor=2))
@@ -87,6 +87,14 @@ def test_trainer_and_planner_refuse_alike(option, words):
     state, batch = compiled.shapes(cfg, mesh)
     with pytest.raises(UserError, match=words), options.option_errors():
         optimizer.train_step(cfg, mesh).lower(state, batch).compile()
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("mesh, wanted", [("fsdp=16", True), ("fsdp=8,tensor=2", False), ("fsdp=4,context=4", False)])
+def test_only_all_to_alls_over_a_whole_slice_are_asynchronous(mesh, wanted):
+    """Catches an option with which libtpu refuses Llama 3 8B on v5e:8x8 over fsdp=16,tensor=4."""
+    found = options.compiler_options(compiled.topology_mesh(MeshConfig.parse(mesh), "v5e:4x4"))
+    assert ("xla_tpu_enable_async_all_to_all" in found) == wanted
 
 
 @pytest.mark.tpu

@@ -29,8 +29,7 @@ def llama(mesh, topology="v4:4x4x4", **more):
     return of("llama3_8b", topology, mesh=mesh, **{"data.batch_size": 64, "data.seq_len": 4096} | more)
 
 
-# Simulated seconds of the compiled step: `python -m bench.overlap .. --seconds`, 2026-11-30, libtpu 0.0.42.1; on
-# v5e:8x8 with `--run.compiler_options xla_tpu_enable_async_all_to_all=`, because libtpu refuses it for part of a slice.
+# Simulated seconds of the compiled step: `python -m bench.overlap .. --seconds`, 2026-11-30, libtpu 0.0.42.1.
 PLAYED = {
     ("llama3_8b", "v4:4x4x4", "fsdp=64", "layer", "full"): 1.219,
     ("llama3_8b", "v4:4x4x4", "fsdp=64", "layer", "dots"): 1.060,
