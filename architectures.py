@@ -1,6 +1,7 @@
 """What differs between architectures: a causal decoder and a prefix LM, which are both `model.py`, and an
 encoder-decoder, `encoder_decoder.py`. Code that runs, plans or converts any of them asks `architecture(c)`."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -11,6 +12,7 @@ import numpy as np
 import encoder_decoder
 import model
 from config import ModelConfig
+from config.fields import parse_window
 
 
 class Stack(NamedTuple):
@@ -65,3 +67,19 @@ def architecture(c: ModelConfig) -> Architecture:
 def declare(c: ModelConfig) -> model.Transformer:
     """Declare every parameter, as `model.declare` and `encoder_decoder.declare`."""
     return architecture(c).module.declare(c)
+
+
+def busiest_stage(c: ModelConfig, stages: int, chunks: int) -> Counter[tuple[str, bool]]:
+    """Count the layers of a pipeline stage by kind and by whether they attend to all positions, without a window.
+
+    It is the stage with the most layers and, of several, the first with the most that attend to all positions.
+    """
+    (window, every), counts = parse_window(c.window), [Counter() for _ in range(stages)]
+    for stack in architecture(c).stacks(c):
+        parts = 1 if stack.name == "prefix" else stages * (chunks if stages > 1 else 1)
+        numbers = stack.numbers.reshape(-1).tolist()
+        size = -(-len(numbers) // parts)
+        for i in range(parts):
+            full = [(x + 1) % every == 0 if every else not window for x in numbers[i * size : (i + 1) * size]]
+            counts[i % stages].update((stack.kind, one) for one in full)
+    return max(counts, key=lambda count: (count.total(), sum(n for (_, full), n in count.items() if full)))

@@ -107,8 +107,14 @@ def _total(found: list[Collective]) -> Total:
     return Total(sum(one.count for one in found), sent(found), sent(one for one in found if not one.hidden))
 
 
-IN_TURN = "each branch runs equally often"
-Share = float | Callable[[float], float] | str  # a number, a function of the executions, or IN_TURN
+class Split(NamedTuple):
+    """A conditional that runs its most expensive branch in this fraction of its executions, and else the others."""
+
+    fraction: float
+
+
+IN_TURN = Split(1 / 2)
+Share = float | Callable[[float], float] | Split  # a number, or a function of the executions
 
 
 class Work(NamedTuple):
@@ -131,9 +137,9 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
 
     mesh    the mesh that the program was compiled for, or the sizes of its axes, outermost first
     shares  named scope -> in which fraction of its executions a conditional in that scope runs its most expensive
-            branch, on the busiest device; the other executions cost nothing. Conditionals inside that branch are not
-            scaled again. Instead of a number, the value may be a function of how often a step reaches the conditional:
-            `lambda ticks: microbatches / ticks`
+            branch, on the busiest device; the other executions cost nothing, or run the other branch (`Split`).
+            Conditionals inside a branch are not scaled again. Instead of a number, the value may be a function of how
+            often a step reaches the conditional: `lambda ticks: microbatches / ticks`
     Raises: ValueError if a loop's trip count or a collective's devices cannot be determined, or if no conditional is in
     a scope of `shares`; UserError for instructions that might communicate without being counted, see `refuse_unknown`.
     """
@@ -143,10 +149,9 @@ def read(text: str, mesh: Mesh | dict[str, int], shares: dict[str, Share] | None
     parts = {part for computation in program.computations.values() for one in computation.values()
              for part in one.contents}  # fmt: skip
     own, found, calls, cost = {}, {}, {}, {}
-    in_turn = {scope for scope, share in (shares or {}).items() if share == IN_TURN}
     for name, computation in program.computations.items():  # a computation comes before its callers
         own[name] = [matmul_work(computation, one) for one in computation.values()]
-        run = [list(calls_of(program, computation, one, cost, in_turn)) for one in computation.values()]
+        run = [list(calls_of(program, computation, one, cost)) for one in computation.values()]
         calls[name] = list(itertools.chain(*run))
         works = [
             add_work([work, *(cost[call.computation].times(call.times) for call in within)])
@@ -196,11 +201,12 @@ class Call:
     computation: str
     times: float = 1
     conditional: str = ""  # scope of the conditional that may skip the call
+    branches: int = 1  # of the conditional
 
 
-def calls_of(program: Program, computation: dict, one: Instruction, cost: dict[str, Work], in_turn=frozenset()):
-    """Yield the computations that an instruction runs: the body of a loop; a conditional's most expensive branch, or
-    all of its branches if it is in a scope of `in_turn`."""
+def calls_of(program: Program, computation: dict, one: Instruction, cost: dict[str, Work]):
+    """Yield the computations that an instruction runs, such as the body of a loop. Of a conditional's branches, `times`
+    is 1 for the most expensive one, and 0 for the others."""
     if one.opcode == "while":
         times = program.trip_count(computation, one)
         yield Call(one.attribute("body="), times)
@@ -208,10 +214,8 @@ def calls_of(program: Program, computation: dict, one: Instruction, cost: dict[s
     elif one.opcode == "conditional":
         branches = one.computations("branch_computations=")
         branches = branches or [one.attribute("true_computation="), one.attribute("false_computation=")]
-        if scopes_in(one.scope, in_turn):
-            yield from (Call(branch, 1 / len(branches), one.scope) for branch in branches)
-        else:
-            yield Call(max(branches, key=cost.get), conditional=one.scope)
+        largest = max(range(len(branches)), key=lambda i: cost[branches[i]])
+        yield from (Call(branch, int(i == largest), one.scope, len(branches)) for i, branch in enumerate(branches))
     elif one.opcode == "call":
         yield Call(one.attribute("to_apply="))
     else:
@@ -230,13 +234,23 @@ def execution_counts(calls: dict[str, list[Call]], entry: str, shares: dict[str,
         for call in calls[name]:
             scopes = scopes_in(call.conditional, shares)
             unused -= scopes
-            factors = [shares[scope] for scope in scopes - spent[name] if shares[scope] != IN_TURN]
-            share = math.prod(one(times[name]) if callable(one) else one for one in factors)
-            times[call.computation] += times[name] * call.times * share
+            new = [shares[scope] for scope in scopes - spent[name]]
+            times[call.computation] += times[name] * share_of(call, new, times[name])
             spent[call.computation] |= spent[name] | scopes
     if unused:
         raise ValueError(f"shares: no conditional is in scope {', '.join(sorted(unused))}")
     return times
+
+
+def share_of(call: Call, shares: list[Share], reached: float) -> float:
+    """Return how often a call runs each time that its instruction does. reached: executions of the instruction"""
+    if not reached:
+        return 0
+    runs = call.times
+    for one in shares:
+        if isinstance(one, Split):
+            runs = one.fraction if call.times else (1 - one.fraction) / (call.branches - 1)
+    return runs * math.prod(one(reached) if callable(one) else one for one in shares if not isinstance(one, Split))
 
 
 # Matmuls --------------------------------------------------------------------------------------------------------------

@@ -101,7 +101,10 @@ def masked_attention(q, k, v_bSgU, seen_bsS, bias_hsS=None):
 def by_platform_and_reach(forms: dict, reach: Reach, is_full, *operands):
     """Call this platform's implementation: with the window, or without it if `is_full` is true."""
     run = lambda reach: by_platform(*operands, **{name: functools.partial(f, reach) for name, f in forms.items()})
-    return jax.lax.cond(is_full[0], lambda: run(Reach(reach.starts)), lambda: run(reach)) if is_full else run(reach)
+    if not is_full:
+        return run(reach)
+    with jax.named_scope("full_or_window"):  # how often a step takes each branch: `plan/trace/compiled.py`
+        return jax.lax.cond(is_full[0], lambda: run(Reach(reach.starts)), lambda: run(reach))
 
 
 # The custom gradient wraps the choice of implementation, so all implementations save the same arrays.

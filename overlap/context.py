@@ -189,13 +189,16 @@ def over_context(c: ModelAtWork, q, parts, keys_values, segments_bs, absorbed=No
     if c.work.context_attention == "all_to_all" and n > 1:
         return over_heads(*operands, sinks_h, Reach(window=window), 0, is_full)
 
-    def gathered():
+    def gathered(is_full=None):
         *every, segments_bS = map(in_order, (*parts, segments_bs))
         reach = Reach(chunk_starts(s, n), window), axis_index(CONTEXT), is_full
         return partial_attention(q, *keys_values(*every), segments_bs, segments_bS, *reach)
 
-    attend, ring = gathered, functools.partial(ring_attention, *operands)
-    if c.work.context_attention == "ring" and n > 1:
-        near = functools.partial(halo_attention, *operands, window) if ring_sends_halo(window, s, n) else gathered
-        attend = ring if not window else near if is_full is None else lambda: jax.lax.cond(is_full, ring, near)
-    return add_sinks(*attend(), sinks_h)
+    if c.work.context_attention != "ring" or n == 1:
+        return add_sinks(*gathered(is_full), sinks_h)
+    ring = functools.partial(ring_attention, *operands)
+    near = functools.partial(halo_attention, *operands, window) if ring_sends_halo(window, s, n) else gathered
+    if not window or is_full is None:
+        return add_sinks(*(near if window else ring)(), sinks_h)
+    with jax.named_scope("full_or_window"):
+        return add_sinks(*jax.lax.cond(is_full, ring, near), sinks_h)

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 
 import model
 import sharding
-from architectures import architecture
+from architectures import architecture, busiest_stage
 from config import Config, ModelAtWork, ModelConfig
-from config.fields import parse_outer, parse_window
+from config.fields import parse_outer, parse_pipeline, parse_window
 from kernels import attention as attending, grouped
 from kernels.blocks import Reach
 from overlap import experts
-from overlap.context import chunk_starts
+from overlap.context import chunk_starts, ring_sends_halo
 from overlap.weights import tokens_go_to_table, vocabulary_slices
 from parameters import as_stored
 from pipeline import fit, schedules
@@ -162,13 +162,24 @@ def received_tokens(c: ModelAtWork, z: Sizes) -> int:
 
 
 def context_exchange(c: ModelAtWork, z: Sizes) -> str:
-    """Return the form of attention over CONTEXT: gather, ring or all_to_all."""
-    return c.work.context_attention if z.mesh[CONTEXT] > 1 else "gather"
+    """Return the form of attention over CONTEXT of a layer of `layer_groups`: gather, all_to_all, ring, or halo, if a
+    ring sends only the positions in windows."""
+    form = c.work.context_attention if z.mesh[CONTEXT] > 1 else "gather"
+    if form == "ring" and c.window:
+        return "halo" if ring_sends_halo(parse_window(c.window).size, z.s, z.mesh[CONTEXT]) else "gather"
+    return form
+
+
+def attended_chunks(c: ModelAtWork, z: Sizes) -> float:
+    """Return how many times its own positions a device attends to, if it has their keys at once."""
+    if context_exchange(c, z) == "halo":
+        return 1 + 2 * parse_window(c.window).size / z.s
+    return z.mesh[CONTEXT]
 
 
 def letters(c: ModelAtWork, z: Sizes) -> dict:
     """Return the sizes, on one device, of the letters in `traced_layer.PRIMES`."""
-    tensor, context, heads = z.mesh[TENSOR], z.mesh[CONTEXT], c.n_heads if c.attention == "mla" else c.n_kv_heads
+    tensor, context, heads = z.mesh[TENSOR], attended_chunks(c, z), c.n_heads if c.attention == "mla" else c.n_kv_heads
     found = {
         "tensor": tensor, "context": context, "expert": z.mesh[EXPERT], "(tensor - 1)": tensor - 1,
         "(context - 1)": context - 1, "b": z.b, "t": z.t, "D": c.d_model, "Q": c.d_query_latent, "C": c.d_kv_latent,
@@ -183,19 +194,10 @@ def letters(c: ModelAtWork, z: Sizes) -> dict:
 
 def as_int(x):
     """Convert a number of positions or heads back to int, after halves in a formula made it a float."""
-    return int(x) if isinstance(x, float) else x
+    return round(x) if isinstance(x, float) else x
 
 
-@functools.cache
-def visits(s: int, S: int, n: int, earlier: int, K: int, U: int, width: int, platform: str) -> attending.Counted:
-    """Count the visits and blocks of one head and sequence.
-
-    n        devices along CONTEXT over which the queries are sharded, see `chunk_starts`
-    earlier  1 if all keys precede all queries, else 0
-    K, U     widths of keys and values, in whole vectors of a TPU
-    """
-    reach = Reach(((S,),) if earlier else chunk_starts(s, n))
-    return attending.count_visits(s, S, reach, K, U, width, platform)
+visits = functools.cache(attending.count_visits)
 
 
 def in_lanes(width: int) -> int:
@@ -209,10 +211,14 @@ def attention_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: S
     queries, keys = parts[0][1], values[1]
     (b, s, h, K), *more, (_, S, g, U) = ([as_int(dim.at(sizes)) for dim in dims] for dims in (*parts, values))
     K, R = (K + more[0][-1], more[0][-1]) if len(more) > 1 else (K, 0)
-    gathers = CONTEXT in keys.letters and CONTEXT not in queries.letters
-    # A ring has two kinds of rows: with the local keys, and with another device's keys, which all precede the queries.
-    n, earlier = (z.mesh[CONTEXT], 0) if gathers else (1, int(queries != keys))
-    counted = visits(s, S, n, earlier, in_lanes(K), in_lanes(U), z.width, z.platform)
+    window = parse_window(c.window).size
+    if context_exchange(c, z) == "halo":  # a device's two chunks are like two sequences
+        b, s, S, starts = 2 * b, s // 2, S // 2, ((window,),)
+    elif CONTEXT in keys.letters and CONTEXT not in queries.letters:
+        starts = chunk_starts(s, z.mesh[CONTEXT])
+    else:  # in a ring, the keys of another device all precede the queries
+        starts = ((0,),) if queries == keys else ((S,),)
+    counted = visits(s, S, Reach(starts, window), in_lanes(K), in_lanes(U), z.width, z.platform)
     moved = attending.hbm_bytes(counted, s, S, h, g, K, U, z.width, R)
     ahead, back = zip(attending.flops(counted, h, K, U), moved, strict=True)
     if z.platform != "tpu" and row.recomputed and z.T <= attending.BLOCK and z.mesh[CONTEXT] == 1:
@@ -264,13 +270,22 @@ def collective_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: 
         part = "routes" if small else "tokens"
     else:
         part = "activations"
-    of = "layer"
+    of, kind, count = "layer", row.kind, row.count.at(sizes)
+    if part == "keys" and context_exchange(c, z) == "halo":
+        kind, positions = "collective-permute", halo_permutes(parse_window(c.window).size, z.s // 2)
+        size, count = size / (sizes["context"] * z.s) * sum(positions) / len(positions), count * len(positions)
     if part == "activations" and arrives and row.branch == "feed_forward":
         of = "feed-forward"
     elif part == "activations" and not arrives and row.branch in ("attention", "cross_attention"):
         of = "attention's sums"
-    return Collective(row.kind, row.axes, size, row.count.at(sizes), part, back=row.backward, of=of,
-                      again=bool(row.recomputed), branch=row.branch, arrives=arrives)  # fmt: skip
+    return Collective(kind, row.axes, size, count, part, back=row.backward, of=of, again=bool(row.recomputed),
+                      branch=row.branch, arrives=arrives)  # fmt: skip
+
+
+def halo_permutes(window: int, chunk: int) -> list[int]:
+    """Return the positions in each collective-permute of `halo_attention`. `chunks_before` has two for the next chunk,
+    and three for each chunk further away, of which a device uses two."""
+    return [min(window - start, chunk) for start in range(0, window, chunk) for _ in range(3 if start else 2)]
 
 
 @functools.cache
@@ -284,7 +299,8 @@ def layer_costs(c: ModelAtWork, z: Sizes, kind: str, shared: bool = False) -> li
     shared  list those that all layers of an encoder or a decoder share instead
     """
     z = z.of_encoder if kind == "encoder" else z
-    way, sizes = with_forms(c, context_exchange(c, z), expert_exchange(c, z)), letters(c, z)
+    form = context_exchange(c, z)  # the operations of a halo are those of gather, with fewer positions
+    way, sizes = with_forms(c, "gather" if form == "halo" else form, expert_exchange(c, z)), letters(c, z)
     return [
         collective_cost(row, sizes, c, z) if row.axes else matmul_cost(row, sizes, c, z)
         for row in traced_layer.layer_rows(way, kind)
@@ -359,20 +375,27 @@ def repeats_passes(cfg: Config, sched: schedules.Schedule) -> bool:
     return architecture(cfg.model).passes > 1 and not sched.in_one_piece
 
 
+@functools.cache
+def layer_groups(c: ModelAtWork, stages: int) -> list[tuple[int, str, ModelAtWork]]:
+    """List (number of layers, their kind, settings in which they all have a window, or none) of the busiest stage."""
+    counts, window = busiest_stage(c, stages, parse_pipeline(c.work.schedule)[1]), parse_window(c.window).size
+    return [(many, kind, replace(c, window="" if full else str(window))) for (kind, full), many in counts.items()]
+
+
 def layer_counts(c: ModelAtWork, z: Sizes) -> dict[str, int]:
-    """Count the layers of each kind on the first stage, which has the whole prefix."""
+    """Count the layers of each kind on the busiest stage."""
     counts = Counter()
-    for stack in architecture(c).stacks(c):
-        counts[stack.kind] += stack.numbers.size // (1 if stack.name == "prefix" else z.mesh[STAGE])
+    for many, kind, _ in layer_groups(c, z.mesh[STAGE]):
+        counts[kind] += many
     return counts
 
 
 def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:
-    """List (number of layers, rows of one layer) for each kind of layer on the first stage, and the rows that all
+    """List (number of layers, rows of one layer) for each kind of layer on the busiest stage, and the rows that all
     layers of an encoder or of a decoder share."""
-    counts = layer_counts(c, z)
-    found = [(many, layer_costs(c, z, kind) if many else []) for kind, many in counts.items()]
-    return found + [(1, layer_costs(c, z, kind, shared=True)) for kind, many in counts.items() if many]
+    groups = layer_groups(c, z.mesh[STAGE])
+    found = [(many, layer_costs(one, z, kind)) for many, kind, one in groups]
+    return found + [(1, layer_costs(one, z, kind, shared=True)) for _, kind, one in groups]
 
 
 @dataclass(frozen=True)
@@ -389,11 +412,10 @@ class Work:
 
 def work(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> list[Work]:
     """List every matmul of one device in a step."""
-    c, z, share = cfg.at_work, Sizes.from_config(cfg, platform), share_in_windows(cfg)
+    c, z = cfg.at_work, Sizes.from_config(cfg, platform)
     once, run = Passes(*(sched.microbatches,) * 4), passes(cfg, sched)
 
     def count(row: Matmul, many: float, run: Passes) -> Work:
-        many *= share if row.kernel == "attention" else 1
         ahead = run.forward + run.again * row.again
         both = zip((row.flops, row.hbm_bytes), row.back or (None, None), strict=True)
         back = lambda x, given: x * (run.inputs + run.weights) if given is None else given * run.inputs

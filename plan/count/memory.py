@@ -21,19 +21,20 @@ from plan.count.costs import (
     LAYERS,
     Sizes,
     Weights,
+    attended_chunks,
     context_exchange,
     expert_exchange,
     expert_rows,
     grouped_rows,
     in_lanes,
-    layer_counts,
+    layer_groups,
     logits_tokens,
     received_tokens,
     repeats_passes,
     vocabulary_slices,
     weights,
 )
-from sharding import CONTEXT, EXPERT, TENSOR
+from sharding import CONTEXT, EXPERT, STAGE, TENSOR
 
 MEANS = {  # what each part of `memory` holds; docs/planner.md and the planner's page show it
     "parameters": "this device's shards of the weights",
@@ -60,7 +61,7 @@ def activations(c: ModelAtWork, z: Sizes, kind: str) -> dict[str, int]:
     hidden: one hidden activation of the feed-forward layer, or of the shared experts
     """
     N, h, g, score, value = z.b * z.s, c.n_heads // z.mesh[TENSOR], c.n_kv_heads // z.mesh[TENSOR], c.d_head, c.d_head
-    keys = z.b * z.T if context_exchange(c, z) == "gather" else N
+    keys = round(N * attended_chunks(c, z)) if context_exchange(c, z) in ("gather", "halo") else N
     latents, projected, shared, crosses = 0, N * 2 * g * c.d_head, 0, kind == "decoder"
     if c.attention == "mla":
         g, score, value, shared = h, c.d_head + c.d_rope, c.d_value, keys * c.d_rope
@@ -196,18 +197,19 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     state = sum(x.local_size * x.d.dtype.itemsize for x in stored)
     # What optim.shard_over_data shards is gathered for a step. With gather=step, it is then gathered over fsdp too.
     gathered = sum(x.local_size * x.d.dtype.itemsize for x, held in zip(w, stored, strict=True) if x.d is not held.d)
-    there = [(many, kind) for kind, many in layer_counts(c, z).items() if many]
+    there = layer_groups(c, z.mesh[STAGE])
     scores = SCORES_SAVED if c.work.remat == "none" else 0
     listed = parse_remat(c.work.remat)
-    saved_by = lambda kind: (listed_bytes(c, z, kind, on_host=False) if listed
-                             else saved_bytes(c, z, kind, c.work.remat, one_piece))  # fmt: skip
-    each = [many * (saved_by(kind) + scores * score_bytes(c, z, kind)) for many, kind in there]
+    saved_by = lambda kind, c: (listed_bytes(c, z, kind, on_host=False) if listed
+                                else saved_bytes(c, z, kind, c.work.remat, one_piece))  # fmt: skip
+    each = [many * (saved_by(kind, one) + scores * score_bytes(c, z, kind)) for many, kind, one in there]
     saved = sum(each)
     at_work = "fused" if on_tpu else "none"
     counted = c.work.remat == "dots" and not on_tpu  # on a CPU, the outputs of a layer's matmuls are among `saved`
-    twice = lambda kind: saved_bytes(c, z, kind, "dots", one_piece) * counted
-    temporary = lambda kind: saved_bytes(c, z, kind, at_work, temporary=True) + exchange_bytes(c, z, kind)
-    work = max(temporary(kind) - twice(kind) + SCORES_AT_WORK * score_bytes(c, z, kind) for _, kind in there)
+    twice = lambda kind, c: saved_bytes(c, z, kind, "dots", one_piece) * counted
+    temporary = lambda kind, c: saved_bytes(c, z, kind, at_work, temporary=True) + exchange_bytes(c, z, kind)
+    work = max(temporary(kind, one) - twice(kind, one) + SCORES_AT_WORK * score_bytes(c, z, kind)
+               for _, kind, one in there)  # fmt: skip
     of_layer = max(sum(x.gathered_size * x.width // x.layers for x in w if x.name.startswith(part))
                    for part in ("prefix.", "blocks.dense.", "blocks.moe.", *LAYERS[2:]))  # fmt: skip
     buffers, stream = sched.slots, sum(one.b * one.t for one in z.streams) * c.d_model * z.width
@@ -215,7 +217,7 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         saved = max(each) + buffers.kept * stream
     else:
         # With "dots" and no stages, a TPU has no slot. It only copies the inputs of branches to another layout.
-        inputs = sum(many * saved_bytes(c, z, kind, "branches") for many, kind in there)
+        inputs = sum(many * saved_bytes(one, z, kind, "branches") for many, kind, one in there)
         copied = inputs if on_tpu and cfg.mesh.stage == 1 and c.work.remat == "dots" else saved
         saved = (buffers.kept * saved + (not one_piece) * copied) / sched.chunks
     step = c.work.gather == "step"

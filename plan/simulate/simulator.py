@@ -137,9 +137,9 @@ class Simulator:
         for place, one in enumerate(computation.values()):
             for flight in begins[place]:
                 clock.begin(flight)
-            within = [call for call in ledger.calls_of(self.program, computation, one, self.seconds) if call.times]
+            within = [*ledger.calls_of(self.program, computation, one, self.seconds)]
             calls += within
-            nested = [call for call in within if call.computation not in self.parts]
+            nested = [call for call in within if call.times and call.computation not in self.parts]
             if nested:
                 clock.skip(sum(call.times * self.seconds[call.computation] for call in nested))
             elif one.opcode in COPYING:

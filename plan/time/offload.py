@@ -26,8 +26,8 @@ def step_bytes(step: Step) -> float:
     if not any((parse_remat(step.cfg.work.remat) or {}).values()):
         return 0.0
     c, z = step.cfg.at_work, Sizes.from_config(step.cfg, step.platform)
-    counts = costs.layer_counts(c, z).items()
-    return sum(many * memory.listed_bytes(c, z, kind, on_host=True) for kind, many in counts)
+    groups = costs.layer_groups(c, step.cfg.mesh.stage)
+    return sum(many * memory.listed_bytes(one, z, kind, on_host=True) for many, kind, one in groups)
 
 
 def host_bytes(step: Step) -> float:

@@ -23,10 +23,10 @@ from jax.sharding import Mesh, NamedSharding
 import optimizer
 import pipeline
 import sharding
-from architectures import architecture
+from architectures import architecture, busiest_stage
 from compile import ledger, options
 from config import Config, MeshConfig
-from config.fields import parse_outer
+from config.fields import parse_outer, parse_pipeline
 from devices import compile_cache
 from pipeline import fit
 from pipeline.step import BATCH_NAMES
@@ -335,5 +335,11 @@ def slot_shares(cfg: Config) -> dict:
     sched = pipeline.schedule(cfg)
     runs = dict.fromkeys(("forward_slot", "backward_slot", "weight_slot"), sched.microbatches * sched.chunks)
     runs |= dict.fromkeys(("loss_slot", "embed"), sched.microbatches)
-    always = {"not_finite": 0.0, "stacks": ledger.IN_TURN}
+    always = {"not_finite": 0.0, "stacks": ledger.IN_TURN, "full_or_window": window_split(cfg)}
     return {scope: lambda ticks, n=n: min(n / ticks, 1.0) for scope, n in runs.items()} | always
+
+
+def window_split(cfg: Config) -> ledger.Split:
+    """Return how often layers of the busiest stage attend to all positions, if the others have sliding windows."""
+    counts = busiest_stage(cfg.model, cfg.mesh.stage, parse_pipeline(cfg.work.schedule)[1])
+    return ledger.Split(sum(many for (_, full), many in counts.items() if full) / counts.total())

@@ -21,7 +21,7 @@ import jax
 import jax.extend.core as jex
 
 from compile.hlo import WRAPPERS
-from compile.ledger import IN_TURN, Share, scopes_in
+from compile.ledger import Share, Split, scopes_in
 from plan.chips import hardware
 from sharding import KERNELS_AS_CALLS, as_tuple
 from utils import UserError
@@ -219,23 +219,27 @@ class Walk:
         return [row for jaxpr in inside for row in self.rows(jaxpr, at.within(equation))]
 
     def conditional_rows(self, equation, at: Place) -> list[Row]:
-        """Return the rows of a conditional's more expensive branch. If `shares` has the conditional's named scope, the
-        counts are multiplied by that fraction of executions."""
+        """Return the rows of a conditional's most expensive branch, or of all branches for a `Split`. If `shares` has
+        the conditional's named scope, the counts are multiplied by that fraction of executions."""
         sides, platforms = equation.params["branches"], equation.params.get("branches_platforms")
         if platforms:  # `lax.platform_dependent`: only one branch is compiled
             names = [("cuda", "rocm") if self.platform == "gpu" else (self.platform,) for _ in sides]
             fits = [p is None or bool({*p} & {*mine}) for p, mine in zip(platforms, names, strict=True)]
             return self.rows(sides[fits.index(True)].jaxpr, at)
         scopes = scopes_in(at.scope, self.shares) - at.counted
-        found = [self.shares[one] for one in scopes if self.shares[one] != IN_TURN]
+        found, splits = ([x for x in map(self.shares.get, scopes) if isinstance(x, Split) == kind] for kind in (0, 1))
         share = math.prod(one(at.times) if callable(one) else one for one in found)
         text = f"{share:.3g} of runs ({', '.join(sorted(scopes))})" if scopes else f"larger of {len(sides)} sides"
         branch = ", ".join(filter(None, (at.branch, text)))
         here = replace(at, times=at.times * share, branch=branch, counted=at.counted | scopes)
-        if len(found) < len(scopes):
-            in_turn = replace(here, times=here.times / len(sides))
-            return [row for side in sides for row in self.rows(side.jaxpr, in_turn)]
-        return max((self.rows(side.jaxpr, here) for side in sides), key=branch_order)
+        found = [self.rows(side.jaxpr, here) for side in sides]
+        largest = max(found, key=branch_order)  # the first of equals, as in the backward pass
+        others = [rows for rows in found if rows is not largest]
+        for split in splits:
+            rest = (1 - split.fraction) / len(others)
+            parts = [(largest, split.fraction), *((rows, rest) for rows in others)]
+            return [replace(row, count=row.count * factor) for rows, factor in parts for row in rows]
+        return largest
 
     def check_mesh(self, equation) -> None:
         """Raises: UserError for a `shard_map` on a mesh other than the requested one."""

@@ -10,6 +10,7 @@ import pytest
 
 from config import preset, replace
 from config.flags import starting_point
+from kernels import attention
 from plan import __main__ as plan_command, planner
 from plan.__main__ import main
 from utils import UserError
@@ -112,22 +113,30 @@ def test_the_window_and_the_layers_that_have_it_are_read(name, changes, window, 
 
 
 def test_attention_is_counted_inside_the_windows(tmp_path):
-    """By hand, for layers with windows of 4,096 and 0 positions. Catches windows that a flag or a search drops, and
-    windows that shorten other matmuls."""
+    """By hand, for layers with windows of 4,096 and 0 positions. Catches windows in all layers or in none, blocks of
+    keys that no window reaches, and windows that shorten other matmuls."""
     words = ["--topology", "v5p:4x4x4", "--data.batch_size", "64", "--data.seq_len", "16384", "--work.remat", "full",
              "--work.gather", "layer", "--work.device_batch", "1"]  # fmt: skip
     folder = write(tmp_path, MODELS["gemma-2-9b"]["config"] | {"max_position_embeddings": 32768})
     cfg, args = plan_command.parse([folder, *words, "--mesh", "fsdp=64"], published.read(folder).config)
-    T, W = 16384, 4096
+    T, W, block = 16384, 4096, 512
     inside = sum(min(position + 1, W) for position in range(T))
-    share = (inside + T * (T + 1) // 2) / 2 / (T * (T + 1) // 2)
+    pairs = T * (T + 1) // 2
     ours, whole = (planner.plan(replace(cfg, **{"model.window": text}), args.topology) for text in ("4096:2", ""))
-    for one, other in zip(ours.work, whole.work, strict=True):
-        factor = share if one.kernel == "attention" else 1
-        assert (one.flops, one.hbm_bytes) == pytest.approx((factor * other.flops, factor * other.hbm_bytes))
-    scores = 6 * 2 * cfg.model.n_layers * cfg.model.n_heads * cfg.model.d_head * (T * (T + 1) // 2)
-    assert whole.model_flops - ours.model_flops == pytest.approx((1 - share) * scores)
-    assert ours.step_s < whole.step_s
+    span = attention.blocks_per_span(T, 256, 256, block, 2)  # of keys: the backward pass visits each at least once
+    starts = range(0, T // block, span)
+
+    def cost(window):  # of the forward pass, again, and of the backward pass, in matmuls of two blocks
+        seen = [range(max(query - window // block, 0), query + 1) for query in range(T // block)]
+        back = (len({*keys} & {*range(start, start + span)}) or 1 for keys in seen for start in starts)
+        return 2 * 2 * sum(map(len, seen)) + 5 * sum(back)
+
+    by_kernel = [sum(one.flops for one in plan.work if one.kernel == "attention") for plan in (ours, whole)]
+    assert by_kernel[0] / by_kernel[1] == pytest.approx((cost(W) / cost(T) + 1) / 2)
+    others = [sum(one.flops for one in plan.work if one.kernel != "attention") for plan in (ours, whole)]
+    assert others[0] == others[1] and ours.step_s < whole.step_s
+    scores = 6 * 2 * cfg.model.n_layers * cfg.model.n_heads * cfg.model.d_head
+    assert whole.model_flops - ours.model_flops == pytest.approx(scores * (pairs - inside) / 2)
 
 
 NOTES = [  # changes of Llama 2's config.json -> the part that is left out, and its parameters
