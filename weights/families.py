@@ -240,12 +240,15 @@ _COMMON = (
     Setting("rope_scaling", "rope_scaling", "", rope_scaling_from_hf, rope_scaling_to_hf),
 )
 _HEAD_DIM = Setting("head_dim", "d_head", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
+# Published files of Mistral 7B from version 0.2 on, and of Mixtral, have null.
+_WINDOW = Setting("sliding_window", "window", "", str, lambda text: int(text) if text else None)
 _HF_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
-_UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0}
+_UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0, "window": ""}
 _DECODER_ONLY = _UNSUPPORTED_FIELDS | {"encoder_layers": 0}
 _FIXED_FIELDS = _DECODER_ONLY | dict(
     rope_dims=0, qk_norm=False, activation="swiglu", parallel_residual=False, bias=False, norm="rms"
 )
+_WINDOWED = {name: value for name, value in _FIXED_FIELDS.items() if name != "window"}
 
 FAMILIES = {
     "llama": Family(
@@ -255,6 +258,13 @@ FAMILIES = {
         _FIXED_FIELDS | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0}, (), {},
         _HF_FIXED | {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}, {},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *SWIGLU)),
+    "mistral": Family(
+        "MistralForCausalLM",
+        (*_COMMON, _HEAD_DIM, _WINDOW._replace(absent=lambda hf: "" if "sliding_window" in hf else "4096"),
+         Setting("intermediate_size", "d_ff"),
+         Setting("rope_theta", "rope_theta", 10_000.0), Setting("num_key_value_heads", "n_kv_heads")),
+        _WINDOWED | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0}, (), {},
+        _HF_FIXED, {}, OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *SWIGLU)),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         (*_COMMON, Setting("head_dim", "d_head", 128), Setting("intermediate_size", "d_ff"),
@@ -277,12 +287,13 @@ FAMILIES = {
         OUTSIDE, (*NORMS, *QK_NORMS, *GROUPED_ATTENTION, *DEEPSEEK_MOE)),
     "mixtral": Family(
         "MixtralForCausalLM",
-        (*_COMMON, _HEAD_DIM, Setting("intermediate_size", "d_expert"), Setting("rope_theta", "rope_theta", 1e6),
-         Setting("num_key_value_heads", "n_kv_heads"), Setting("num_local_experts", "n_experts"),
+        (*_COMMON, _HEAD_DIM, _WINDOW, Setting("intermediate_size", "d_expert"),
+         Setting("rope_theta", "rope_theta", 1e6), Setting("num_key_value_heads", "n_kv_heads"),
+         Setting("num_local_experts", "n_experts"),
          Setting("num_experts_per_tok", "top_k"), Setting("router_aux_loss_coef", "balance_loss", 0.001)),
-        _FIXED_FIELDS | {"attention": "gqa", "router": "softmax", "moe_every": 1, "dense_prefix": 0, "n_shared": 0,
+        _WINDOWED | {"attention": "gqa", "router": "softmax", "moe_every": 1, "dense_prefix": 0, "n_shared": 0,
                        "normalize_gates": True, "routed_scaling": 1.0, "balance_rate": 0.0, "expert_groups": (1, 1)},
-        (), {}, _HF_FIXED | {"sliding_window": None, "router_jitter_noise": 0.0}, {},
+        (), {}, _HF_FIXED | {"router_jitter_noise": 0.0}, {},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *MIXTRAL_MOE)),
     "arcee": Family(
         "ArceeForCausalLM",
@@ -373,6 +384,8 @@ def family_of(c: ModelConfig) -> str:
         return "qwen3_moe" if c.n_experts else "qwen3"
     if c.n_experts:
         return "mixtral"
+    if c.window:
+        return "mistral"
     return "llama" if c.activation == "swiglu" else "arcee"
 
 

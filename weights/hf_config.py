@@ -3,7 +3,7 @@
 from typing import Any
 
 from config import ModelConfig
-from config.fields import Count, Size, check_value, hints
+from config.fields import Count, Size, check_value, hints, parse_window
 from utils import UserError, suggest
 from weights import families
 from weights.families import REQUIRED, Family, family_of
@@ -111,6 +111,8 @@ def check_fits(c: ModelConfig, kind: str) -> None:
     family = families.FAMILIES[kind]
     faults = [f"model.{name}={getattr(c, name)!r} (only {want!r} is supported)"
               for name, want in family.fixed_fields.items() if getattr(c, name) != want]  # fmt: skip
+    if "window" not in family.fixed_fields and parse_window(c.window).full_every:
+        faults.append(f"model.window={c.window!r} (all layers have the same window)")
     faults += [f"model.{name}={getattr(c, name)!r} (0 is not supported)" for name in family.positive_fields
                if not getattr(c, name)]  # fmt: skip
     if c.n_experts and c.top_k == 1 and c.normalize_gates:

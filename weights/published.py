@@ -38,7 +38,6 @@ _GEMMA = like(
     hf_fixed=_LLAMA.hf_fixed | {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
 )  # fmt: skip
 PLANNED = {
-    "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "gpt_oss": like(
         _MIXTRAL, Setting("num_experts_per_tok", "top_k", lambda hf: hf["experts_per_token"]),

@@ -25,9 +25,9 @@ CASES = {
     "test_cached_logits_equal_the_full_forward": "[gqa, softmax router, no bias, none shared]",
     "test_the_plan_matches_the_compiled_step": "[ring over context, grouped queries]",
     "test_every_schedule_computes_the_same_gradients": "[prefix stage=2 schedule=sequential microbatches=2]",
-    "test_what_our_model_cannot_do_is_refused_by_name": "[mistral-sliding_window-4096]",
-    "test_converted_weights_say_what_the_library_says": "[mistral]",
-    "test_there_and_back_is_bit_equal": "[mistral]",
+    "test_what_our_model_cannot_do_is_refused_by_name": "[ministral-sliding_window-4096]",
+    "test_converted_weights_say_what_the_library_says": "[ministral]",
+    "test_there_and_back_is_bit_equal": "[ministral]",
 }
 # Tests that compile a model.
 SLOW = {"test_cached_logits_equal_the_full_forward", "test_the_plan_matches_the_compiled_step",
@@ -85,19 +85,19 @@ def copy_with(steps: list[Step], root: Path) -> Path:
         else:
             for words in step.lines:
                 subprocess.run([sys.executable, *words.split()[1:]], cwd=root, check=True, stdout=subprocess.DEVNULL)
-    if "mistral" in (root / "tests/weights/test_convert.py").read_text(encoding="utf-8"):
+    if "ministral" in (root / "tests/weights/test_convert.py").read_text(encoding="utf-8"):
         make_witness(root / "tests/weights/fixtures")
     return root
 
 
 def make_witness(fixtures: Path) -> None:
-    """Write the reference that `make_reference.py` would, without its library. Without a sliding window Mistral equals
-    Llama, so Llama's reference with Mistral's settings is valid."""
-    shutil.copytree(fixtures / "llama", fixtures / "mistral")
-    path = fixtures / "mistral" / "config.json"
+    """Write the reference that `make_reference.py` would, without its library. Without a sliding window Ministral
+    equals Llama, so Llama's reference with Ministral's settings is valid."""
+    shutil.copytree(fixtures / "llama", fixtures / "ministral")
+    path = fixtures / "ministral" / "config.json"
     hf = {name: x for name, x in json.loads(path.read_text()).items()
           if name not in ("attention_bias", "mlp_bias", "pretraining_tp")}  # fmt: skip
-    hf |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+    hf |= {"architectures": ["MinistralForCausalLM"], "model_type": "ministral", "sliding_window": None}
     path.write_text(json.dumps(hf))
 
 

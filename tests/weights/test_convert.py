@@ -32,8 +32,8 @@ from weights.hf_config import config_from_hf, config_to_hf, with_old_names
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/weights/fixtures"
 # Each divides its family's odd sizes. Llama's two key heads stay on one device, or their order would not matter.
-MESHES = {"llama": "fsdp=2,context=2", "qwen3": "fsdp=2,tensor=2", "qwen3_moe": "expert=2,tensor=2",
-          "mixtral": "expert=2,tensor=2", "deepseek_v3": "context=2,tensor=2",
+MESHES = {"llama": "fsdp=2,context=2", "mistral": "context=2,tensor=2", "qwen3": "fsdp=2,tensor=2",
+          "qwen3_moe": "expert=2,tensor=2", "mixtral": "expert=2,tensor=2", "deepseek_v3": "context=2,tensor=2",
           "arcee": "fsdp=2,tensor=2", "t5": "fsdp=2,tensor=2",
           "gptj": "fsdp=2,context=2,tensor=2"}  # fmt: skip
 every_family = pytest.mark.parametrize("family", FAMILIES)

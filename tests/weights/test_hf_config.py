@@ -17,7 +17,7 @@ UNSUPPORTED = [
     ("llama", "rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
     ("llama", "rope_parameters", {"rope_theta": 5e5, "partial_rotary_factor": 0.5}),
     ("llama", "model_type", "lama"), ("llama", "sliding_window", 4096), ("llama", "window", 7),
-    ("mixtral", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1),
+    ("arcee", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1), ("mistral", "attention_bias", True),
     ("deepseek_v3", "n_group", 3), ("deepseek_v3", "topk_group", 5), ("deepseek_v3", "num_experts_per_tok", 1),
     ("mixtral", "num_experts_per_tok", 1),
     ("deepseek_v3", "rope_interleave", False), ("deepseek_v3", "rms_norm_eps", 1e-5),
@@ -90,6 +90,7 @@ DENSE_ONLY = ("d_rope d_value d_query_latent d_kv_latent top_k n_shared d_expert
               "routed_scaling expert_groups")  # fmt: skip
 UNUSED = {"llama": DENSE_ONLY, "arcee": DENSE_ONLY, "qwen3": DENSE_ONLY,
           "qwen3_moe": "d_rope d_value d_query_latent d_kv_latent",
+          "mistral": DENSE_ONLY,
           "mixtral": "d_rope d_value d_query_latent d_kv_latent d_ff",
           "deepseek_v3": "n_kv_heads",
           "gptj": DENSE_ONLY,
@@ -104,6 +105,29 @@ def test_every_setting_of_ours_is_known_to_a_family(family):
         {s.field for s in FAMILIES[family].settings} | set(FAMILIES[family].fixed_fields) | set(init_from.KEPT_SETTINGS)
     )
     assert known | set(UNUSED[family].split()) == {f.name for f in dataclasses.fields(ModelConfig)}
+
+
+@pytest.mark.parametrize("window, size", [("", None), ("4096", 4096)])
+def test_a_window_round_trips(window, size):
+    """Catches a window that is lost or stored as text, and a model without windows that gets the library's default."""
+    c = dataclasses.replace(preset("llama3_8b").model, rope_scaling="", window=window)
+    for model, kind in ((c, "mistral"), (dataclasses.replace(preset("mixtral_8x7b").model, window=window), "mixtral")):
+        hf = config_to_hf(model, kind=kind)
+        assert "sliding_window" in hf and hf["sliding_window"] == size
+        assert config_from_hf(hf).window == window
+    assert config_to_hf(c)["model_type"] == ("mistral" if window else "llama")
+    del hf["sliding_window"]
+    assert config_from_hf(hf).window == ""  # transformers' default for Mixtral, but not for Mistral
+    mistral = {name: x for name, x in config_to_hf(c, kind="mistral").items() if name != "sliding_window"}
+    assert config_from_hf(mistral).window == "4096"
+
+
+@pytest.mark.parametrize("kind, window", [("mistral", "1024:6"), ("mixtral", "1024:6"), ("llama", "1024")])
+def test_a_window_that_the_library_cannot_express_is_refused(kind, window):
+    """Catches layers without a window that get one in transformers, and windows that are dropped."""
+    c = preset("mixtral_8x7b" if kind == "mixtral" else "llama3_8b").model
+    with pytest.raises(UserError, match=f"cannot express .*model.window='{window}'"):
+        config_to_hf(dataclasses.replace(c, window=window), kind=kind)
 
 
 def test_unnormalized_gates_round_trip():
