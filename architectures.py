@@ -72,7 +72,7 @@ def declare(c: ModelConfig) -> model.Transformer:
 def busiest_stage(c: ModelConfig, stages: int, chunks: int) -> Counter[tuple[str, bool]]:
     """Count the layers of a pipeline stage by kind and by whether they attend to all positions, without a window.
 
-    It is the stage with the most layers and, of several, the first with the most that attend to all positions.
+    Stages are compared by their layers, then by the layers without a window; the first stage wins a tie.
     """
     (window, every), counts = parse_window(c.window), [Counter() for _ in range(stages)]
     for stack in architecture(c).stacks(c):

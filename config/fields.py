@@ -199,7 +199,7 @@ class Window(NamedTuple):
     """Sliding windows of attention."""
 
     size: int = 0  # positions to which a query attends, its own and those before it; 0: all
-    full_every: int = 0  # n: every n-th layer attends to all positions; 0: none does
+    full_every: int = 0  # n: every n-th layer has no window; 0: all layers have it
 
 
 @functools.lru_cache(maxsize=64)
@@ -211,7 +211,7 @@ def parse_window(text: str) -> Window:
     found = Window(*map(int, text.split(":"))) if re.fullmatch(r"\d+(:\d+)?", text) else Window()
     if text and (found.size < 1 or (":" in text and found.full_every < 2)):
         raise UserError(f"model.window={text!r}: should be a number of positions, such as 4096, or 1024:6 if every 6th "
-                        "layer attends to all positions")  # fmt: skip
+                        "layer (2 or more) attends to all positions")  # fmt: skip
     return found
 
 

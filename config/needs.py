@@ -16,7 +16,7 @@ class Needs(NamedTuple):
     """A condition for a setting to have an effect. An error suggests to set `name` to `value`."""
 
     name: str  # another setting
-    value: Any  # a value of it with which the condition holds
+    value: Any  # a value of it with which the condition holds, or fn(Config) -> such a value
     user: str = ""  # what uses the setting; empty: that value alone
     test: Callable[[Any], bool] | None = None  # whether a Config fulfills the condition; None: compare with `value`
 
@@ -40,7 +40,7 @@ SEVERAL_EXPERTS = EXPERTS, Needs("model.top_k", 2, "model.top_k above 1", lambda
 NO_CAPACITY = Needs("model.capacity_factor", 0, "a model without a capacity",
                     lambda cfg: not cfg.model.n_experts or not cfg.model.capacity_factor)  # fmt: skip
 NO_WINDOW = Needs("model.window", '""', "a model without sliding windows", lambda cfg: not cfg.model.window)
-LONGER = Needs("data.seq_len", 8192, "a sequence that is longer than the window",
+LONGER = Needs("data.seq_len", lambda cfg: 2 * parse_window(cfg.model.window).size, "a sequence longer than the window",
                lambda cfg: parse_window(cfg.model.window).size < cfg.data.seq_len)  # fmt: skip
 DROPLESS = EXPERTS, NO_CAPACITY
 DENSE_LAYERS = Needs("model.dense_prefix", 1, "a model with dense layers", lambda cfg: cfg.model.has_dense_layers)
@@ -79,7 +79,8 @@ def refuse_unused(cfg, names: Iterable[str], mesh_known: bool = True) -> None:
         if need is None or (need.name.startswith("mesh.") and not mesh_known):
             continue
         group, _, other = need.name.partition(".")
-        flag, has = f"add --{need.name} {need.value}", f"{need.name} is {read(cfg, need.name)!r} here"
+        value = need.value(cfg) if callable(need.value) else need.value
+        flag, has = f"add --{need.name} {value}", f"{need.name} is {read(cfg, need.name)!r} here"
         if group == "mesh":
             flag, has = f"add {other}={need.value} to --mesh", f"the mesh is {cfg.mesh}"
         raise UserError(f"{name}={read(cfg, name)!r} has no effect: only {need.user or f'{other}={need.value!r}'} uses "

@@ -93,19 +93,19 @@ class WorkConfig:
         Literal["auto", "gather", "ring", "all_to_all"], Baseline("gather", "gather"), CONTEXT
     ] = AUTO
     # which positions of a sequence each device along context gets. positions: an early and a late chunk of it;
-    # documents: an early and a late part of each packed document, which balances the work of attention
+    # documents: an early and a late part of each packed document
     context_layout: Annotated[
         Literal["auto", "positions", "documents"],
         Baseline("positions", "positions"),
         *(CONTEXT, MASKED, NO_CAPACITY, NO_WINDOW),
     ] = AUTO
-    # how tokens reach dropless experts along expert. gathered: all-gather all tokens; routed: send a token only to the
-    # devices that have its experts
+    # how tokens reach dropless experts along expert. gathered: all-gather all tokens; routed: send a token only to
+    # devices with its experts
     expert_exchange: Annotated[
         Literal["auto", "gathered", "routed"], Baseline("gathered", "routed"), *DROPLESS, EXPERT
     ] = AUTO
     # how devices that shard a matrix compute Muon's update. gather: each all-gathers every matrix; owner: each receives
-    # some of the matrices, and sends the updates back
+    # some, and returns their updates
     muon_layout: Annotated[Literal["auto", "gather", "owner"], Baseline("gather", "owner"), MUON] = AUTO
     # compute the loss in chunks: a device never stores more logits than this number of tokens has
     loss_chunk: Annotated[SizeOrAuto, Baseline(512)] = AUTO
@@ -170,16 +170,14 @@ class ModelConfig:
     # gqa: rotate only the first coordinates of a head, such as 64 of 256 in GPT-J; 0: all
     rope_dims: Annotated[Count, GQA, *ROPE] = 0
     rope_theta: Annotated[Positive, *ROPE] = 10_000.0  # RoPE base (theta)
-    # scale RoPE's frequencies for a longer context: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192, or yarn
-    # (arXiv:2309.00071) with the same numbers, then optionally DeepSeek's MSCALE:MSCALE_ALL; empty: no scaling
+    # scale RoPE for a longer context: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192, or yarn with the same
+    # numbers (arXiv:2309.00071), then optionally DeepSeek's MSCALE:MSCALE_ALL; empty: no scaling
     rope_scaling: Annotated[str, Form(parse_rope_scaling), *ROPE] = ""
     qk_norm: Annotated[bool, GQA] = False  # gqa: apply RMSNorm to each head's query and key before RoPE, as in Qwen3
     no_rope_every: Annotated[Count, Affects.OWN, ROPE[0]] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
-    # sliding window: a query attends to this number of positions, its own and those before it; 1024:6: every 6th layer
-    # attends to all positions; empty: all layers do
+    # sliding window of attention: 1024 positions; 1024:6: every 6th layer attends to all; empty: none
     window: Annotated[str, Form(parse_window), LONGER] = ""
-    # gqa: attention sinks, a learned score of each head that takes a share of every softmax, as in gpt-oss
-    sinks: Annotated[bool, Affects.OWN, GQA] = False
+    sinks: Annotated[bool, Affects.OWN, GQA] = False  # gqa: sinks, a learned logit per head in each softmax
     d_ff: Annotated[Size, DENSE_LAYERS] = 512  # hidden dimension of a dense feed-forward layer
     activation: Literal["swiglu", "gelu", "geglu"] = "swiglu"  # nonlinearity of feed-forward layers and of experts
     parallel_residual: bool = False  # attention and feed-forward layer have the same input; needs gqa and no experts
@@ -192,7 +190,7 @@ class ModelConfig:
     moe_every: Annotated[Size, EXPERTS] = 1
     dense_prefix: Count = 0  # number of dense layers before the repeated blocks of moe_every layers
     router: Annotated[Literal["sigmoid", "softmax"], EXPERTS] = "sigmoid"  # score function before the top-k
-    # number of groups of routed experts, and in how many groups, the best ones, a token may use experts
+    # number of groups of routed experts, and in how many of them, the best, a token may use experts
     expert_groups: Annotated[tuple[Size, Size], EXPERTS] = (1, 1)
     # divide the weights of a token's experts (gates) by their sum; ignored with top_k=1
     normalize_gates: Annotated[bool, *SEVERAL_EXPERTS] = True
@@ -397,7 +395,7 @@ class RunConfig:
     # yes: train if the planner predicts that the run fits in memory; no: train anyway; only: check the settings,
     # tokens, mesh and run directory without training and without using a device
     check: Annotated[Literal["yes", "no", "only"], Affects.START] = "yes"
-    # number of CPU devices to simulate, for a mesh larger than the machine; 0: use the machine's devices
+    # number of CPU devices to simulate, for a mesh larger than the machine; 0: the machine's devices
     devices: Annotated[Count, tyro.conf.arg(aliases=["--devices"])] = 0
     # XLA options, as NAME=VALUE,.., in addition to those in compile/options.py; NAME= removes an option
     compiler_options: str = ""

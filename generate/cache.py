@@ -92,10 +92,10 @@ def cache_spec(c: ModelConfig):
 
 
 def cached_slots(c: ModelConfig, mesh: Mesh, slots: int, piece: int, numbers: Sequence[int]) -> int:
-    """Return the slots per sequence of the layers with these numbers, one on each stage, where shapes are the same.
+    """Return the slots per sequence of these layers, one per stage, whose caches have the same shape.
 
-    If all have a window, it is window + piece - 1. So a call of `piece` tokens overwrites no position to which its
-    first token attends.
+    If all have a window, window + piece - 1, rounded up to a multiple of the devices along CONTEXT, are enough: a call
+    of `piece` tokens then overwrites no position to which its first token attends.
     """
     window, every = parse_window(c.window)
     if not window or not piece or (every and any((number + 1) % every == 0 for number in numbers)):
@@ -154,9 +154,10 @@ def first_slot(S: int):
 
 
 def seen_slots(positions_bs, S: int, window: int = 0, is_full=False):
-    """Return which of this device's S slots each token attends to: those up to its position. Slot i holds position i.
+    """Return which of this device's S slots each token attends to. Without a window, slot i holds position i.
 
-    window  in a rolling cache, in which a slot holds the last of its positions up to that of the row's last token
+    window   if not 0, slot i holds the row's newest position p for which p % slots == i
+    is_full  True: ignore the window; it may be traced
     Shapes: [b, s] -> [b, s, S].
     """
     slot_11S = first_slot(S) + jnp.arange(S)[None, None, :]

@@ -18,10 +18,10 @@ Starts = tuple[tuple[int, ...], ...]  # for each device, the key positions at wh
 
 
 class Reach(NamedTuple):
-    """Which keys a query attends to, by their positions in the key sequence. A kernel is compiled for each."""
+    """Which keys a query attends to, by their positions in the key sequence. Each value compiles its own kernel."""
 
     starts: Starts = ((0,),)
-    window: int = 0  # a query attends to this many positions, its own and those before it; 0: to all before it
+    window: int = 0  # a query attends to this many positions, its own and the ones before it; 0: no limit
 
     def includes(self, query, key):
         """Return whether queries at some positions attend to keys at others. Both are arrays, which broadcast."""

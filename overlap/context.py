@@ -2,7 +2,7 @@
 
 All-gather and ring send the same bytes, but in a ring a device holds the chunks of at most two devices at a time.
 The all-to-alls reshard from positions to heads (Ulysses): each device then has all positions of some heads.
-With `ring`, a layer with a sliding window receives only the positions that its windows reach (`halo_attention`).
+With `ring`, a layer with a short sliding window receives only the keys in its windows (`halo_attention`).
 """
 
 import functools
@@ -40,9 +40,9 @@ def merge_softmaxes(softmax, other):
 
 
 def add_sinks(mixed_bshU, log_sum_bsh, sinks_h):
-    """Return attention with sinks: one more key per head, with the value 0 and the same score for all queries.
+    """Return attention with sinks: one more key per head, whose value vector is 0 and whose score is in sinks_h.
 
-    sinks_h  the scores of these keys; None: there are no sinks. Source: gpt-oss, arXiv:2508.10925, 2.2
+    sinks_h  None: there are no sinks. Source: gpt-oss, arXiv:2508.10925, section 2.2
     """
     if sinks_h is None:
         return mixed_bshU
@@ -91,7 +91,7 @@ def ring_attention(q, parts, keys_values, segments_bs):
 
 
 def chunks_before(first, second, k: int):
-    """Return the chunks that are k places before this device's two chunks in the sequence; zeros if there are none.
+    """Return the chunks that are k places before this device's two chunks, with zeros before the first chunk of all.
 
     Of n devices along CONTEXT, device i has chunks i and 2n - 1 - i. Shapes: two trees of arrays -> the same.
     Sends: at most both arrays.
@@ -100,7 +100,7 @@ def chunks_before(first, second, k: int):
     device = lambda chunk: min(chunk, 2 * n - 1 - chunk)
 
     def move(x, chunks):
-        """Send x to the devices that have these chunks, from those that have the chunks k places before."""
+        """For each of these chunks, send x from the device with the chunk k places before to the chunk's device."""
         pairs = [(device(chunk - k), device(chunk)) for chunk in chunks]
         sent = [(source, to) for source, to in pairs if source != to]
         received = permute(x, CONTEXT, sent, in_branch=layers_in_branch()) if sent else jax.tree.map(jnp.zeros_like, x)
@@ -116,11 +116,11 @@ def halo_attention(q, parts, keys_values, segments_bs, window: int):
     """Attend to the last `window` positions; a device receives the `window` positions before each of its two chunks.
 
     The two chunks of queries attend in one call, like two sequences.
-    Sends: `parts` of 2 * window positions, where a ring sends those of (n - 1) * s (n = CONTEXT).
+    Sends: at most 2 * window positions of `parts`; a ring sends (n - 1) * s (n = CONTEXT).
     """
     b, chunk = len(segments_bs), segments_bs.shape[1] // 2
     halves = lambda x: (x[:, :chunk], x[:, chunk:])
-    own = list(zip(*map(halves, (*parts, segments_bs + 1)), strict=True))  # + 1, because 0 will be: no such position
+    own = list(zip(*map(halves, (*parts, segments_bs + 1)), strict=True))  # + 1: 0 marks positions before the first
     pieces = [own]
     for k in range(1, -(-window // chunk) + 1):
         size = min(window - chunk * (k - 1), chunk)
@@ -157,8 +157,8 @@ def chunk_starts(s: int, n: int):
 
 
 def ring_sends_halo(window: int, s: int, n: int) -> bool:
-    """Return whether windows reach so few positions that `halo_attention` sends less than a ring of n devices with s
-    positions each. If not, keys are all-gathered, which sends as much as a ring."""
+    """Return whether `halo_attention` sends less than a ring of n devices with s positions each. If not, a layer with a
+    window all-gathers the keys, which sends as much as a ring."""
     return 2 * window < (n - 1) * s
 
 
@@ -172,9 +172,9 @@ def over_context(c: ModelAtWork, q, parts, keys_values, segments_bs, absorbed=No
               (`generate/cache.py`), training does not
     sinks_h   as in `add_sinks`
     prefix_bs  for a prefix LM: 1 for tokens to which all tokens of the document attend; then always `gather`
-    is_full  whether this layer ignores the sliding window of `model.window`; None: no layer does
+    is_full  whether this layer ignores `model.window`; None: all layers have the window, if there is one
     Sends over CONTEXT (n devices): the local `parts` and segments, n - 1 times; for all_to_all, see `over_heads`; for a
-    ring in a layer with a window, see `halo_attention`.
+    ring in a layer with a window, see `ring_sends_halo`.
     """
     q, parts = named(q, "queries"), named(tuple(parts), "keys")
     n, s = axis_size(CONTEXT), segments_bs.shape[1]

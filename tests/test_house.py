@@ -26,7 +26,7 @@ ROOMS = {
     "utils": (207, ""),
     "progress": (75, "utils"),
     "devices": (175, "utils"),
-    "config": (1577, "utils devices"),
+    "config": (1578, "utils devices"),
     "launch": (2100, ""),
     "compile": (1263, "utils devices"),
     "sharding": (483, "utils config compile"),
@@ -45,8 +45,8 @@ ROOMS = {
     "data": (2735, "utils progress devices config dataset data.reading"),
     "train.hosts": (740, "utils devices config"),
     "train": (2495, "utils progress devices config sharding optimizer dataset data.reading train.hosts"),
-    "weights": (1884, "utils progress config sharding architectures parameters data train"),
-    "generate": (2045, "utils progress devices config compile sharding parameters kernels overlap model "
+    "weights": (1885, "utils progress config sharding architectures parameters data train"),
+    "generate": (2046, "utils progress devices config compile sharding parameters kernels overlap model "
                        "encoder_decoder architectures pipeline data train weights"),
     "evaluate": (1180, "utils progress devices config compile sharding overlap model architectures pipeline dataset "
                        "data.reading data train.hosts train weights generate"),
