@@ -488,16 +488,16 @@ for sequences, forced in (16, FORCED), (64, FORCED), (64, {}):
 # %% tags=["remove-cell"]
 for case, Z_data in (((16, True), 1), ((64, False), 2)):
     data, fsdp, stage = took[case]
-    assert fsdp < data < stage and (fsdp[1], data[1]) == (1, Z_data), "fsdp is fastest for Z = 1"
+    assert fsdp < data < stage, "fsdp is fastest for Z = 1"
+    assert (fsdp[1], data[1]) == (1, Z_data)
 data, fsdp, stage = took[64, True]
 assert data < fsdp < stage and fsdp[1] == data[1] == 4, "a plan has changed"
 
 # %% [markdown]
 # With Z=1, `fsdp` is fastest, because its communication partly overlaps with matmuls. With Z=4, HSDP is
 # fastest: **HSDP sends once per step, whatever the number of microbatches.** Here one microbatch of four
-# sequences fits, so with `fsdp` the planner chooses Z=1; with a larger model it may not fit. With HSDP it
-# chooses Z=2 and `dots`, because more microbatches cost no more communication. The cost of HSDP is memory:
-# its shards are twice as large. For `stage`, the planner keeps Z=8 and changes only `full` to `dots`.
+# sequences fits: the planner chooses Z=1 with `fsdp`, and Z=2 and `dots` with HSDP, which then sends no more.
+# But the shards of HSDP are twice as large. For `stage`, it keeps Z=8 and changes only `full` to `dots`.
 #
 # ## Valid but slow
 #
@@ -582,8 +582,7 @@ for sizes in ((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)):
 # %% [markdown]
 # The gradient is wrong on every mesh with `tensor=2`, and on no other. If only a pair of axes gives wrong
 # gradients, the bug is in their combination. `tests.parity` compares the project's model on any mesh, here
-# all six axes on 64 simulated devices. (Quoted: it takes a minute. The columns are the largest difference and
-# the tolerance. Which parameter differs most depends on the machine.)
+# all six axes on 64 simulated devices. (Quoted: it takes a minute. The last column is the tolerance.)
 #
 # ```
 # $ python -m tests.parity tiny --mesh data=2,stage=2,fsdp=2,expert=2,context=2,tensor=2 \
