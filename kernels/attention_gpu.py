@@ -111,8 +111,8 @@ def program_tables(reach: Reach, s: int, S: int, here, block: int):
     """Return the positions of the queries, and [first, end) of the key blocks that each query block attends to, and of
     the query blocks that attend to each key block."""
     meets_nij = visible_blocks(s, S, reach, block)
-    ends = lambda meets, n: np.where(meets.any(-1), [meets.argmax(-1), n - meets[..., ::-1].argmax(-1)], 0)
-    tables = (ends(meets, meets.shape[2]).swapaxes(0, 1) for meets in (meets_nij, meets_nij.swapaxes(1, 2)))
+    ends = lambda meets: np.where(meets.any(-1), [meets.argmax(-1), meets.shape[-1] - meets[..., ::-1].argmax(-1)], 0)
+    tables = (ends(meets).swapaxes(0, 1) for meets in (meets_nij, meets_nij.swapaxes(1, 2)))
     places = pad_to_multiple(jnp.asarray(query_positions(reach.starts, s))[here], block, 0)
     return places, *(jnp.asarray(table, jnp.int32)[here] for table in tables)
 

@@ -57,7 +57,7 @@ def faster(current: Plan) -> tuple[dict[str, str], Plan] | None:
     if current.step_s is None or current.limit_bytes is None:
         return None
     work = current.cfg.work
-    sizes = () if current.fits else ("device_batch",)  # `auto` made it as small as it can be
+    sizes = () if current.fits else ("device_batch",)  # too large, or as small as `auto` could make it
     free = dataclasses.replace(work, **dict.fromkeys((*work.baselines("least"), *sizes), AUTO))
     other = plan(dataclasses.replace(current.cfg, work=free), current.topology, current.limit_bytes)
     if not other.fits or (current.fits and other.step_s > (1 - MIN_SAVING) * current.step_s):
