@@ -54,6 +54,8 @@ def draw_features(rng: random.Random, mesh: MeshConfig, model: dict, work: dict,
         model |= {"encoder_layers": mesh.stage * pick(1, 2), "attention": "gqa", "norm": "rms", "dense_prefix": 0,
                   "n_layers": mesh.stage * pick(1, 2), "activation": "geglu", "parallel_residual": False}  # fmt: skip
         work |= {"schedule": pick("gpipe", "1f1b")}
+        if "," in work["remat"]:
+            work["remat"] = "branches"  # an encoder-decoder has no list of results to save
         rest["data.input_len"] = mesh.tensor * pick(7, 11)
     elif rng.random() < 1 / 4:
         model["prefix_lm"], rest["data.objective"] = True, "prefix"
