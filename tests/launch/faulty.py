@@ -20,7 +20,7 @@ import config
 import dataset
 import main
 from compile import ordered
-from train import checkpoint
+from train import checkpoint, progress
 from train.hosts.watchdog import Watchdog
 
 
@@ -43,7 +43,7 @@ def inject(kind: str, place: str, step: str) -> None:
         "restore": (checkpoint, "restore", lambda *_: taken["step"]),
         "data": (dataset, "batch", lambda cfg, n, *_: n),
         "step": (Watchdog, "begin_step", lambda _, n: n),
-        "eval": (main, "evaluate", lambda *_: taken["step"]),
+        "eval": (progress, "evaluate", lambda *_: taken["step"]),
         "save": (checkpoint, "save", lambda _, n, *__: n),
     }[place]
     function, at, left = getattr(module, name), Watchdog.begin_step, [1]
