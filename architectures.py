@@ -74,7 +74,7 @@ def busiest_stage(c: ModelConfig, stages: int, chunks: int) -> Counter[tuple[str
 
     Stages are compared by their layers, then by the layers without a window; the first stage wins a tie.
     """
-    (window, every), counts = parse_window(c.window), [Counter() for _ in range(stages)]
+    (window, every, _), counts = parse_window(c.window), [Counter() for _ in range(stages)]
     for stack in architecture(c).stacks(c):
         parts = 1 if stack.name == "prefix" else stages * (chunks if stages > 1 else 1)
         numbers = stack.numbers.reshape(-1).tolist()

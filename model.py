@@ -44,7 +44,7 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
-from config.fields import RopeScaling, parse_rope_scaling, parse_window
+from config.fields import RopeScaling, Window, parse_rope_scaling, parse_window
 from kernels.grouped import grouped_matmul
 from overlap.context import over_context
 from overlap.experts import apply_experts
@@ -104,6 +104,11 @@ def norm(x, gain, eps, bias=None):
     return add_bias(x32 * scale * broadcast_gain(x, gain), bias).astype(x.dtype)
 
 
+def norm_after(update_btD, gain, c: ModelConfig):
+    """Norm what a branch adds to the residual stream, if the model does (`norm="sandwich"`)."""
+    return update_btD if gain is None else norm(update_btD, gain, c.norm_eps)
+
+
 # Rotary embeddings ------------------------------------------------------------------------------------------
 # Pairs of coordinates of queries and keys are rotated by angles (RoPE). Published models scale the
 # frequencies to read longer texts than they were trained on (`model.rope_scaling`). A pair that turns often
@@ -111,17 +116,36 @@ def norm(x, gain, eps, bias=None):
 # meets no angles that it has not seen in training. In between, the frequency is a mean of both.
 
 
-def rotary_angles(positions_bS, width: int, theta: float, on, scaling: str = ""):
-    """Return the rotation angle of each coordinate pair at each position, in radians.
+def has_rotary(c: ModelConfig, number):
+    """Return 1.0 if layer `number`, counted from 0, has rotary embeddings, else 0.0."""
+    return jnp.float32((number + 1) % c.no_rope_every != 0) if c.no_rope_every else 1.0
 
-    on       1.0, or 0.0 in a layer without rotary embeddings, which makes all angles 0
-    scaling  `model.rope_scaling`
-    Shapes: [b, S] -> [b, S, width / 2]. Source: RoFormer, arXiv:2104.09864, equation 15.
+
+def is_full(window: Window, number):
+    """Return True if layer `number` attends to all positions, although other layers have a window."""
+    return (number + 1) % window.full_every == 0
+
+
+def rotary_frequencies(c: ModelConfig, number):
+    """Return the angle per position of each coordinate pair in layer `number`, in radians: [r].
+
+    A layer without rotary embeddings has the angles 0. Layers with a window may have another base (`model.window`).
+    Source: RoFormer, arXiv:2104.09864, equation 15.
     """
-    frequency = theta ** (-jnp.arange(0, width, 2, dtype=float32) / width)
-    if scaling:
-        frequency *= frequency_factors(width, theta, parse_rope_scaling(scaling)).astype(float32)
-    return positions_bS[..., None].astype(float32) * frequency[None, None, :] * on
+    width = c.d_rope if c.attention == "mla" else c.rope_dims or c.d_head
+    powers_r = -jnp.arange(0, width, 2, dtype=float32) / width
+    freqs_r, window = c.rope_theta**powers_r, parse_window(c.window)
+    if c.rope_scaling:
+        factors_r = frequency_factors(width, c.rope_theta, parse_rope_scaling(c.rope_scaling))
+        freqs_r *= factors_r.astype(float32)
+    if window.theta:
+        freqs_r = jnp.where(is_full(window, number), freqs_r, window.theta**powers_r)
+    return freqs_r * has_rotary(c, number)
+
+
+def rotary_angles(positions_bS, freqs_r):
+    """Return the rotation angle of each coordinate pair at each position, in radians: [b, S] -> [b, S, r]."""
+    return positions_bS[..., None].astype(float32) * freqs_r[None, None, :]
 
 
 def rotate(x_bSHR, angles_bSr, scale=1.0):
@@ -153,8 +177,11 @@ turn.defvjp(
 def frequency_factors(width: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     """Return the factor of each pair's frequency: between 1 (unchanged) and 1 / scaling.factor.
 
-    Source: `llama3` is the rule of Llama 3.1's published code; `yarn` is arXiv:2309.00071, equations 19-23.
+    Source: `llama3` is the rule of Llama 3.1's published code; `yarn` is arXiv:2309.00071, equations 19-23; `linear`
+    is arXiv:2306.15595.
     """
+    if scaling.kind == "linear":
+        return np.full(width // 2, 1 / scaling.factor)
     pair_r = np.arange(0, width, 2) / width
     turns_r = scaling.original * theta**-pair_r / (2 * math.pi)  # of each pair, in `original` positions
     if scaling.kind == "llama3":
@@ -210,14 +237,13 @@ class LatentAttention:
 
 
 @jax.named_scope("queries")
-def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs, rotary_on):
+def latent_queries(w: LatentAttention, c: ModelConfig, latent_bsQ, positions_bs, freqs_r):
     """Project the latent to each head's scaled query: the content part and the rotary part, which is rotated.
     Shapes: [b, s, Q] -> [b, s, h, K], [b, s, h, R]."""
     content, rotary = (factor * (c.d_head + c.d_rope) ** -0.5 for factor in query_scales(c))
     q_bshK = jnp.einsum("bsQ,QhK->bshK", latent_bsQ, w.w_query_QHK)
     q_bshR = jnp.einsum("bsQ,QhR->bshR", latent_bsQ, w.w_query_rotary_QHR)
-    angles_bsr = rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on, c.rope_scaling)
-    return scaled(q_bshK, content), rotate(q_bshR, angles_bsr, rotary)
+    return scaled(q_bshK, content), rotate(q_bshR, rotary_angles(positions_bs, freqs_r), rotary)
 
 
 def project_at_once(x_bsD, *weights_DX):
@@ -230,14 +256,14 @@ def project_at_once(x_bsD, *weights_DX):
 
 
 @jax.named_scope("latents")
-def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
+def latents(w: LatentAttention, c: ModelConfig, x_bsD, positions_bs, freqs_r):
     """Return the query latent (x itself if the model has none), the normed key/value latent and the rotated
     rotary key. A KV cache stores only the last two. Shapes: [b, s, D] -> [b, s, Q], [b, s, C], [b, s, R]."""
     down = [x for x in (w.w_down_query_DQ, w.w_down_kv_DC, w.w_key_rotary_DR) if x is not None]
     *query, latent_bsC, k_bsR = project_at_once(x_bsD, *down)
     latent_bsQ = norm(query[0], w.norm_query_Q, c.norm_eps) if query else x_bsD
     latent_bsC, k_bs1R = norm(latent_bsC, w.norm_kv_C, c.norm_eps), k_bsR[:, :, None, :]
-    k_bs1R = rotate(k_bs1R, rotary_angles(positions_bs, c.d_rope, c.rope_theta, rotary_on, c.rope_scaling))
+    k_bs1R = rotate(k_bs1R, rotary_angles(positions_bs, freqs_r))
     return latent_bsQ, latent_bsC, k_bs1R[:, :, 0, :]
 
 
@@ -248,17 +274,17 @@ def sends_latents(c: ModelConfig) -> bool:
 
 
 def latent_attention(
-    w: LatentAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on, attend=over_context
+    w: LatentAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, freqs_r, attend=over_context
 ):
     """Apply latent attention over the whole context, or over a KV cache. Shapes: [b, t, D] -> [b, t, D].
 
     attend  as in `layer`
     Sends over TENSOR: Q + C + R numbers per position if `sends_latents`, else D; and D for the result.
     """
-    project_down = lambda x_bpD, positions_bp: latents(w, c, x_bpD, positions_bp, rotary_on)
+    project_down = lambda x_bpD, positions_bp: latents(w, c, x_bpD, positions_bp, freqs_r)
 
     def project_queries(query_bpQ, latent_bpC, key_bpR, positions_bp):
-        return latent_queries(w, c, query_bpQ, positions_bp, rotary_on), latent_bpC, key_bpR
+        return latent_queries(w, c, query_bpQ, positions_bp, freqs_r), latent_bpC, key_bpR
 
     if sends_latents(c):
         latents_bt = project_down(x_btD, own_slice(positions_bs, TENSOR, dim=1))
@@ -296,20 +322,19 @@ class GroupedAttention:
 
 
 @jax.named_scope("queries_keys_values")
-def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, rotary_on):
+def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, freqs_r):
     """Compute rotated queries and keys, and values. [b, s, D] -> [b, s, h, K], [b, s, g, K], [b, s, g, K]."""
     q_bshK = jnp.einsum("bsD,DhK->bshK", x_bsD, w.w_query_DHK)
     k_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_key_DGK)
     v_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_value_DGK)
     if c.qk_norm:
         q_bshK, k_bsgK = norm(q_bshK, w.norm_query_K, c.norm_eps), norm(k_bsgK, w.norm_key_K, c.norm_eps)
-    width = c.rope_dims or c.d_head
-    angles_bsr = rotary_angles(positions_bs, width, c.rope_theta, rotary_on, c.rope_scaling)
+    angles_bsr = rotary_angles(positions_bs, freqs_r)
     return rotate(q_bshK, angles_bsr, query_scales(c)[1]), rotate(k_bsgK, angles_bsr), v_bsgK
 
 
 def grouped_attention(
-    w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, rotary_on, attend=over_context,
+    w: GroupedAttention, c: ModelConfig, x_btD, positions_bs, segments_bs, freqs_r, attend=over_context,
     parallel=None,
 ):  # fmt: skip
     """Apply grouped-query attention over the context, or over a KV cache. Shapes: [b, t, D] -> [b, t, D].
@@ -317,7 +342,7 @@ def grouped_attention(
     attend    as in `layer`
     parallel  a FeedForward that reads the same x; its output shares attention's reduce-scatter over TENSOR
     """
-    project = lambda x_bpD, positions_bp: (*queries_keys_values(w, c, x_bpD, positions_bp, rotary_on), x_bpD)
+    project = lambda x_bpD, positions_bp: (*queries_keys_values(w, c, x_bpD, positions_bp, freqs_r), x_bpD)
     q_bshK, *keys_and_values, x_bsD = gather_apply(c, project, x_btD, local_arrays=(positions_bs,))
     sinks = {} if w.sink_H is None else {"sinks_h": w.sink_H}
     o_bshK = attend(c, q_bshK, keys_and_values, lambda *same: same, segments_bs, **sinks)
@@ -556,6 +581,8 @@ class Layer:
         "D", decay=False, needs=lambda c: c.norm == "layer" and not c.parallel_residual
     )
     feed_forward: FeedForward | MoE | None = None
+    norm_after_attention_D: Any = param("D", mean=1.0, decay=False, needs=lambda c: c.norm == "sandwich")
+    norm_after_feed_forward_D: Any = param("D", mean=1.0, decay=False, needs=lambda c: c.norm == "sandwich")
 
 
 @struct.dataclass
@@ -623,15 +650,10 @@ def dropout(c: ModelConfig, x_btD, tokens: Tokens, key):
     return jnp.where(keep_btD, x_btD / (1 - c.dropout), 0).astype(x_btD.dtype)
 
 
-def has_rotary(c: ModelConfig, number):
-    """Return 1.0 if layer `number`, counted from 0, has rotary embeddings, else 0.0."""
-    return jnp.float32((number + 1) % c.no_rope_every != 0) if c.no_rope_every else 1.0
-
-
 def with_window(c: ModelConfig, number, attend):
     """Return `attend` for layer `number`, if every n-th layer attends to all positions (`model.window`)."""
-    every = parse_window(c.window).full_every
-    return functools.partial(attend, is_full=(number + 1) % every == 0) if every else attend
+    window = parse_window(c.window)
+    return functools.partial(attend, is_full=is_full(window, number)) if window.full_every else attend
 
 
 @jax.named_scope("attention")
@@ -640,10 +662,13 @@ def attention_branch(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, at
     Shapes: [b, t, D] -> [b, t, D]."""
     h_btD = norm(x_btD, w.norm_attention_D, c.norm_eps, w.norm_attention_bias_D)
     attend = with_window(c, number, attend)
-    args = w.attention, c, h_btD, tokens.positions_bs, tokens.segments_bs, has_rotary(c, number), attend
+    freqs_r = rotary_frequencies(c, number)
+    args = w.attention, c, h_btD, tokens.positions_bs, tokens.segments_bs, freqs_r, attend
     if c.attention == "mla":
-        return latent_attention(*args)
-    return grouped_attention(*args, parallel=w.feed_forward if c.parallel_residual else None)
+        update_btD = latent_attention(*args)
+    else:
+        update_btD = grouped_attention(*args, parallel=w.feed_forward if c.parallel_residual else None)
+    return norm_after(update_btD, w.norm_after_attention_D, c)
 
 
 @jax.named_scope("feed_forward")
@@ -652,9 +677,11 @@ def feed_forward_branch(w: Layer, c: ModelConfig, x_btD, real_bt):
     Shapes: [b, t, D] -> [b, t, D]."""
     h_btD = norm(x_btD, w.norm_feed_forward_D, c.norm_eps, w.norm_feed_forward_bias_D)
     if isinstance(w.feed_forward, MoE):
-        return moe(w.feed_forward, c, h_btD, real_bt)
+        update_btD, statistics = moe(w.feed_forward, c, h_btD, real_bt)
+        return norm_after(update_btD, w.norm_after_feed_forward_D, c), statistics
     into = lambda h_bpD: hidden(w.feed_forward, c, h_bpD)
-    return gather_apply_scatter(c, into, lambda up_bpf: down(w.feed_forward, up_bpf), h_btD), {}
+    update_btD = gather_apply_scatter(c, into, lambda up_bpf: down(w.feed_forward, up_bpf), h_btD)
+    return norm_after(update_btD, w.norm_after_feed_forward_D, c), {}
 
 
 def layer(w: Layer, c: ModelConfig, x_btD, tokens: Tokens, number, key, attend=over_context):

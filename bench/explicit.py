@@ -64,7 +64,7 @@ def attend(q_BTHK, k_BTGK, v_BTGK, segments_BT):
 def layer(w: model.Layer, c: ModelConfig, x_BTD, batch, number):
     w = gather(w, c)
     h_BTD = reshard(norm(x_BTD, w.norm_attention_D, c), GATHERED)
-    parts = model.queries_keys_values(w.attention, c, h_BTD, batch["positions_BT"], model.has_rotary(c, number))
+    parts = model.queries_keys_values(w.attention, c, h_BTD, batch["positions_BT"], model.rotary_frequencies(c, number))
     o_BTHK = attend(*parts, batch["segments_BT"])
     x_BTD += jnp.einsum("bthk,hkd->btd", o_BTHK, w.attention.w_out_HKD, out_sharding=RESIDUAL)
     h_BTD = reshard(norm(x_BTD, w.norm_feed_forward_D, c), GATHERED)

@@ -164,18 +164,20 @@ def parse_pipeline(text: str) -> tuple[str, int]:
 class RopeScaling(NamedTuple):
     """How the frequencies of rotary embeddings are scaled; see `model.frequency_factors`."""
 
-    kind: str  # llama3 or yarn
+    kind: str  # llama3, yarn or linear
     factor: float
-    low: float  # a pair that turns this often in the original context, or less often, is slowed down by the factor
-    high: float  # a pair that turns this often, or more often, keeps its frequency
-    original: float  # positions of the original context
+    # Not used by linear, which slows down all pairs:
+    low: float = 1.0  # a pair that turns this often in the original context, or less, is slowed down by the factor
+    high: float = 2.0  # a pair that turns this often, or more often, keeps its frequency
+    original: float = 1.0  # positions of the original context
     mscale: float = 0.0  # yarn
     mscale_all: float = 0.0  # yarn
 
 
 @functools.lru_cache(maxsize=64)
 def parse_rope_scaling(text: str) -> RopeScaling | None:
-    """Parse `llama3:8:1:4:8192` or `yarn:40:1:32:4096`, which may end with two more numbers. Empty text gives None.
+    """Parse `llama3:8:1:4:8192`, `yarn:40:1:32:4096`, which may end with two more numbers, or `linear:8`. Empty text
+    gives None.
 
     Raises: UserError that quotes text that cannot be parsed.
     """
@@ -184,14 +186,15 @@ def parse_rope_scaling(text: str) -> RopeScaling | None:
     kind, *words = text.split(":")
     try:
         found = RopeScaling(kind, *map(float, words))
-        valid = kind == "yarn" or (kind == "llama3" and len(words) == 4)
+        valid = len(words) in {"llama3": (4,), "yarn": (4, 5, 6), "linear": (1,)}.get(kind, ())
         valid &= all(map(math.isfinite, found[1:])) and found.factor >= 1 and found.original > 0
         valid &= 0 < found.low < found.high and found.mscale >= 0 and found.mscale_all >= 0
     except (TypeError, ValueError):
         valid = False
     if not valid:
         raise UserError(f"model.rope_scaling={text!r}: should be llama3:FACTOR:LOW:HIGH:POSITIONS, such as "
-                        "llama3:8:1:4:8192, or yarn:FACTOR:LOW:HIGH:POSITIONS, such as yarn:4:1:32:32768")  # fmt: skip
+                        "llama3:8:1:4:8192, yarn:FACTOR:LOW:HIGH:POSITIONS, such as yarn:4:1:32:32768, or linear:8"
+                        )  # fmt: skip
     return found
 
 
@@ -200,18 +203,24 @@ class Window(NamedTuple):
 
     size: int = 0  # positions to which a query attends, its own and those before it; 0: all
     full_every: int = 0  # n: every n-th layer has no window; 0: all layers have it
+    theta: float = 0.0  # RoPE base of the layers with a window, whose frequencies are not scaled; 0: model.rope_theta
 
 
 @functools.lru_cache(maxsize=64)
 def parse_window(text: str) -> Window:
-    """Parse `4096`, or `1024:6` if every 6th layer attends to all positions. Empty text: all layers do.
+    """Parse `4096`, or `1024:6` if every 6th layer attends to all positions. Empty text: all layers do. A third number,
+    as in `1024:6:10000`, is the RoPE base of layers with a window.
 
     Raises: UserError that quotes text that cannot be parsed.
     """
-    found = Window(*map(int, text.split(":"))) if re.fullmatch(r"\d+(:\d+)?", text) else Window()
-    if text and (found.size < 1 or (":" in text and found.full_every < 2)):
+    form = re.fullmatch(r"(\d+)(?::(\d+)(?::(\d+\.?\d*))?)?", text)
+    size, every, theta = form.groups("0") if form else "000"
+    found = Window(int(size), int(every), float(theta))
+    missing = [not number for number in found[: 1 + text.count(":")]]
+    if text and (any(missing) or found.full_every == 1):
         raise UserError(f"model.window={text!r}: should be a number of positions, such as 4096, or 1024:6 if every 6th "
-                        "layer (2 or more) attends to all positions")  # fmt: skip
+                        "layer (2 or more) attends to all positions; 1024:6:10000 also sets the RoPE base of the others"
+                        )  # fmt: skip
     return found
 
 

@@ -171,11 +171,11 @@ class ModelConfig:
     rope_dims: Annotated[Count, GQA, *ROPE] = 0
     rope_theta: Annotated[Positive, *ROPE] = 10_000.0  # RoPE base (theta)
     # scale RoPE for a longer context: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192, or yarn with the same
-    # numbers (arXiv:2309.00071), then optionally DeepSeek's MSCALE:MSCALE_ALL; empty: no scaling
+    # numbers (arXiv:2309.00071), then optionally DeepSeek's MSCALE:MSCALE_ALL, or linear:FACTOR; empty: no scaling
     rope_scaling: Annotated[str, Form(parse_rope_scaling), *ROPE] = ""
     qk_norm: Annotated[bool, GQA] = False  # gqa: apply RMSNorm to each head's query and key before RoPE, as in Qwen3
     no_rope_every: Annotated[Count, Affects.OWN, ROPE[0]] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
-    # sliding window of attention: 1024 positions; 1024:6: every 6th layer attends to all; empty: none
+    # sliding window of attention: 1024 positions; 1024:6: not in every 6th layer; 1024:6:10000: with another RoPE base
     window: Annotated[str, Form(parse_window), LONGER] = ""
     sinks: Annotated[bool, Affects.OWN, GQA] = False  # gqa: sinks, a learned logit per head in each softmax
     d_ff: Annotated[Size, DENSE_LAYERS] = 512  # hidden dimension of a dense feed-forward layer
@@ -208,7 +208,9 @@ class ModelConfig:
     tie_embeddings: bool = False  # use one table for the embedding and the unembedding (LM head)
     # fraction of activations to set to zero after the embedding and after every residual branch
     dropout: Annotated[ShareBelow1, Affects.TRAINING] = 0.0
-    norm: Literal["rms", "layer"] = "rms"  # RMSNorm (arXiv:1910.07467), or LayerNorm with bias (arXiv:1607.06450)
+    # RMSNorm (arXiv:1910.07467); LayerNorm with bias; sandwich: RMSNorm also after attention and feed-forward
+    # layers (Gemma)
+    norm: Literal["rms", "layer", "sandwich"] = "rms"
     norm_eps: NotNegative = 1e-6  # epsilon of the norms, added to the mean square or the variance
     # mixed: float32 parameters and optimizer moments, bfloat16 activations and matmul inputs; float32 or bfloat16: this
     # dtype for all of these. Sums, softmax, norms, router and loss always use float32
@@ -232,6 +234,11 @@ class ModelConfig:
         if self.parallel_residual and (self.attention != "gqa" or self.n_experts):
             has = f"attention={self.attention!r}" if self.attention != "gqa" else f"n_experts={self.n_experts}"
             self._refuse("parallel_residual", f"needs attention='gqa' and n_experts=0, but {has}")
+        if self.parallel_residual and self.norm == "sandwich":
+            self._refuse("parallel_residual", "needs norm='rms' or 'layer', but norm='sandwich'")
+        if parse_window(self.window).theta and self.rope_scaling.startswith("yarn"):
+            self._refuse("window", "YaRN scales the scores of all layers, so none may have another RoPE base; drop the "
+                         "third number, or use model.rope_scaling=linear:FACTOR")  # fmt: skip
         if self.encoder_layers:
             needed = dict(attention="gqa", n_experts=0, dense_prefix=0, parallel_residual=False, norm="rms",
                           prefix_lm=False, rope_scaling="", qk_norm=False, window="", sinks=False)  # fmt: skip

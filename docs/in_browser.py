@@ -65,7 +65,8 @@ def write_pyodide(folder: Path) -> None:
 def models() -> list[ModelAtWork]:
     """List a model of every kind whose layers differ: the presets on the page, and what `weights.published` reads."""
     gqa, mla = dict(attention="gqa"), dict(attention="mla", d_query_latent=0)
-    kinds = [gqa, gqa | {"n_experts": 8}, gqa | {"activation": "gelu"}, mla, mla | {"n_experts": 8, "n_shared": 1}]
+    kinds = [gqa, gqa | {"n_experts": 8}, gqa | {"activation": "gelu"}, gqa | {"norm": "sandwich"}, mla,
+             mla | {"n_experts": 8, "n_shared": 1}]  # fmt: skip
     return [preset(name).at_work for name in PRESETS if name != "tiny"] + [ModelAtWork(**kind) for kind in kinds]
 
 

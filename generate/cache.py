@@ -97,7 +97,7 @@ def cached_slots(c: ModelConfig, mesh: Mesh, slots: int, piece: int, numbers: Se
     If all have a window, window + piece - 1, rounded up to a multiple of the devices along CONTEXT, are enough: a call
     of `piece` tokens then overwrites no position to which its first token attends.
     """
-    window, every = parse_window(c.window)
+    window, every, _ = parse_window(c.window)
     if not window or not piece or (every and any((number + 1) % every == 0 for number in numbers)):
         return slots
     needed = window + piece - 1

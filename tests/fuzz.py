@@ -65,6 +65,10 @@ def draw_features(rng: random.Random, mesh: MeshConfig, model: dict, work: dict,
     if not model.get("encoder_layers") and not model.get("prefix_lm") and rng.random() < 1 / 3:
         model["window"] = pick("2", "3", "5") + pick("", ":2", ":3")
         model |= {"sinks": True} if model["attention"] == "gqa" else {}
+    if not model.get("encoder_layers") and model.get("norm") != "layer" and rng.random() < 1 / 3:
+        model["norm"] = "sandwich"
+        if model.get("window", "").count(":") == 1:
+            model |= {"window": f"{model['window']}:500", "rope_scaling": pick("", "linear:3")}
 
 
 def draw(seed: int) -> dict:

@@ -160,6 +160,8 @@ def np_frequency(i, width, theta, scaling):
     plain = theta ** (-2 * i / width)
     if not scaling:
         return plain
+    if scaling.startswith("linear"):
+        return plain / float(scaling.split(":")[1])
     factor, low, high, original = map(float, scaling.split(":")[1:5])
     if scaling.startswith("yarn"):  # by the number of the pair
         first, last = (width * np.log(original / (2 * np.pi * turns)) / (2 * np.log(theta)) for turns in (high, low))
@@ -289,6 +291,10 @@ def np_moe(w, c: ModelConfig, x_TD, slots=None):
     return out_TD, dropped_T
 
 
+def np_norm_after(update_TD, gain_D, c: ModelConfig):
+    return update_TD if gain_D is None else np_rms_norm(update_TD, gain_D, c.norm_eps)
+
+
 def np_layers(w, c: ModelConfig):
     """Yield (weights, is_moe) of the model's layers in order."""
     for p in range(c.dense_prefix):
@@ -307,11 +313,14 @@ def np_model(w, c: ModelConfig, tokens_T, positions_T, segments_T, slots=None):
     x_TD, dropped = w.embedding_VD[tokens_T], []
     for number, (layer, is_moe) in enumerate(np_layers(w, c), start=1):
         rotary = not (c.no_rope_every and number % c.no_rope_every == 0)
-        size, _, every = (c.window or f"{len(tokens_T)}").partition(":")
-        window = len(tokens_T) if every and number % int(every) == 0 else int(size)
+        size, every, theta = map(float, ((c.window or f"{len(tokens_T)}") + ":0:0").split(":")[:3])
+        full = every and number % every == 0
+        here = dataclasses.replace(c, rope_theta=theta, rope_scaling="") if theta and not full else c
         attention = np_latent_attention if c.attention == "mla" else np_grouped_attention
         h_TD = np_norm(x_TD, layer.norm_attention_D, layer.norm_attention_bias_D, c.norm_eps)
-        x_TD = x_TD + attention(layer.attention, c, h_TD, positions_T, segments_T, rotary, window)
+        window = len(tokens_T) if full else size
+        out_TD = attention(layer.attention, here, h_TD, positions_T, segments_T, rotary, window)
+        x_TD = x_TD + np_norm_after(out_TD, layer.norm_after_attention_D, c)
         if not c.parallel_residual:
             h_TD = np_norm(x_TD, layer.norm_feed_forward_D, layer.norm_feed_forward_bias_D, c.norm_eps)
         if is_moe:
@@ -319,7 +328,7 @@ def np_model(w, c: ModelConfig, tokens_T, positions_T, segments_T, slots=None):
             dropped.append(dropped_T)
         else:
             out_TD = np_dense(layer.feed_forward, h_TD)
-        x_TD = x_TD + out_TD
+        x_TD = x_TD + np_norm_after(out_TD, layer.norm_after_feed_forward_D, c)
     x_TD = np_norm(x_TD, w.norm_D, w.norm_bias_D, c.norm_eps)
     logits_TV = x_TD @ (w.embedding_VD.T if c.tie_embeddings else w.unembedding_DV)
     return logits_TV + (0 if w.bias_V is None else w.bias_V), dropped

@@ -61,7 +61,8 @@ def test_rotate_rotates_pairs_by_position_times_frequency():
     """Catches pairs of adjacent coordinates instead of halves, a wrong sign or frequency, and indices for positions."""
     positions_BT, _ = three_rows()
     x_BTHR = np.random.default_rng(0).normal(size=(B, T, 4, 6)).astype(float32)
-    turn = jax.jit(lambda x, p, on: model.rotate(x, model.rotary_angles(p, 6, 50.0, on)))
+    freqs_r = model.rotary_frequencies(config(d_rope=6, rope_theta=50.0), 0)
+    turn = jax.jit(lambda x, p, on: model.rotate(x, model.rotary_angles(p, freqs_r * on)))
     want = [helpers.np_rotate_all(x, p, 50.0) for x, p in zip(x_BTHR, positions_BT, strict=True)]
     np.testing.assert_allclose(turn(x_BTHR, positions_BT, 1.0), want, atol=1e-5)  # float32 angles up to 17 radians
     np.testing.assert_array_equal(turn(x_BTHR, positions_BT, 0.0), x_BTHR)
@@ -75,7 +76,8 @@ def test_the_gradient_of_a_rotation_equals_that_of_autodiff(width):
     """Catches a gradient that is rotated forward, not scaled, or lost for the coordinates that are not rotated."""
     rng, scale = np.random.default_rng(0), 1.5
     x_BTHR, dy_BTHR = (jnp.asarray(rng.normal(size=(2, 5, 3, width)), jnp.float32) for _ in range(2))
-    angles_BTr = model.rotary_angles(jnp.asarray(rng.integers(0, 40, (2, 5))), 6, 50.0, 1.0)
+    freqs_r = model.rotary_frequencies(config(d_rope=6, rope_theta=50.0), 0)
+    angles_BTr = model.rotary_angles(jnp.asarray(rng.integers(0, 40, (2, 5))), freqs_r)
 
     def rotate(x_BTHR):
         cos, sin = scale * jnp.cos(angles_BTr)[:, :, None], scale * jnp.sin(angles_BTr)[:, :, None]
@@ -120,6 +122,7 @@ KINDS = {
     "gqa": helpers.GROUPED,
     "mla, yarn": {"rope_scaling": "yarn:4:1:32:4096:1:0.7"},
     "gqa, llama3": helpers.GROUPED | {"rope_scaling": "llama3:8:1:4:64", "qk_norm": True},
+    "gqa, linear": helpers.GROUPED | {"rope_scaling": "linear:3"},
     "mla, window": {"window": "3"},
     "gqa, window and sinks": helpers.GROUPED | {"window": "3", "sinks": True},
 }
@@ -130,7 +133,8 @@ def attention_program(kind):
     """Return the compiled attention block: fn(w, x, positions, segments, rotary_on)."""
     c = config(**KINDS[kind])
     block = model.latent_attention if c.attention == "mla" else model.grouped_attention
-    local = lambda w, x, positions, segments, on: block(w, c, x, positions, segments, on[0])
+    freqs_r = model.rotary_frequencies(c, 0)
+    local = lambda w, x, positions, segments, on: block(w, c, x, positions, segments, on[0] * freqs_r)
     return helpers.compiled(local, helpers.attention_declarations(c), n_arrays=4)
 
 
@@ -248,6 +252,9 @@ MODELS = {
                                      "model.n_layers": 2, "data.packing": "windows,unmasked"},
     "gqa windows and sinks": {"model.attention": "gqa", "model.n_experts": 0, "model.n_layers": 3,
                               "model.window": "5:2", "model.sinks": True, "data.packing": "windows,unmasked"},
+    # as in Gemma 3: norms after each branch, and windows with their own RoPE base
+    "gqa sandwich": {"model.attention": "gqa", "model.n_experts": 0, "model.n_layers": 3, "model.norm": "sandwich",
+                     "model.window": "5:2:30", "model.rope_scaling": "linear:3", "model.qk_norm": True},
 }  # fmt: skip
 
 

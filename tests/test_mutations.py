@@ -153,10 +153,16 @@ def windows_of_other_layers_on_every_stage(true):
     return lambda c, number, attend: true(c, number % per_stage, attend)
 
 
-@mutation(ATTENTION, model.has_rotary, in_module=model, mesh="stage=2")
+@mutation(ATTENTION, model.rotary_frequencies, in_module=model, mesh="stage=2")
 def layers_that_are_numbered_from_0_on_every_stage(true):
     per_stage = 2
     return lambda c, number: true(c, number % per_stage)
+
+
+@mutation(ATTENTION, model.is_full, in_module=model, mesh="stage=2", **{"model.window": "3:3:50"})
+def another_rope_base_in_other_layers_on_every_stage(true):
+    per_stage = 2
+    return lambda window, number: true(window, number % per_stage)
 
 
 # Feed-forward and experts ---------------------------------------------------------------------------------------------

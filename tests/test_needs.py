@@ -33,7 +33,7 @@ VALUES = {
     "model.vocab_size": 288, "model.d_model": 48, "model.n_layers": 4, "model.encoder_layers": 3, "model.n_heads": 8,
     "model.n_kv_heads": 1, "model.d_head": 8, "model.d_rope": 8, "model.d_value": 16, "model.d_query_latent": 22,
     "model.d_kv_latent": 16, "model.rope_dims": 2, "model.rope_theta": 5e5, "model.rope_scaling": "llama3:8:1:4:64",
-    "model.window": ["5", "5:2"],
+    "model.window": ["5", "5:2", "5:2:30"],
     "model.no_rope_every": 2, "model.d_ff": 48, "model.n_experts": 16, "model.top_k": 3, "model.n_shared": 1,
     "model.d_expert": 32, "model.moe_every": 2, "model.dense_prefix": 1, "model.expert_groups": [(2, 1), (4, 3)],
     "model.routed_scaling": 2.0, "model.balance_loss": 0.5, "model.balance_rate": 0.0, "model.z_loss": 0.1,

@@ -50,9 +50,11 @@ MODELS = {
     "parallel": {"model.n_layers": 4, "model.n_experts": 0, "model.attention": "gqa", "model.n_heads": 16,
                  "model.n_kv_heads": 8, "model.norm": "layer", "model.parallel_residual": True, "model.bias": True,
                  "model.rope_dims": 4, "model.dropout": 0.1},
-    # Sliding windows in every second layer, which reach beyond a chunk, and attention sinks.
+    # Sliding windows in every second layer, which reach beyond a chunk and have their own RoPE base; attention sinks;
+    # norms after each branch.
     "windows": {"model.n_layers": 4, "model.n_experts": 0, "model.attention": "gqa", "model.n_heads": 16,
-                "model.n_kv_heads": 8, "model.window": "9:2", "model.sinks": True, "data.packing": "windows,unmasked"},
+                "model.n_kv_heads": 8, "model.window": "9:2:500", "model.norm": "sandwich",
+                "model.sinks": True, "data.packing": "windows,unmasked"},
     # Inputs to which all tokens of a document attend, on latent attention.
     "prefix": {"model.n_layers": 4, "model.n_experts": 0, "model.n_heads": 16, "model.prefix_lm": True},
     # An encoder and a decoder, on grouped attention.

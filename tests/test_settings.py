@@ -128,8 +128,9 @@ def test_objectives_have_exact_weights(text, expected):
 
 
 ROPE_SCALINGS = [
-    "linear:8", "llama3", "llama3:8:1:4", "llama3:8:1:4:8192:1:1", "llama3:8:4:1:8192", "yarn:0.5:1:32:4096",
-    "yarn:4:0:32:4096", "yarn:4:1:32:none", "yarn:4:1:32:inf", "yarn:4:1:32:4096:-1",
+    "linear", "linear:0.5", "linear:8:1", "dynamic:8", "llama3", "llama3:8:1:4", "llama3:8:1:4:8192:1:1",
+    "llama3:8:4:1:8192", "yarn:0.5:1:32:4096", "yarn:4:0:32:4096", "yarn:4:1:32:none", "yarn:4:1:32:inf",
+    "yarn:4:1:32:4096:-1",
 ]  # fmt: skip
 
 
@@ -138,8 +139,33 @@ def test_a_rope_scaling_that_cannot_be_parsed_is_refused(text):
     """Catches frequencies of NaN, and a traceback when the model is first traced."""
     with pytest.raises(UserError, match=f"model.rope_scaling='{text}': should be llama3:FACTOR:LOW:HIGH:POSITIONS, "):
         preset("tiny", **{"model.rope_scaling": text})
-    for valid in ("", "llama3:8:1:4:8192", "yarn:40:1:32:4096", "yarn:40:1:32:4096:1:0.707"):
+    for valid in ("", "linear:8", "llama3:8:1:4:8192", "yarn:40:1:32:4096", "yarn:40:1:32:4096:1:0.707"):
         assert preset("tiny", **{"model.rope_scaling": valid}).model.rope_scaling == valid
+
+
+WINDOWS = ["0", "5:", "5:1", "5:2:", "5:2:0", "5:2:1e4", "5:2:100:1", "five"]
+
+
+@pytest.mark.parametrize("text", WINDOWS)
+def test_a_window_that_cannot_be_parsed_is_refused(text):
+    """Catches a window of no positions, a pattern without full layers, and a RoPE base of 0."""
+    with pytest.raises(UserError, match=f"model.window='{text}': should be a number of positions, such as 4096, or "):
+        preset("tiny", **{"model.window": text})
+    assert fields.parse_window("5:2:30.5") == (5, 2, 30.5) and fields.parse_window("") == (0, 0, 0)
+
+
+TOGETHER = [
+    ({"model.window": "5:2:30", "model.rope_scaling": "yarn:4:1:32:4096"}, "window=5:2:30: YaRN scales the scores of"),
+    ({"model.parallel_residual": True, "model.norm": "sandwich", "model.attention": "gqa", "model.n_experts": 0},
+     "parallel_residual=True: needs norm='rms' or 'layer', but norm='sandwich'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings, why", TOGETHER)
+def test_forms_of_layers_that_exclude_each_other_are_refused(settings, why):
+    """Catches a norm that is not applied, and scores that are scaled for other frequencies."""
+    with pytest.raises(UserError, match=f"model.{why}"):
+        preset("tiny", **settings)
 
 
 OUTERS = [  # a value of optim.outer -> what is said of it

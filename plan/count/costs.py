@@ -74,7 +74,7 @@ def share_in_windows(cfg: Config) -> float:
 
 def windowed_share(c: ModelConfig) -> float:
     """Return the fraction of the layers that have a sliding window."""
-    size, every = parse_window(c.window)
+    size, every, _ = parse_window(c.window)
     return 1 - c.n_layers // every / c.n_layers if every else float(size > 0)
 
 

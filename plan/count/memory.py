@@ -126,7 +126,8 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece=False
     exact = size["heads"] + steps * (size["outputs"] + size["heads"])
     rows, copied = routed_rows(c, z) if kind == "moe" and (temporary or saved_rows(c, z)) else (0, 0)
     hidden = size["hidden"] + rows * c.d_expert // z.mesh[TENSOR]
-    entries += branches * size["stream"] + (2 * branches - 1) * size["gathered"] + 3 * rows * c.d_model
+    norms = branches * (1 + (c.norm == "sandwich"))
+    entries += norms * size["stream"] + (2 * branches - 1) * size["gathered"] + 3 * rows * c.d_model
     if remat == "fused":  # a TPU recomputes values that need no matmul instead of saving them
         entries += gated * rows * c.d_model  # the gradients of the rows from two matmuls
         return exact * FLOAT32 + (entries + size["latents"] + (2 + gated) * hidden) * z.width

@@ -40,7 +40,8 @@ CONFIGS = {
             "model.bias": True, "model.rope_dims": 4}),
     # Layer 2 attends to all positions: on two stages, one of the first stage, but none of the second.
     "gqa, windows and sinks": replace(
-        TINY, **GROUPED, **{"model.n_experts": 0, "model.window": "5:3", "model.sinks": True}),
+        TINY, **GROUPED, **{
+            "model.n_experts": 0, "model.window": "5:3:30", "model.sinks": True, "model.norm": "sandwich"}),
     "mla, windows": replace(TINY, **{"model.window": "5"}),
 }  # fmt: skip
 

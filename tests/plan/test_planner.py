@@ -77,6 +77,12 @@ CASES = {
     "Muon, gathered": ("bench", "stage=2,fsdp=2,tensor=2", {"optim.name": "muon", "work.muon_layout": "gather"}),
     "Muon, dealt to owners": ("bench", "fsdp=2,expert=2", LAYER | {"optim.name": "muon", "work.muon_layout": "owner"}),
     "local steps": ("bench", "data=2,fsdp=2", LAYER | DENSE | {"optim.outer": "every=4,fragments=2"}),
+    "norms after branches, matmul outputs saved": ("bench", "fsdp=2,tensor=2", LAYER | DENSE | {
+        "model.norm": "sandwich", "work.remat": "dots"}),
+    "norms after branches, everything saved": ("bench", "data=2,tensor=2", LAYER | DENSE | NONE | {
+        "model.norm": "sandwich"}),
+    "norms after branches, recomputed": ("bench", "stage=2,tensor=2", LAYER | DENSE | RING | {
+        "model.norm": "sandwich", "work.remat": "full"}),
     "a dense prefix": ("bench", "fsdp=2,expert=2,context=2", LAYER | {"model.dense_prefix": 2}),
 }  # fmt: skip
 
