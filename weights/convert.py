@@ -78,7 +78,7 @@ def from_hf(
     c, kind = config_from_hf(hf), hf["model_type"]
     tensors = Tensors(source)
     experts = c.n_blocks * c.n_experts if any("{expert}" in r.hf_name for r in FAMILIES[kind].layer) else 0
-    if (fewest := sum(stack.numbers.size for stack in architecture(c).stacks(c)) + experts) > len(tensors.arrays):
+    if (fewest := c.encoder_layers + c.n_layers + experts) > len(tensors.arrays):
         raise UserError(f"{source} has {len(tensors.arrays)} tensors, but config.json describes a model of at least "
                         f"{fewest:,}; download the folder again")  # fmt: skip
     all_pieces, parts, declared = pieces(c, kind), {}, sharding.flatten_named(declare(c))
@@ -94,7 +94,9 @@ def from_hf(
         about = {"family": kind, "hf": {name: value for name, value in hf.items() if name in PASSED_THROUGH}}
         folder.write("config.json", json.dumps(_run_config(c, out) | about, indent=1) + "\n")
     log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(leaves)} arrays")
-    log(f"precision  parameters {c.param_dtype} (as in the files), compute {c.compute_dtype}")
+    rounds = c.param_dtype == "float32" and {tensors.dtype(piece.hf_name) for piece in all_pieces} == {"bfloat16"}
+    origin = "bfloat16, as in the files, would round our form of the gains" if rounds else "as in the files"
+    log(f"precision  parameters {c.param_dtype} ({origin}), compute {c.compute_dtype}")
 
 
 def drop_prediction_modules(tensors: Tensors, c: ModelConfig, hf: dict) -> None:
@@ -111,14 +113,19 @@ def drop_prediction_modules(tensors: Tensors, c: ModelConfig, hf: dict) -> None:
 def stored_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:
     """Return the precision setting that rounds no stored tensor and computes in the dtype of the stored matrices.
 
-    Parameters are bfloat16 if every tensor is, else float32, which also represents float16. The embedding decides the
-    compute dtype, because a router's bias may be float32 in a model whose matrices are bfloat16.
+    Parameters are bfloat16 if every tensor is, else float32, which also represents float16, and Gemma's gains plus 1.
+    The embedding decides the compute dtype, because a router's bias may be float32 in a model whose matrices are
+    bfloat16.
     """
-    dtypes = {piece.hf_name: tensors.dtype(piece.hf_name) for piece in all_pieces}
     [embedding] = [piece.hf_name for piece in all_pieces for part in piece.parts if part.name == "embedding_VD"]
-    if {*dtypes.values()} == {"bfloat16"}:
+    if {our_dtype(tensors, piece) for piece in all_pieces} == {"bfloat16"}:
         return "bfloat16"
-    return "mixed" if dtypes[embedding] == "bfloat16" else "float32"
+    return "mixed" if tensors.dtype(embedding) == "bfloat16" else "float32"
+
+
+def our_dtype(tensors: Tensors, piece: Piece) -> str:
+    """Return the dtype in which our parameter has the numbers of a tensor."""
+    return "float32" if piece.changes_numbers else tensors.dtype(piece.hf_name)
 
 
 def _run_config(c: ModelConfig, out: str) -> dict:
@@ -134,6 +141,7 @@ def our_tensor(name: str, parts: list, declared, tensors: Tensors) -> Tensor:
         if tensors.dtype(piece.hf_name) != dtype:
             raise UserError(f"{piece.hf_name} is {tensors.dtype(piece.hf_name)} and {first} is {dtype}, but both are "
                             f"part of {name}, which has one dtype; convert them to the same dtype")  # fmt: skip
+    dtype = our_dtype(tensors, parts[0][1])
     ours = lambda: (from_hf_layout(tensors.read(piece.hf_name), piece, part, declared) for _, piece, part in parts)
     return Tensor(name, declared[name].shape, dtype, ours)
 

@@ -25,6 +25,7 @@ import numpy as np
 import sharding
 from architectures import architecture, declare
 from config import Affects, ModelConfig, affecting
+from config.fields import parse_window
 from utils import UserError
 
 # Tables: tensors ------------------------------------------------------------------------------------------------------
@@ -35,12 +36,13 @@ class Row(NamedTuple):
     layout: str  # layout on disk, in our dim letters; {rope_dims} is replaced by our setting
     parameters: tuple[str, ...]  # names of our parameters that the tensor contains
     needs: Callable[[Any], Any] | None = None  # function of our config; if it returns false, there is no such tensor
-    scale: Callable[[Any], float] | None = None  # function of our config; ours is the tensor times this factor
+    scale: Callable[[Any], float] | None = None  # function of our config; ours is (the tensor + plus) times this factor
     stack: str = ""  # only in the layers of this stack: encoder or decoder
+    plus: float = 0.0
 
 
-def row(hf_name: str, layout: str, *parameters: str, needs=None, scale=None, stack="") -> Row:
-    return Row(hf_name, layout, parameters, needs, scale, stack)
+def row(hf_name: str, layout: str, *parameters: str, needs=None, scale=None, stack="", plus=0.0) -> Row:
+    return Row(hf_name, layout, parameters, needs, scale, stack, plus)
 
 
 OUTSIDE = (
@@ -155,6 +157,20 @@ T5_LAYER = (
     *_t5_feed_forward(2, "decoder"),
 )
 
+# Gemma stores gains minus 1. It multiplies embeddings by sqrt(D), but not the unembedding, for which it uses the same
+# table. Our table contains the factor, and the final norm the reciprocal.
+GEMMA_OUTSIDE = (
+    row("model.embed_tokens.weight", "V D", "embedding_VD", scale=lambda c: c.d_model**0.5),
+    row("model.norm.weight", "D", "norm_D", plus=1, scale=lambda c: c.d_model**-0.5 if c.tie_embeddings else 1.0),
+    row("lm_head.weight", "V D", "unembedding_DV"),
+)
+GEMMA_NORMS = (
+    *(r._replace(plus=1.0) for r in (NORMS[0], *QK_NORMS)),
+    row("post_attention_layernorm.weight", "D", "norm_after_attention_D", plus=1),
+    row("pre_feedforward_layernorm.weight", "D", "norm_feed_forward_D", plus=1),
+    row("post_feedforward_layernorm.weight", "D", "norm_after_feed_forward_D", plus=1),
+)
+
 # Tables: settings -----------------------------------------------------------------------------------------------------
 
 REQUIRED = object()
@@ -195,6 +211,7 @@ ROPE_NUMBERS = {
                "original_max_position_embeddings": REQUIRED},
     "yarn": {"factor": REQUIRED, "beta_slow": 1, "beta_fast": 32, "original_max_position_embeddings": REQUIRED,
              "mscale": 0, "mscale_all_dim": 0},
+    "linear": {"factor": REQUIRED},
 }  # fmt: skip
 
 
@@ -227,7 +244,7 @@ PASSED_THROUGH = set(
     "output_router_logits auto_map aux_loss_alpha seq_aux ep_size qk_head_dim n_positions n_ctx gradient_checkpointing "
     "task_specific_params tokenizer_class attn_pdrop embd_pdrop resid_pdrop summary_activation summary_first_dropout "
     "summary_proj_to_labels summary_type summary_use_proj dropout_rate classifier_dropout initializer_factor "
-    "decoder_start_token_id output_past max_window_layers layer_types".split()
+    "decoder_start_token_id output_past max_window_layers layer_types cache_implementation".split()
 )
 IGNORED = {"architectures", "model_type", "transformers_version", "torch_dtype", "dtype"}
 _COMMON = (
@@ -241,7 +258,10 @@ _COMMON = (
 )
 _HEAD_DIM = Setting("head_dim", "d_head", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
 # Published files of Mistral 7B from version 0.2 on, and of Mixtral, have null.
-_WINDOW = Setting("sliding_window", "window", "", str, lambda text: int(text) if text else None)
+_WINDOW = Setting("sliding_window", "window", "", str, lambda text: parse_window(text).size or None)
+_GEMMA_WINDOW = Setting(
+    "sliding_window sliding_window_pattern rope_local_base_freq", "window", (4096, 6, 10_000.0),
+    lambda values: ":".join(str(int(x) if x == int(x) else x) for x in values), parse_window)  # fmt: skip
 _HF_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 _UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0, "window": ""}
 _DECODER_ONLY = _UNSUPPORTED_FIELDS | {"encoder_layers": 0}
@@ -303,6 +323,20 @@ FAMILIES = {
         _HF_FIXED | {"hidden_act": "gelu_pytorch_tanh", "attention_bias": False, "mlp_bias": False},
         {"hidden_act": "relu2"},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *UNGATED)),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        (Setting("vocab_size", "vocab_size", 262_208), Setting("hidden_size", "d_model"),
+         Setting("num_hidden_layers", "n_layers"), Setting("num_attention_heads", "n_heads", 8),
+         Setting("num_key_value_heads", "n_kv_heads", 4), Setting("head_dim", "d_head", 256),
+         Setting("query_pre_attn_scalar", "d_head", 256), Setting("intermediate_size", "d_ff"),
+         Setting("rms_norm_eps", "norm_eps", 1e-6), Setting("tie_word_embeddings", "tie_embeddings", True),
+         Setting("rope_theta", "rope_theta", 1e6), _COMMON[-1], _GEMMA_WINDOW),
+        _WINDOWED | {"attention": "gqa", "qk_norm": True, "activation": "geglu", "norm": "sandwich", "n_experts": 0,
+                     "dense_prefix": 0}, (), {},
+        {"hidden_activation": "gelu_pytorch_tanh", "attention_dropout": 0.0, "quantization_config": None,
+         "attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+         "use_bidirectional_attention": False}, {},
+        GEMMA_OUTSIDE, (*GEMMA_NORMS, *GROUPED_ATTENTION, *SWIGLU)),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
         (*_COMMON, Setting("num_key_value_heads", "n_heads"), Setting("rope_theta", "rope_theta", 10_000.0),
@@ -380,6 +414,8 @@ def family_of(c: ModelConfig) -> str:
         return "gptj"
     if c.attention == "mla":
         return "deepseek_v3"
+    if c.norm == "sandwich":
+        return "gemma3_text"
     if c.qk_norm:
         return "qwen3_moe" if c.n_experts else "qwen3"
     if c.n_experts:
@@ -407,7 +443,13 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     layout: str
     parts: tuple[Part, ...]
-    scale: float = 1.0  # ours is the tensor times this factor
+    scale: float = 1.0  # ours is (the tensor + plus) times this factor
+    plus: float = 0.0
+
+    @property
+    def changes_numbers(self) -> bool:
+        """Return True unless ours are the same numbers, times a power of 2."""
+        return bool(self.plus) or math.frexp(self.scale)[0] != 0.5
 
 
 def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
@@ -439,7 +481,7 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
                 parts = tuple(Part(name, at, declared[name].dims[len(at) :]) for name in names)
                 name = (theirs + r.hf_name).format(layer=numbers[index], expert=e)
                 shape, scale = disk_shape(r.layout, _sizes(parts, declared)), r.scale(c) if r.scale else 1.0
-                tensors.append(Piece(name, shape, r.layout, parts, scale))
+                tensors.append(Piece(name, shape, r.layout, parts, scale, r.plus))
     _check_complete(tensors, declared, kind)
     return tensors
 
@@ -512,11 +554,14 @@ def matching_views(disk: np.ndarray, ours: np.ndarray, layout: str, dims: str, s
 
 
 def from_hf_layout(disk: np.ndarray, piece: Piece, part: Part, declared) -> np.ndarray:
-    """Return one parameter's part of a tensor on disk, in our layout."""
+    """Return one parameter's part of a tensor on disk, in our layout: in float32 if `piece.changes_numbers`."""
     sizes = _sizes(piece.parts, declared)
+    if piece.changes_numbers:
+        disk = disk.astype(np.float32)
     ours = np.empty([sizes[letter] for letter in part.dims], disk.dtype)
     for theirs_view, ours_view in matching_views(disk, ours, piece.layout, part.dims, sizes):
-        ours_view[...] = theirs_view if piece.scale == 1 else theirs_view * piece.scale
+        same = (piece.plus, piece.scale) == (0, 1)
+        ours_view[...] = theirs_view if same else (theirs_view + piece.plus) * piece.scale
     return ours
 
 
@@ -526,5 +571,6 @@ def to_hf_layout(read: Callable[[str], np.ndarray], piece: Piece, declared) -> n
     disk = np.empty(piece.shape, read(piece.parts[0].name).dtype)
     for part in piece.parts:
         for theirs_view, ours_view in matching_views(disk, read(part.name)[part.index], piece.layout, part.dims, sizes):
-            theirs_view[...] = ours_view if piece.scale == 1 else ours_view / piece.scale
+            same = (piece.plus, piece.scale) == (0, 1)
+            theirs_view[...] = ours_view if same else ours_view / piece.scale - piece.plus
     return disk

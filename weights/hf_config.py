@@ -3,7 +3,7 @@
 from typing import Any
 
 from config import ModelConfig
-from config.fields import Count, Size, check_value, hints, parse_window
+from config.fields import Count, Positive, Size, check_value, hints, parse_window
 from utils import UserError, suggest
 from weights import families
 from weights.families import REQUIRED, Family, family_of
@@ -36,11 +36,22 @@ def config_from_hf(hf: dict) -> ModelConfig:
         if value != want:
             left_out = "" if name in hf else " (the default)"
             raise UserError(f"config.json: {name}={value!r}{left_out} is not supported for {kind}; it must be {want!r}")
-    if any(kind != "full_attention" for kind in hf.get("layer_types") or []):
-        raise UserError(f"config.json: layer_types={hf['layer_types']!r} is not supported; only full_attention is")
     c = ModelConfig(**family.initial_fields | field_values(family, hf))
+    check_layer_types(c, hf.get("layer_types"))
     check_fits(c, kind)
     return c
+
+
+def check_layer_types(c: ModelConfig, layer_types: list | None) -> None:
+    """Raises: UserError if other layers have a window in config.json than in our model."""
+    if not layer_types:
+        return
+    size, every, _ = parse_window(c.window)
+    full = [not size or (every and (number + 1) % every == 0) for number in range(len(layer_types))]
+    want = ["full_attention" if one else "sliding_attention" for one in full]
+    if layer_types != want or len(want) != c.n_layers:
+        raise UserError(f"config.json: layer_types={layer_types!r:.80} is not supported; with sliding_window={size} "
+                        f"the {c.n_layers} entries must be {want!r:.80}")  # fmt: skip
 
 
 def check_types(hf: dict) -> None:
@@ -62,6 +73,11 @@ def without_stored_form(hf: dict) -> dict:
     return {name: value for name, value in hf.items() if name not in names}
 
 
+def check_at_most(name: str, value: Any) -> None:
+    if isinstance(value, int | float) and value > MOST:
+        raise UserError(f"config.json: {name}={value}: must be at most {MOST:,}")
+
+
 def field_values(family: Family, hf: dict) -> dict[str, Any]:
     """Return our fields for a config.json. Raises: UserError if a setting is missing, or contradicts another."""
     values, source = dict(family.fixed_fields), {}
@@ -69,11 +85,13 @@ def field_values(family: Family, hf: dict) -> dict[str, Any]:
         value, names = hf.get(s.hf_name), s.hf_name.split()
         if len(names) > 1:
             value = tuple(y if x is None else x for x, y in zip(map(hf.get, names), s.absent, strict=True))
+            for name, x, y in zip(names, value, s.absent, strict=True):
+                check_value(f"config.json: {name}", x, Positive if isinstance(y, float) else Size)
+                check_at_most(name, x)
         if value is not None:
             value = s.to_ours(value)
             check_value(f"config.json: {s.hf_name}", value, hints(ModelConfig)[s.field])
-            if isinstance(value, int) and value > MOST:
-                raise UserError(f"config.json: {s.hf_name}={value}: must be at most {MOST:,}")
+            check_at_most(s.hf_name, value)
         else:
             if s.absent is REQUIRED:
                 needed = ", ".join(s.hf_name for s in family.settings if s.absent is REQUIRED)
@@ -95,10 +113,18 @@ def with_old_names(hf: dict) -> dict:
     num_local_experts of Qwen3-MoE. Newer files of T5 have scale_decoder_outputs instead of tie_word_embeddings, which
     is always true there."""
     rope = hf.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)  # one entry per kind of layer
+    rope, local = rope.get("full_attention", rope), rope.get("sliding_attention")  # one entry per kind of layer
     check_types({"rope_parameters": rope})
-    rope = dict(rope or {})
-    renamed = {"scale_decoder_outputs": "tie_word_embeddings"}
+    rope, types = dict(rope or {}), hf.get("layer_types") or []
+    if hf.get("model_type") == "gemma3_text":
+        check_types({"rope_parameters": local})
+        if (local := local or {}).get("rope_type", "default") != "default":
+            raise UserError(f"config.json: rope_parameters={hf['rope_parameters']!r} is not supported; layers with a "
+                            "window must have the rope_type default")  # fmt: skip
+        hf = {"rope_local_base_freq": local.get("rope_theta")} | hf
+        if "full_attention" in types:
+            hf = {"sliding_window_pattern": types.index("full_attention") + 1} | hf
+    renamed = {"scale_decoder_outputs": "tie_word_embeddings", "_sliding_window_pattern": "sliding_window_pattern"}
     renamed |= {"num_local_experts": "num_experts"} if hf.get("model_type") == "qwen3_moe" else {}
     rest = {name: value for name, value in hf.items() if name != "rope_parameters" and name not in renamed}
     rest |= {renamed[name]: hf[name] for name in renamed if name in hf}
@@ -111,8 +137,11 @@ def check_fits(c: ModelConfig, kind: str) -> None:
     family = families.FAMILIES[kind]
     faults = [f"model.{name}={getattr(c, name)!r} (only {want!r} is supported)"
               for name, want in family.fixed_fields.items() if getattr(c, name) != want]  # fmt: skip
-    if "window" not in family.fixed_fields and parse_window(c.window).full_every:
-        faults.append(f"model.window={c.window!r} (all layers have the same window)")
+    for s in (s for s in family.settings if s.field == "window"):
+        written = s.to_hf(c.window)
+        if c.window != (s.to_ours(written) if written else ""):
+            form = "have the form 1024:6:10000" if len(s.hf_name.split()) > 1 else "be the same in all layers"
+            faults.append(f"model.window={c.window!r} (it must {form})")
     faults += [f"model.{name}={getattr(c, name)!r} (0 is not supported)" for name in family.positive_fields
                if not getattr(c, name)]  # fmt: skip
     if c.n_experts and c.top_k == 1 and c.normalize_gates:
@@ -135,7 +164,7 @@ def config_to_hf(c: ModelConfig, dtype: str = "float32", kind: str = "") -> dict
     for s in family.settings:
         value = getattr(c, s.field)
         if len(names := s.hf_name.split()) > 1:
-            hf |= dict(zip(names, value, strict=True))
+            hf |= dict(zip(names, s.to_hf(value), strict=True))
         elif names:
             hf[s.hf_name] = s.to_hf(value)
         elif value != (want := s.absent(hf)):

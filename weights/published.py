@@ -34,7 +34,7 @@ def like(base: Family, *settings: Setting, fixed_fields=(), **changes) -> Family
 _LLAMA, _MIXTRAL, _DEEPSEEK = (families.FAMILIES[name] for name in ("llama", "mixtral", "deepseek_v3"))
 _GEMMA = like(
     _LLAMA, Setting("head_dim", "d_head", 256), Setting("tie_word_embeddings", "tie_embeddings", True),
-    fixed_fields={"activation": "geglu"},
+    fixed_fields={"activation": "geglu", "norm": "sandwich"},
     hf_fixed=_LLAMA.hf_fixed | {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
 )  # fmt: skip
 PLANNED = {
@@ -43,10 +43,6 @@ PLANNED = {
         _MIXTRAL, Setting("num_experts_per_tok", "top_k", lambda hf: hf["experts_per_token"]),
         Setting("rope_theta", "rope_theta", 150_000.0), fixed_fields={"sinks": True}),
     "gemma2": _GEMMA,
-    "gemma3_text": like(  # published files leave out some settings that have the default of transformers
-        _GEMMA, Setting("vocab_size", "vocab_size", 262_208), Setting("num_attention_heads", "n_heads", 8),
-        Setting("num_key_value_heads", "n_kv_heads", 4), Setting("rms_norm_eps", "norm_eps", 1e-6),
-        Setting("rope_theta", "rope_theta", 1e6), fixed_fields={"qk_norm": True}),
     "deepseek_v2": like(
         _DEEPSEEK, Setting("norm_topk_prob", "normalize_gates", False),
         fixed_fields={"router": "softmax", "balance_rate": 0.0}, initial_fields={},
@@ -81,6 +77,12 @@ def token_prediction_modules(hf: dict, c: ModelConfig) -> int:
     return hf["num_nextn_predict_layers"] * (layer // c.n_blocks + 2 * c.d_model**2 + 3 * c.d_model + tables)
 
 
+def has_caps(hf: dict) -> bool:
+    scales_queries = hf.get("query_pre_attn_scalar", 256) != hf.get("head_dim", 256)
+    caps = hf.get("attn_logit_softcapping") or hf.get("final_logit_softcapping")
+    return hf["model_type"] in ("gemma2", "gpt_oss") or (hf["model_type"] == "gemma3_text" and (caps or scales_queries))
+
+
 kind_is = lambda *kinds: lambda hf: hf["model_type"] in kinds
 PARTS = (
     Part("attention_bias", "attention biases", lambda hf: hf["model_type"] == "qwen2" or hf.get("attention_bias"),
@@ -89,8 +91,6 @@ PARTS = (
          lambda hf, c: c.n_layers * (2 * c.d_ff + c.d_model)),
     Part("", "biases of routers and experts", kind_is("gpt_oss"),
          lambda hf, c: c.n_layers * c.n_experts * (1 + 2 * c.d_expert + c.d_model)),
-    Part("", "norms after attention and feed-forward layers", kind_is("gemma2", "gemma3_text"),
-         lambda hf, c: 2 * c.n_layers * c.d_model),
     Part("", "selection biases of routers, which the planner counts as memory, not as parameters",
          kind_is("deepseek_v3"), lambda hf, c: c.n_blocks * c.n_experts),
     Part("num_nextn_predict_layers", "module for multi-token prediction, with copies of both vocabulary tables",
@@ -101,8 +101,8 @@ PARTS = (
          lambda hf: hf.get("quantization_config")),
     Part("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar swiglu_limit swiglu_alpha "
          "rope_local_base_freq", "caps and scales of single numbers, which cost little",
-         kind_is("gemma2", "gemma3_text", "gpt_oss")),
-    Part("cache_implementation experts_per_token initial_context_length use_bidirectional_attention sliding_window "
+         has_caps),
+    Part("cache_implementation experts_per_token initial_context_length sliding_window "
          "use_sliding_window max_window_layers layer_types sliding_window_pattern", "", lambda hf: False),
 )  # fmt: skip
 
@@ -214,8 +214,11 @@ def describe(hf: dict) -> tuple[str, ModelConfig, dict[str, int]]:
     family = known[kind]
     # transformers fixes an epsilon of DeepSeek's norms, which a plan doesn't need
     fixed = {name: value for name, value in family.fixed_fields.items() if name != "norm_eps"}
-    fields = family.initial_fields | field_values(dataclasses.replace(family, fixed_fields=fixed), hf)
-    fields["window"], note = read_window(hf, fields["n_layers"])
+    same_scale = {"query_pre_attn_scalar": hf.get("head_dim")}  # see PARTS
+    fields = family.initial_fields | field_values(dataclasses.replace(family, fixed_fields=fixed), hf | same_scale)
+    window, note = read_window(hf, fields["n_layers"])
+    if not window or not fields.get("window", "").startswith(f"{window}:"):  # keep the RoPE base of its layers
+        fields["window"] = window
     c = ModelConfig(**fields)
     explained = {name for part in PARTS for name in part.settings.split()}
     left_out = {part.what.format_map(defaultdict(str, hf)): part.size(hf, c) for part in PARTS if part.present(hf)}

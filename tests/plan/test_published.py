@@ -87,7 +87,7 @@ def test_the_output_lists_what_the_plan_leaves_out(tmp_path, capsys):
 
 LLAMA = MODELS["Llama-2-7b"]["config"]
 WINDOWS = {"Mistral-7B-v0.1": "4096", "gpt-oss-20b": "128:2", "gpt-oss-120b": "128:2", "gemma-2-9b": "4096:2",
-           "gemma-2-27b": "4096:2", "gemma-3-1b": "512:6"}  # fmt: skip
+           "gemma-2-27b": "4096:2", "gemma-3-1b": "512:6:10000"}  # fmt: skip
 FULL, SLIDING = ["full_attention"], ["sliding_attention"]
 WINDOW_SETTINGS = [  # changes of a model's config.json -> model.window, and a note if our model can't express them
     ("Qwen2.5-7B", {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 9}, "1024:3",
@@ -97,7 +97,7 @@ WINDOW_SETTINGS = [  # changes of a model's config.json -> model.window, and a n
     ("gpt-oss-20b", {"layer_types": FULL * 18 + SLIDING * 6}, "128:2",
      "sliding windows in 6 of 24 layers: the plan has model.window=128:2"),
     ("gpt-oss-20b", {"layer_types": (SLIDING * 3 + FULL) * 6}, "128:4", ""),
-    ("gemma-3-1b", {"sliding_window_pattern": 2}, "512:2", ""),
+    ("gemma-3-1b", {"sliding_window_pattern": 2}, "512:2:10000", ""),
     ("Mistral-7B-v0.1", {"sliding_window": None}, "", ""),
 ]  # fmt: skip
 
@@ -145,8 +145,8 @@ NOTES = [  # changes of Llama 2's config.json -> the part that is left out, and 
     ({"pretraining_tp": 2}, "pretraining_tp=2: the plan has 1", 0),
     ({"n_hyper": 3, "gate": "new"}, "settings that the planner doesn't know: n_hyper, gate", 0),
     (
-        {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
-        "rope_scaling={'rope_type': 'linear', 'factor': 8.0}: the plan does not scale; it costs the same",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 8.0}},
+        "rope_scaling={'rope_type': 'dynamic', 'factor': 8.0}: the plan does not scale; it costs the same",
         0,
     ),
 ]

@@ -13,13 +13,15 @@ from weights.hf_config import config_from_hf, config_to_hf
 
 UNSUPPORTED = [
     ("llama", "attention_bias", True), ("llama", "mlp_bias", True), ("llama", "hidden_act", "gelu"),
-    ("mixtral", "rope_scaling", {"type": "linear", "factor": 2.0}), ("llama", "quantization_config", {"bits": 8}),
+    ("mixtral", "rope_scaling", {"type": "dynamic", "factor": 2.0}), ("llama", "quantization_config", {"bits": 8}),
     ("llama", "rope_parameters", {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
     ("llama", "rope_parameters", {"rope_theta": 5e5, "partial_rotary_factor": 0.5}),
     ("llama", "model_type", "lama"), ("llama", "sliding_window", 4096), ("llama", "window", 7),
     ("arcee", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1), ("mistral", "attention_bias", True),
     ("deepseek_v3", "n_group", 3), ("deepseek_v3", "topk_group", 5), ("deepseek_v3", "num_experts_per_tok", 1),
-    ("mixtral", "num_experts_per_tok", 1),
+    ("mixtral", "num_experts_per_tok", 1), ("gemma3_text", "query_pre_attn_scalar", 12),
+    ("gemma3_text", "final_logit_softcapping", 30.0), ("gemma3_text", "use_bidirectional_attention", True),
+    ("gemma3_text", "layer_types", ["sliding_attention"] * 2 + ["full_attention"] * 2),
     ("deepseek_v3", "rope_interleave", False), ("deepseek_v3", "rms_norm_eps", 1e-5),
     ("deepseek_v3", "num_key_value_heads", 2),
     ("deepseek_v3", "quantization_config", {"quant_method": "fp8", "weight_block_size": [64, 64]}),
@@ -107,6 +109,14 @@ def test_every_setting_of_ours_is_known_to_a_family(family):
     assert known | set(UNUSED[family].split()) == {f.name for f in dataclasses.fields(ModelConfig)}
 
 
+def test_scaled_frequencies_in_layers_with_a_window_are_refused():
+    """Catches a Gemma whose windows were trained with other frequencies, which our model does not have."""
+    rope = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
+    hf = folders.Folder(FIXTURES / "gemma3_text").json("config.json") | {"rope_parameters": rope}
+    with pytest.raises(UserError, match=r"rope_parameters=.*2.0}} is not supported; layers with a window must"):
+        config_from_hf(hf)
+
+
 @pytest.mark.parametrize("window, size", [("", None), ("4096", 4096)])
 def test_a_window_round_trips(window, size):
     """Catches a window that is lost or stored as text, and a model without windows that gets the library's default."""
@@ -120,6 +130,20 @@ def test_a_window_round_trips(window, size):
     assert config_from_hf(hf).window == ""  # transformers' default for Mixtral, but not for Mistral
     mistral = {name: x for name, x in config_to_hf(c, kind="mistral").items() if name != "sliding_window"}
     assert config_from_hf(mistral).window == "4096"
+
+
+def test_gemma_from_older_files_equals_newer_ones():
+    """Catches a base of the windows, or a pattern of layers, that is read from only one of the two forms."""
+    new = folders.Folder(FIXTURES / "gemma3_text").json("config.json")
+    c = config_from_hf(new)
+    assert (c.window, c.rope_theta, c.rope_scaling) == ("7:3:300", 900.0, "linear:8")
+    old = config_to_hf(c)
+    assert not {"layer_types", "rope_parameters"} & {*old}
+    assert (old["rope_theta"], old["rope_local_base_freq"], old["sliding_window_pattern"]) == (900.0, 300.0, 3)
+    assert config_from_hf(old) == c
+    assert config_from_hf({name: x for name, x in new.items() if "pattern" not in name}) == c  # layer_types remain
+    with pytest.raises(UserError, match=r"model.window='7:3' \(it must have the form 1024:6:10000\)"):
+        config_to_hf(dataclasses.replace(c, window="7:3"))
 
 
 @pytest.mark.parametrize("kind, window", [("mistral", "1024:6"), ("mixtral", "1024:6"), ("llama", "1024")])

@@ -135,7 +135,8 @@ ODD = (None, "", "linear", True, -1, 0, 1.5, float("inf"), float("nan"), 10**400
        {"full_attention": 5})  # fmt: skip
 NESTED = ("rope_scaling", "rope_parameters", "quantization_config", "layer_types", "text_config", "sliding_window",
           "num_nextn_predict_layers", "n_group", "num_local_experts", "experts_per_token")  # fmt: skip
-RENAMED = {"rope_parameters": "rope_scaling", "num_local_experts": "num_experts", "text_config": "model_type"}
+RENAMED = {"rope_parameters": "rope_scaling", "num_local_experts": "num_experts", "text_config": "model_type",
+           "_sliding_window_pattern": "sliding_window_pattern"}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
