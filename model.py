@@ -44,10 +44,10 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
-from config.fields import RopeScaling, Window, parse_rope_scaling, parse_window
+from config.fields import RopeScaling, Window, parse_bias, parse_rope_scaling, parse_window
 from kernels.grouped import grouped_matmul
 from overlap.context import over_context
-from overlap.experts import apply_experts
+from overlap.experts import apply_experts, bias_of_rows
 from overlap.fusion import compute_once
 from overlap.layers import scan_layers, stack_size
 from overlap.positions import apply_scatter, gather_apply, gather_apply_scatter
@@ -78,6 +78,7 @@ from sharding import (
 from utils import UserError
 
 float32 = jnp.float32
+has_bias = lambda part, also=bool: lambda c: part in parse_bias(c.bias) and also(c)
 
 
 # Norm -------------------------------------------------------------------------------------------------------
@@ -177,8 +178,9 @@ turn.defvjp(
 def frequency_factors(width: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     """Return the factor of each pair's frequency: between 1 (unchanged) and 1 / scaling.factor.
 
-    Source: `llama3` is the rule of Llama 3.1's published code; `yarn` is arXiv:2309.00071, equations 19-23; `linear`
-    is arXiv:2306.15595.
+    Source: `llama3` is the rule of Llama 3.1's published code; `yarn` is arXiv:2309.00071, equations 19-23.
+    Its code rounds the numbers of the first and the last pair in between; gpt-oss (`yarn_exact`) does not.
+    `linear` is arXiv:2306.15595.
     """
     if scaling.kind == "linear":
         return np.full(width // 2, 1 / scaling.factor)
@@ -189,8 +191,9 @@ def frequency_factors(width: int, theta: float, scaling: RopeScaling) -> np.ndar
     else:  # linear in the number of the pair, between the pairs that turn `high` and `low` times
         log_of = lambda turns: math.log(scaling.original / (turns * 2 * math.pi))
         pair_of = lambda turns: width * log_of(turns) / (2 * math.log(theta))
-        first = max(math.floor(pair_of(scaling.high)), 0)
-        last = min(math.ceil(pair_of(scaling.low)), width - 1)
+        first, last = pair_of(scaling.high), pair_of(scaling.low)
+        first, last = (math.floor(first), math.ceil(last)) if scaling.kind == "yarn" else (first, last)
+        first, last = max(first, 0), min(last, width - 1)
         kept_r = 1 - np.clip((np.arange(width // 2) - first) / max(last - first, 0.001), 0, 1)
     return kept_r + (1 - kept_r) / scaling.factor
 
@@ -203,7 +206,7 @@ def query_scales(c: ModelConfig) -> tuple[float, float]:
     Source: arXiv:2309.00071, equation 22, whose factor multiplies queries and keys; here queries have both.
     """
     scaling = parse_rope_scaling(c.rope_scaling)
-    if not scaling or scaling.kind != "yarn":
+    if not scaling or scaling.kind == "llama3":
         return 1.0, 1.0
     growth = lambda share: 0.1 * share * math.log(scaling.factor) + 1
     shares = scaling.mscale, scaling.mscale_all
@@ -313,20 +316,24 @@ class GroupedAttention:
     """Grouped-query attention: H/G query heads share each key and value head (arXiv:2305.13245)."""
 
     w_query_DHK: Any = param("DHK", fan_in="D", D=SLICED, H=TENSOR)
+    bias_query_HK: Any = param("HK", decay=False, H=TENSOR, needs=has_bias("attention"))
     w_key_DGK: Any = param("DGK", fan_in="D", D=SLICED, G=TENSOR)
+    bias_key_GK: Any = param("GK", decay=False, G=TENSOR, needs=has_bias("attention"))
     norm_query_K: Any = param("K", mean=1.0, decay=False, needs=lambda c: c.qk_norm)
     norm_key_K: Any = param("K", mean=1.0, decay=False, needs=lambda c: c.qk_norm)
     w_value_DGK: Any = param("DGK", fan_in="D", D=SLICED, G=TENSOR)
+    bias_value_GK: Any = param("GK", decay=False, G=TENSOR, needs=has_bias("attention"))
     w_out_HKD: Any = param("HKD", fan_in="HK", residual=True, H=TENSOR, D=SLICED)
+    bias_out_D: Any = param("D", decay=False, needs=has_bias("attention"))
     sink_H: Any = param("H", decay=False, exact=True, H=TENSOR, needs=lambda c: c.sinks)
 
 
 @jax.named_scope("queries_keys_values")
 def queries_keys_values(w: GroupedAttention, c: ModelConfig, x_bsD, positions_bs, freqs_r):
     """Compute rotated queries and keys, and values. [b, s, D] -> [b, s, h, K], [b, s, g, K], [b, s, g, K]."""
-    q_bshK = jnp.einsum("bsD,DhK->bshK", x_bsD, w.w_query_DHK)
-    k_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_key_DGK)
-    v_bsgK = jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_value_DGK)
+    q_bshK = add_bias(jnp.einsum("bsD,DhK->bshK", x_bsD, w.w_query_DHK), w.bias_query_HK)
+    k_bsgK = add_bias(jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_key_DGK), w.bias_key_GK)
+    v_bsgK = add_bias(jnp.einsum("bsD,DgK->bsgK", x_bsD, w.w_value_DGK), w.bias_value_GK)
     if c.qk_norm:
         q_bshK, k_bsgK = norm(q_bshK, w.norm_query_K, c.norm_eps), norm(k_bsgK, w.norm_key_K, c.norm_eps)
     angles_bsr = rotary_angles(positions_bs, freqs_r)
@@ -350,6 +357,7 @@ def grouped_attention(
     @jax.named_scope("attention_output")
     def out(o_bphK, x_bpD):
         partial_bpD = jnp.einsum("bphK,hKD->bpD", o_bphK, w.w_out_HKD)
+        partial_bpD = add_bias(partial_bpD, w.bias_out_D, 1 / axis_size(TENSOR))  # as in `down`
         return partial_bpD if parallel is None else partial_bpD + feed_forward(parallel, c, x_bpD)
 
     return apply_scatter(c, out, o_bshK, x_bsD)
@@ -358,23 +366,33 @@ def grouped_attention(
 # Feed-forward -----------------------------------------------------------------------------------------------
 
 
-GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}  # arXiv:2002.05202
+CLAMP, SLOPE = 7.0, 1.702  # `swiglu_limit` and `alpha` of gpt-oss: github.com/openai/gpt-oss, torch/model.py
+
+
+def clamped_swiglu(up, gate):
+    """Apply gpt-oss's gate: SwiGLU with a steeper sigmoid, clamped operands, and 1 added to `up`."""
+    gate = jnp.minimum(gate, CLAMP)
+    return (jnp.clip(up, -CLAMP, CLAMP) + 1) * gate * jax.nn.sigmoid(SLOPE * gate)
+
+
+gate_by = lambda f: lambda up, gate: f(gate) * up  # arXiv:2002.05202
+GATES = {"swiglu": gate_by(jax.nn.silu), "geglu": gate_by(jax.nn.gelu), "swiglu_clamped": clamped_swiglu}
 gated = lambda c: c.activation in GATES
 
 
 def activate(c: ModelConfig, up, gate):
     """Apply the nonlinearity: to the gate, which multiplies `up`, if there is one."""
     up, gate = named((up, gate), "hidden")
-    return jax.nn.gelu(up) if gate is None else GATES[c.activation](gate) * up
+    return jax.nn.gelu(up) if gate is None else GATES[c.activation](up, gate)
 
 
 @struct.dataclass
 class FeedForward:
     w_gate_DF: Any = param("DF", fan_in="D", D=SLICED, F=TENSOR, needs=gated)
     w_up_DF: Any = param("DF", fan_in="D", D=SLICED, F=TENSOR)
-    bias_up_F: Any = param("F", decay=False, F=TENSOR, needs=lambda c: c.bias)
+    bias_up_F: Any = param("F", decay=False, F=TENSOR, needs=has_bias("feed_forward"))
     w_down_FD: Any = param("FD", fan_in="F", residual=True, F=TENSOR, D=SLICED)
-    bias_down_D: Any = param("D", decay=False, needs=lambda c: c.bias)
+    bias_down_D: Any = param("D", decay=False, needs=has_bias("feed_forward"))
 
 
 def hidden(w: FeedForward, c: ModelConfig, x_bsD):
@@ -405,12 +423,16 @@ def feed_forward(w: FeedForward, c: ModelConfig, x_bsD):
 @struct.dataclass
 class MoE:
     w_router_DE: Any = param("DE", fan_in="D", D=SLICED, exact=True)
+    bias_router_E: Any = param("E", decay=False, exact=True, needs=has_bias("experts"))
     # Added to the scores that select experts, not to the gates. `optimizer.update_selection_bias` updates it
     # from the load of the experts; it has no gradient.
     bias_E: Any = param("E", decay=False, trainable=False, needs=lambda c: c.balance_rate)
     w_gate_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR, needs=gated)
     w_up_EDM: Any = param("EDM", fan_in="D", E=EXPERT, D=(FSDP, CONTEXT), M=TENSOR)
     w_down_EMD: Any = param("EMD", fan_in="M", residual=True, E=EXPERT, M=TENSOR, D=(FSDP, CONTEXT))
+    bias_gate_EM: Any = param("EM", decay=False, E=EXPERT, M=TENSOR, needs=has_bias("experts", gated))
+    bias_up_EM: Any = param("EM", decay=False, E=EXPERT, M=TENSOR, needs=has_bias("experts"))
+    bias_down_ED: Any = param("ED", decay=False, E=EXPERT, needs=has_bias("experts"))
     shared: FeedForward | None = None
 
 
@@ -435,6 +457,7 @@ def route(w: MoE, c: ModelConfig, x_btD):
     """
     # HIGHEST, because by default a TPU multiplies float32 matrices in bfloat16 passes.
     logits_btE = jnp.matmul(x_btD.astype(float32), w.w_router_DE, precision=jax.lax.Precision.HIGHEST)
+    logits_btE = add_bias(logits_btE, w.bias_router_E)
     scores_btE = jax.nn.sigmoid(logits_btE) if c.router == "sigmoid" else jax.nn.softmax(logits_btE, axis=-1)
     bias_E = 0.0 if w.bias_E is None else jax.lax.stop_gradient(w.bias_E)[None, None, :]
     _, experts_btk = jax.lax.top_k(in_best_groups(c, scores_btE + bias_E), c.top_k)
@@ -469,13 +492,19 @@ def balance_loss(c: ModelConfig, tokens_per_expert_E, probability_E, tokens):
 
 
 @jax.named_scope("experts")
-def experts_feed_forward(w: MoE, c: ModelConfig, matmul, rows, gates):
+def experts_feed_forward(w: MoE, c: ModelConfig, matmul, bias_of, rows, gates):
     """Apply its expert to each row, one token per row, and multiply by its gate. Returns a partial sum over
-    TENSOR. matmul(rows, weights) multiplies each row by the weights of its expert."""
-    up = matmul(rows, w.w_up_EDM)
-    gate = None if w.w_gate_EDM is None else matmul(rows, w.w_gate_EDM)
+    TENSOR. matmul(rows, weights) multiplies each row by the weights of its expert, and bias_of(biases, gates)
+    returns for each row the bias of its expert, multiplied by a gate."""
+
+    def add(x, bias_EX, gates):
+        return x if bias_EX is None else x + bias_of(bias_EX.astype(x.dtype), gates.astype(x.dtype))
+
+    up = add(matmul(rows, w.w_up_EDM), w.bias_up_EM, ones := jnp.ones_like(gates))
+    gate = None if w.w_gate_EDM is None else add(matmul(rows, w.w_gate_EDM), w.bias_gate_EM, ones)
     # Multiply by the gates before the last matmul, so that the backward pass does not need its output.
-    return matmul(activate(c, up, gate) * gates[..., None].astype(up.dtype), w.w_down_EMD)
+    out = matmul(activate(c, up, gate) * gates[..., None].astype(up.dtype), w.w_down_EMD)
+    return add(out, w.bias_down_ED, gates / axis_size(TENSOR))  # as in `down`
 
 
 def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
@@ -486,10 +515,11 @@ def dropless(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk):
 
     def sorted_rows(w, rows_AD, gates_A, sizes_e):
         matmul = lambda x, w: grouped_matmul(x, w, sizes_e, filled=gates_bsk.size)  # at an equal load
-        return experts_feed_forward(w, c, matmul, rows_AD, gates_A)
+        bias_of = functools.partial(bias_of_rows, sizes_e)
+        return experts_feed_forward(w, c, matmul, bias_of, rows_AD, gates_A)
 
     inputs_N = (x.reshape(-1, x.shape[-1]) for x in (x_bsD, gates_bsk, experts_bsk))
-    experts = MoE(w_gate_EDM=w.w_gate_EDM, w_up_EDM=w.w_up_EDM, w_down_EMD=w.w_down_EMD)
+    experts = w.replace(w_router_DE=None, bias_router_E=None, bias_E=None, shared=None)
     return apply_experts(c, sorted_rows, experts, *inputs_N).reshape(x_bsD.shape)
 
 
@@ -536,7 +566,9 @@ def with_capacity(w: MoE, c: ModelConfig, x_bsD, gates_bsk, experts_bsk, rank_bs
 
     rows_eAD = all_to_all(buffer_EbXD, EXPERT, split_dim=0, join_dim=1).reshape(-1, n * b * slots, D)
     gates_eA = all_to_all(gates_EbX, EXPERT, split_dim=0, join_dim=1).reshape(-1, n * b * slots)
-    out_eAD = experts_feed_forward(w, c, lambda x, w: jnp.einsum("eAD,eDm->eAm", x, w), rows_eAD, gates_eA)
+    matmul = lambda x, w: jnp.einsum("eAD,eDm->eAm", x, w)
+    bias_of = lambda bias_eX, gates_eA: jnp.einsum("eX,eA->eAX", bias_eX, gates_eA)
+    out_eAD = experts_feed_forward(w, c, matmul, bias_of, rows_eAD, gates_eA)
     out_EbXD = all_to_all(out_eAD.reshape(-1, n * b, slots, D), EXPERT, split_dim=1, join_dim=0)
 
     out_bskD = out_EbXD.at[place].get(mode="fill", fill_value=0)
@@ -604,7 +636,7 @@ class Transformer:
     norm_D: Any = param("D", mean=1.0, decay=False)
     norm_bias_D: Any = param("D", decay=False, needs=lambda c: c.norm == "layer")
     unembedding_DV: Any = param("DV", fan_in="D", D=SLICED, V=TENSOR, needs=lambda c: not c.tie_embeddings)
-    bias_V: Any = param("V", decay=False, V=TENSOR, needs=lambda c: c.bias)
+    bias_V: Any = param("V", decay=False, V=TENSOR, needs=has_bias("logits"))
 
 
 def declare(c: ModelConfig) -> Transformer:

@@ -164,20 +164,20 @@ def parse_pipeline(text: str) -> tuple[str, int]:
 class RopeScaling(NamedTuple):
     """How the frequencies of rotary embeddings are scaled; see `model.frequency_factors`."""
 
-    kind: str  # llama3, yarn or linear
+    kind: str  # llama3, yarn, yarn_exact or linear
     factor: float
     # Not used by linear, which slows down all pairs:
     low: float = 1.0  # a pair that turns this often in the original context, or less, is slowed down by the factor
     high: float = 2.0  # a pair that turns this often, or more often, keeps its frequency
     original: float = 1.0  # positions of the original context
-    mscale: float = 0.0  # yarn
-    mscale_all: float = 0.0  # yarn
+    mscale: float = 0.0  # yarn, yarn_exact
+    mscale_all: float = 0.0  # yarn, yarn_exact
 
 
 @functools.lru_cache(maxsize=64)
 def parse_rope_scaling(text: str) -> RopeScaling | None:
-    """Parse `llama3:8:1:4:8192`, `yarn:40:1:32:4096`, which may end with two more numbers, or `linear:8`. Empty text
-    gives None.
+    """Parse `llama3:8:1:4:8192`, `linear:8`, or `yarn:40:1:32:4096`, which may end with two more numbers, as may
+    yarn_exact. Empty text gives None.
 
     Raises: UserError that quotes text that cannot be parsed.
     """
@@ -186,14 +186,16 @@ def parse_rope_scaling(text: str) -> RopeScaling | None:
     kind, *words = text.split(":")
     try:
         found = RopeScaling(kind, *map(float, words))
-        valid = len(words) in {"llama3": (4,), "yarn": (4, 5, 6), "linear": (1,)}.get(kind, ())
+        numbers = {"llama3": (4,), "yarn": (4, 5, 6), "yarn_exact": (4, 5, 6), "linear": (1,)}
+        valid = len(words) in numbers.get(kind, ())
         valid &= all(map(math.isfinite, found[1:])) and found.factor >= 1 and found.original > 0
         valid &= 0 < found.low < found.high and found.mscale >= 0 and found.mscale_all >= 0
     except (TypeError, ValueError):
         valid = False
     if not valid:
         raise UserError(f"model.rope_scaling={text!r}: should be llama3:FACTOR:LOW:HIGH:POSITIONS, such as "
-                        "llama3:8:1:4:8192, yarn:FACTOR:LOW:HIGH:POSITIONS, such as yarn:4:1:32:32768, or linear:8"
+                        "llama3:8:1:4:8192, the same numbers with yarn or yarn_exact, such as yarn:4:1:32:32768, or "
+                        "linear:8"
                         )  # fmt: skip
     return found
 
@@ -222,6 +224,22 @@ def parse_window(text: str) -> Window:
                         "layer (2 or more) attends to all positions; 1024:6:10000 also sets the RoPE base of the others"
                         )  # fmt: skip
     return found
+
+
+BIASED_PARTS = ("feed_forward", "logits", "attention", "experts")  # of a model
+
+
+@functools.lru_cache(maxsize=64)
+def parse_bias(text: str) -> frozenset[str]:
+    """Parse a list of the parts of a model that have biases, such as `attention,experts`. Empty text: none has.
+
+    Raises: UserError that quotes what cannot be parsed.
+    """
+    parts = text.split(",") if text else []
+    for part in parts:
+        if part not in BIASED_PARTS or parts.count(part) > 1:
+            raise UserError(f"model.bias={text!r}: {part!r} should be one of {', '.join(BIASED_PARTS)}, given once")
+    return frozenset(parts)
 
 
 PERIOD = 1000  # the weights of a mixture are exact over any window of this many sequences

@@ -53,7 +53,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj_6b": ("to fine-tune: the published architecture, 6,050,882,784 parameters", {
         "model": ModelConfig(
             vocab_size=50_400, d_model=4096, n_layers=28, n_heads=16, attention="gqa", n_kv_heads=16, d_head=256,
-            rope_dims=64, d_ff=16_384, activation="gelu", parallel_residual=True, bias=True, norm="layer",
+            rope_dims=64, d_ff=16_384, activation="gelu", parallel_residual=True,
+            bias="feed_forward,logits", norm="layer",
             norm_eps=1e-5),
         "data.path": "tokens/stdlib-gpt2", "data.seq_len": 2048, "data.batch_size": 16,
         "optim.lr": 2e-5, "run.name": "gptj_6b",

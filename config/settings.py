@@ -30,6 +30,7 @@ from config.fields import (
     is_remote,
     metadata_of,
     parse_adamw,
+    parse_bias,
     parse_mixture,
     parse_muon,
     parse_objectives,
@@ -45,6 +46,7 @@ from config.fields import (
 from config.mesh import MeshConfig, MeshFlag
 from config.needs import (
     ADAMW,
+    BIASED,
     CONTEXT,
     DENSE_LAYERS,
     DROPLESS,
@@ -170,18 +172,21 @@ class ModelConfig:
     # gqa: rotate only the first coordinates of a head, such as 64 of 256 in GPT-J; 0: all
     rope_dims: Annotated[Count, GQA, *ROPE] = 0
     rope_theta: Annotated[Positive, *ROPE] = 10_000.0  # RoPE base (theta)
-    # scale RoPE for a longer context: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192, or yarn with the same
-    # numbers (arXiv:2309.00071), then optionally DeepSeek's MSCALE:MSCALE_ALL, or linear:FACTOR; empty: no scaling
+    # scale RoPE for longer texts: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192, or yarn (arXiv:2309.00071)
+    # or gpt-oss's yarn_exact, also with DeepSeek's :MSCALE:MSCALE_ALL, or linear:FACTOR; empty: none
     rope_scaling: Annotated[str, Form(parse_rope_scaling), *ROPE] = ""
     qk_norm: Annotated[bool, GQA] = False  # gqa: apply RMSNorm to each head's query and key before RoPE, as in Qwen3
     no_rope_every: Annotated[Count, Affects.OWN, ROPE[0]] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
     # sliding window of attention: 1024 positions; 1024:6: not in every 6th layer; 1024:6:10000: with another RoPE base
     window: Annotated[str, Form(parse_window), LONGER] = ""
-    sinks: Annotated[bool, Affects.OWN, GQA] = False  # gqa: sinks, a learned logit per head in each softmax
+    sinks: Annotated[bool, GQA] = False  # gqa: sinks, a learned logit per head in each softmax
     d_ff: Annotated[Size, DENSE_LAYERS] = 512  # hidden dimension of a dense feed-forward layer
-    activation: Literal["swiglu", "gelu", "geglu"] = "swiglu"  # nonlinearity of feed-forward layers and of experts
+    # nonlinearity of feed-forward layers and of experts; swiglu_clamped is gpt-oss's
+    activation: Literal["swiglu", "gelu", "geglu", "swiglu_clamped"] = "swiglu"
     parallel_residual: bool = False  # attention and feed-forward layer have the same input; needs gqa and no experts
-    bias: bool = False  # add biases in dense feed-forward layers and shared experts, and to the logits; nowhere else
+    # parts with biases: feed_forward (dense layers, shared experts), logits, attention (gqa), experts (and their
+    # router), such as attention,experts; empty: none
+    bias: Annotated[str, Form(parse_bias), *BIASED] = ""
     n_experts: Count = 0  # routed experts of an MoE layer; 0: every layer is dense
     top_k: Annotated[Size, EXPERTS] = 2  # routed experts per token
     n_shared: Annotated[Count, EXPERTS] = 0  # shared experts, which process every token
@@ -245,6 +250,8 @@ class ModelConfig:
             for name, allowed in needed.items():
                 if getattr(self, name) != allowed:
                     self._refuse(name, f"a model with an encoder needs {name}={allowed!r}")
+            if "attention" in parse_bias(self.bias):
+                self._refuse("bias", "attention in a model with an encoder has no biases; drop 'attention'")
         if self.prefix_lm and (name := "window" if self.window else "sinks" if self.sinks else ""):
             self._refuse(name, f"not available with prefix_lm, which has its own attention; drop prefix_lm or {name}")
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
@@ -495,6 +502,11 @@ def _at_work(c: ModelConfig, work: WorkConfig) -> ModelAtWork:
     return ModelAtWork(**vars(c), work=work.resolved)
 
 
+def as_written_now(name: str, value):
+    """Convert a value from an older file: model.bias was true or false."""
+    return ("feed_forward,logits" if value else "") if name == "model.bias" and isinstance(value, bool) else value
+
+
 def _build(cls, values: dict, prefix: str):
     if not isinstance(values, dict):
         raise UserError(f"{prefix.rstrip('.') or 'the top level'} must be a JSON object, but is {values!r:.60}")
@@ -506,6 +518,7 @@ def _build(cls, values: dict, prefix: str):
         factory = types[name].default_factory
         nested = factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory)
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+        value = as_written_now(f"{prefix}{name}", value)
         parts[name] = _build(factory, value, f"{prefix}{name}.") if nested else value
     return cls(**parts)
 
@@ -560,7 +573,8 @@ def derived_settings(before: ModelConfig, given: dict[str, int]) -> dict[str, in
 def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
     """List (name, ours, theirs) for settings that differ. A setting that is missing has its default."""
     default = flatten(Config().to_dict())
-    ours, theirs = default | flatten(ours), default | flatten(theirs)
+    written = ({name: as_written_now(name, x) for name, x in flatten(one).items()} for one in (ours, theirs))
+    ours, theirs = (default | one for one in written)
     pairs = ((name, ours.get(name), theirs.get(name)) for name in ours | theirs)
     return [(name, x, y) for name, x, y in pairs if x != y]
 

@@ -69,6 +69,17 @@ _permute_forward = lambda x, order, inverse, copies: (permute_rows(x, order, inv
 permute_rows.defvjp(_permute_forward, _permute_backward)
 
 
+def bias_of_rows(sizes_e, bias_eX, gates_A):
+    """Return for each row the bias of its expert, multiplied by its gate, and 0 for rows after the last group.
+
+    A matmul with one-hot rows, because the gradient of a gather is a scatter, which is slow, and of a product with the
+    gates would need all biases again. It costs e/D of a matmul with the weights. Shapes: [e], [e, X], [A] -> [A, X].
+    """
+    ends_e, row_A1 = jnp.cumsum(sizes_e), jnp.arange(len(gates_A))[:, None]
+    is_in_Ae = (row_A1 >= (ends_e - sizes_e)[None]) & (row_A1 < ends_e[None])
+    return (is_in_Ae * gates_A[:, None]) @ bias_eX
+
+
 def local_groups(c: ModelAtWork, experts_A):
     """Return the index of each expert on this device, or e if it is on another one; and the counts of the first e."""
     e = c.n_experts // axis_size(EXPERT)

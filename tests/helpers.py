@@ -165,7 +165,9 @@ def np_frequency(i, width, theta, scaling):
     factor, low, high, original = map(float, scaling.split(":")[1:5])
     if scaling.startswith("yarn"):  # by the number of the pair
         first, last = (width * np.log(original / (2 * np.pi * turns)) / (2 * np.log(theta)) for turns in (high, low))
-        first, last = max(np.floor(first), 0), min(np.ceil(last), width - 1)
+        if not scaling.startswith("yarn_exact"):
+            first, last = np.floor(first), np.ceil(last)
+        first, last = max(first, 0), min(last, width - 1)
         slowed = np.clip((i - first) / (last - first), 0, 1)
         return plain / factor * slowed + plain * (1 - slowed)
     wavelength = 2 * np.pi / plain
@@ -233,34 +235,45 @@ def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotar
             [np_rotate_all(turned, positions_T * rotary, c.rope_theta, c.rope_scaling), rest], axis=-1
         )
 
-    q_THK, k_TGK = (np.einsum("td,dhk->thk", x_TD, w_DHK) for w_DHK in (w.w_query_DHK, w.w_key_DGK))
+    project = lambda w_DHK, bias_HK: np.einsum("td,dhk->thk", x_TD, w_DHK) + (0 if bias_HK is None else bias_HK)
+    q_THK, k_TGK = project(w.w_query_DHK, w.bias_query_HK), project(w.w_key_DGK, w.bias_key_GK)
     if c.qk_norm:
         q_THK, k_TGK = np_rms_norm(q_THK, w.norm_query_K, c.norm_eps), np_rms_norm(k_TGK, w.norm_key_K, c.norm_eps)
     q_THK, k_TGK = turn(q_THK), turn(k_TGK)
-    v_TGK = np.einsum("td,dgk->tgk", x_TD, w.w_value_DGK)
+    v_TGK = project(w.w_value_DGK, w.bias_value_GK)
     shared_by = [h * c.n_kv_heads // c.n_heads for h in range(c.n_heads)]  # consecutive heads share
     k_THK, v_THK = k_TGK[:, shared_by], v_TGK[:, shared_by]
     out_THK = np_attend(q_THK, k_THK, v_THK, positions_T, segments_T, window, w.sink_H)
-    return np.einsum("thk,hkd->td", out_THK, w.w_out_HKD)
+    return np.einsum("thk,hkd->td", out_THK, w.w_out_HKD) + (0 if w.bias_out_D is None else w.bias_out_D)
 
 
-def np_feed_forward(x_D, w_gate_DF, w_up_DF, w_down_FD, bias_up_F=None, bias_down_D=None):
+def np_feed_forward(
+    c: ModelConfig, x_D, w_gate_DF, w_up_DF, w_down_FD, bias_up_F=None, bias_down_D=None, bias_gate_F=None
+):
     up_F = x_D @ w_up_DF + (0 if bias_up_F is None else bias_up_F)
     if w_gate_DF is None:  # GELU, in the tanh form
         hidden_F = 0.5 * up_F * (1 + np.tanh(np.sqrt(2 / np.pi) * (up_F + 0.044715 * up_F**3)))
     else:
-        gate_F = x_D @ w_gate_DF
-        hidden_F = gate_F / (1 + np.exp(-gate_F)) * up_F
+        gate_F = x_D @ w_gate_DF + (0 if bias_gate_F is None else bias_gate_F)
+        hidden_F = np_gate(c, gate_F, up_F)
     return hidden_F @ w_down_FD + (0 if bias_down_D is None else bias_down_D)
 
 
-def np_dense(w, x_D):
-    return np_feed_forward(x_D, w.w_gate_DF, w.w_up_DF, w.w_down_FD, w.bias_up_F, w.bias_down_D)
+def np_gate(c: ModelConfig, gate_F, up_F):
+    if c.activation == "swiglu_clamped":
+        gate_F = np.where(gate_F > 7, 7, gate_F)
+        up_F = np.where(np.abs(up_F) > 7, 7 * np.sign(up_F), up_F)
+        return gate_F / (1 + np.exp(-1.702 * gate_F)) * (1 + up_F)
+    return gate_F / (1 + np.exp(-gate_F)) * up_F
+
+
+def np_dense(w, c: ModelConfig, x_D):
+    return np_feed_forward(c, x_D, w.w_gate_DF, w.w_up_DF, w.w_down_FD, w.bias_up_F, w.bias_down_D)
 
 
 def np_route(w, c: ModelConfig, x_D):
     """Return gates, experts and probabilities of one token."""
-    logits_E = x_D @ w.w_router_DE
+    logits_E = x_D @ w.w_router_DE + (0 if w.bias_router_E is None else w.bias_router_E)
     scores_E = 1 / (1 + np.exp(-logits_E)) if c.router == "sigmoid" else np_softmax(logits_E)
     bias_E = np.zeros(c.n_experts) if w.bias_E is None else w.bias_E
     experts = range(c.n_experts)
@@ -284,10 +297,10 @@ def np_moe(w, c: ModelConfig, x_TD, slots=None):
                 dropped_T[t] += 1
                 continue
             taken_E[e] += 1
-            w_gate_DM = None if w.w_gate_EDM is None else w.w_gate_EDM[e]
-            out_TD[t] += gate * np_feed_forward(x_D, w_gate_DM, w.w_up_EDM[e], w.w_down_EMD[e])
+            weights = w.w_gate_EDM, w.w_up_EDM, w.w_down_EMD, w.bias_up_EM, w.bias_down_ED, w.bias_gate_EM
+            out_TD[t] += gate * np_feed_forward(c, x_D, *(None if x is None else x[e] for x in weights))
         if w.shared is not None:
-            out_TD[t] += np_dense(w.shared, x_D)
+            out_TD[t] += np_dense(w.shared, c, x_D)
     return out_TD, dropped_T
 
 
@@ -327,7 +340,7 @@ def np_model(w, c: ModelConfig, tokens_T, positions_T, segments_T, slots=None):
             out_TD, dropped_T = np_moe(layer.feed_forward, c, h_TD, slots)
             dropped.append(dropped_T)
         else:
-            out_TD = np_dense(layer.feed_forward, h_TD)
+            out_TD = np_dense(layer.feed_forward, c, h_TD)
         x_TD = x_TD + np_norm_after(out_TD, layer.norm_after_feed_forward_D, c)
     x_TD = np_norm(x_TD, w.norm_D, w.norm_bias_D, c.norm_eps)
     logits_TV = x_TD @ (w.embedding_VD.T if c.tie_embeddings else w.unembedding_DV)

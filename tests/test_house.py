@@ -26,13 +26,13 @@ ROOMS = {
     "utils": (207, ""),
     "progress": (75, "utils"),
     "devices": (175, "utils"),
-    "config": (1578, "utils devices"),
+    "config": (1621, "utils devices"),
     "launch": (2100, ""),
     "compile": (1263, "utils devices"),
     "sharding": (483, "utils config compile"),
     "kernels": (1304, "sharding"),
-    "overlap": (1021, "config compile sharding kernels"),
-    "model": (885, "utils config sharding kernels overlap"),
+    "overlap": (1032, "config compile sharding kernels"),
+    "model": (917, "utils config sharding kernels overlap"),
     "encoder_decoder": (245, "config sharding kernels overlap model"),
     "architectures": (85, "config model encoder_decoder"),
     "parameters": (135, "config compile sharding model architectures"),
@@ -243,7 +243,7 @@ def test_errors_and_devices_are_imported_quickly():
     assert done.stdout == "\n"
 
 
-MOST_LINES = {"model.py": 885, "main.py": 250, "README.md": 150}  # of a file; of any other Python file 600
+MOST_LINES = {"model.py": 917, "main.py": 250, "README.md": 150}  # of a file; of any other Python file 600
 
 
 def test_files_and_functions_are_short():

@@ -29,7 +29,7 @@ SETTINGS = {
     # Two blocks of a dense layer and an MoE layer with grouped attention; what can be switched is.
     "gqa": {**helpers.GROUPED, "n_layers": 4, "dense_prefix": 0, "router": "softmax", "activation": "gelu",
             "capacity_factor": 1.0, "tie_embeddings": True, "balance_loss": 0.5, "balance_rate": 0.0,
-            "norm": "layer", "bias": True, "rope_dims": 6,
+            "norm": "layer", "bias": "feed_forward,logits", "rope_dims": 6,
             "z_loss": 0.03, "label_smoothing": 0.1},
 }  # fmt: skip
 

@@ -102,16 +102,18 @@ def test_only_many_tokens_concatenate_the_projections_to_latents(tokens, matmuls
     assert (found.count("dot_general"), found.count("concatenate")) == (matmuls, copies)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "swiglu_clamped"])
 def test_feed_forward_equals_numpy(activation):
-    """Catches swapped gate and up matrices, the wrong nonlinearity, and a missing matrix."""
+    """Catches swapped gate and up matrices, the wrong nonlinearity, a missing matrix, and operands without a clamp."""
     c = config(activation=activation)
     declarations = helpers.unstack(model.declare(c).prefix.feed_forward)
     w = helpers.draw(declarations)
-    got = helpers.run(lambda w, x: model.feed_forward(w, c, x), declarations, w, activations())
+    x = 5 * activations() if activation == "swiglu_clamped" else activations()
+    got = helpers.run(lambda w, x: model.feed_forward(w, c, x), declarations, w, x)
     assert (w.w_gate_DF is None) == (activation == "gelu")
-    want = helpers.np_feed_forward(activations().astype(np.float64), w.w_gate_DF, w.w_up_DF, w.w_down_FD)
-    np.testing.assert_allclose(got, want, atol=1e-5)  # float32 sums of 40 products; outputs are of size 1
+    want = helpers.np_feed_forward(c, x.astype(np.float64), w.w_gate_DF, w.w_up_DF, w.w_down_FD)
+    largest = np.abs(want).max() if activation == "swiglu_clamped" else 1  # outputs are of size 1
+    np.testing.assert_allclose(got, want, atol=1e-5 * largest)  # float32 sums of 40 products
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -125,6 +127,7 @@ KINDS = {
     "gqa, linear": helpers.GROUPED | {"rope_scaling": "linear:3"},
     "mla, window": {"window": "3"},
     "gqa, window and sinks": helpers.GROUPED | {"window": "3", "sinks": True},
+    "gqa, biases, exact yarn": helpers.GROUPED | {"bias": "attention", "rope_scaling": "yarn_exact:4:1:32:4096"},
 }
 
 
@@ -239,7 +242,8 @@ def test_a_gain_gradient_is_summed_before_its_psum():
 ROWS = T + 1  # one row as it is, and one for each position at which a token is changed
 
 # The features of GPT-J's block that the DeepSeek-V3 family does not have.
-GPTJ = {"model.norm": "layer", "model.parallel_residual": True, "model.bias": True, "model.rope_dims": 6}
+GPTJ = {"model.norm": "layer", "model.parallel_residual": True, "model.bias": "feed_forward,logits",
+        "model.rope_dims": 6}  # fmt: skip
 MODELS = {
     # tiny: latent attention; a dense prefix layer, two blocks of a dense layer and a dropless MoE; no RoPE in layer 3
     "mla dropless": {},

@@ -25,6 +25,8 @@ VARIANTS = {
     "groups": {"expert_groups": (4, 2), "top_k": 3},
     "softmax": {"router": "softmax", "balance_rate": 0.0, "n_shared": 0, "activation": "gelu", "top_k": 3,
                 "routed_scaling": 2.5},
+    "gpt-oss": {"router": "softmax", "balance_rate": 0.0, "n_shared": 0, "activation": "swiglu_clamped",
+                "bias": "experts", "top_k": 3},
 }  # fmt: skip
 
 
@@ -151,7 +153,7 @@ def test_grouped_matmul_equals_ragged_dot_and_a_loop(data, rows, tile):
 # Capacity -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant, factor", [("sigmoid", 1.0), ("softmax", 0.5)])
+@pytest.mark.parametrize("variant, factor", [("sigmoid", 1.0), ("softmax", 0.5), ("gpt-oss", 0.7)])
 def test_capacity_drops_what_a_loop_drops(variant, factor):
     """Catches a capacity without top_k or with the batch size, late positions that displace early ones, a dropped
     assignment that still contributes, and a wrong drop fraction."""
@@ -177,11 +179,11 @@ def test_capacity_does_not_depend_on_other_sequences():
 
 
 @pytest.mark.parametrize("mesh", ["expert=2", "fsdp=2"])
-@pytest.mark.parametrize("factor", [0.0, 1.0])
-def test_experts_on_two_devices_work_as_on_one(mesh, factor):
+@pytest.mark.parametrize("factor, variant", [(0.0, "sigmoid"), (1.0, "sigmoid"), (0.0, "gpt-oss"), (1.0, "gpt-oss")])
+def test_experts_on_two_devices_work_as_on_one(mesh, factor, variant):
     """Catches an all-to-all that returns rows to the wrong sequence, an expert with a local instead of a global index,
     and a drop that depends on the device."""
-    c, x_BTD = config(capacity_factor=factor), activations()
+    c, x_BTD = config(variant, capacity_factor=factor), activations()
     want_BTD, want = moe(c, x_BTD)
     got_BTD, got = moe(c, x_BTD, mesh=mesh)
     np.testing.assert_allclose(got_BTD, want_BTD, atol=2e-6)  # float32, sums in another order
@@ -196,11 +198,13 @@ def test_ample_capacity_equals_dropless():
     assert statistics["dropped"] == 0
 
 
+@pytest.mark.parametrize("variant", ["softmax", "gpt-oss"])
 @pytest.mark.parametrize("factor, arrays", [(0.0, 1), (1.0, 2)])  # JAX keeps the zeros too that buffers begin as
-def test_gradients_do_not_need_the_output_of_experts(factor, arrays):
+def test_gradients_do_not_need_the_output_of_experts(factor, arrays, variant):
     """Catches gates that multiply the output of the last matmul, which would then be saved, or recomputed together with
-    its exchange. Of arrays [assignments, model width], only the input rows of the experts are saved."""
-    c, kept = config("softmax", capacity_factor=factor), []
+    its exchange, and biases that are saved for each row. Of arrays [assignments, model width], only the input rows of
+    the experts are saved."""
+    c, kept = config(variant, capacity_factor=factor), []
     declarations = helpers.moe_declarations(c)
 
     def local(w, x_btD):

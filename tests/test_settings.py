@@ -44,6 +44,16 @@ def test_a_setting_that_does_not_exist_is_refused_in_a_file(tmp_path):
         main.parse(["--config", str(tmp_path / "config.json")])
 
 
+@pytest.mark.parametrize("older, now", [(True, "feed_forward,logits"), (False, "")])
+def test_biases_of_an_older_run_are_read(older, now):
+    """Catches a run that cannot resume because model.bias was true or false when it began."""
+    values = preset("tiny", **{"model.bias": now}).to_dict()
+    stored = json.loads(json.dumps(values))
+    stored["model"]["bias"] = older
+    assert Config.from_dict(stored).model.bias == now
+    assert config.first_difference(values, stored) is None
+
+
 def test_the_number_of_settings_does_not_grow():
     """Catches a flag that was added without removing another; a long list of flags is hard to read."""
     settings = len(fields.flatten(Config().to_dict()))
@@ -91,6 +101,7 @@ NOT_BUILT = [  # settings besides ENCODER -> what is said of them
     ({"model.parallel_residual": True}, "parallel_residual=True: a model with an encoder needs"),
     ({"model.prefix_lm": True}, "prefix_lm=True: a model with an encoder needs"),
     ({"model.rope_scaling": "llama3:8:1:4:8192"}, "rope_scaling=llama3:8:1:4:8192: a model with an encoder needs"),
+    ({"model.bias": "logits,attention"}, "model.bias=logits,attention: attention in a model with an encoder has no "),
     ({"model.qk_norm": True}, "qk_norm=True: a model with an encoder needs qk_norm=False"),
 ]
 
@@ -139,7 +150,8 @@ def test_a_rope_scaling_that_cannot_be_parsed_is_refused(text):
     """Catches frequencies of NaN, and a traceback when the model is first traced."""
     with pytest.raises(UserError, match=f"model.rope_scaling='{text}': should be llama3:FACTOR:LOW:HIGH:POSITIONS, "):
         preset("tiny", **{"model.rope_scaling": text})
-    for valid in ("", "linear:8", "llama3:8:1:4:8192", "yarn:40:1:32:4096", "yarn:40:1:32:4096:1:0.707"):
+    every = "llama3:8:1:4:8192", "yarn:40:1:32:4096", "yarn:40:1:32:4096:1:0.707", "yarn_exact:40:1:32:4096"
+    for valid in ("", "linear:8", *every):
         assert preset("tiny", **{"model.rope_scaling": valid}).model.rope_scaling == valid
 
 

@@ -247,7 +247,9 @@ def test_an_invalid_model_is_refused(setting, message):
     (lambda: WorkConfig(schedule="zzz"), "work.schedule='zzz': should be one of auto, gpipe, 1f1b, "),
     (lambda: MeshConfig(fsdp=0), "mesh.fsdp=0: must be at least 1"),
     (lambda: DataConfig(path=3), "data.path=3: should be text"),
-    (lambda: ModelConfig(bias="no"), "model.bias='no': should be true or false"),
+    (lambda: ModelConfig(sinks="no"), "model.sinks='no': should be true or false"),
+    (lambda: ModelConfig(bias="no"), "model.bias='no': 'no' should be one of feed_forward, logits, "),
+    (lambda: ModelConfig(bias="logits,logits"), "attention, experts, given once"),
     (lambda: preset("laptop", **{"optim.lr": float("inf")}), "optim.lr=inf: must be at least 0, and finite"),
 ])  # fmt: skip
 def test_the_library_refuses_what_the_command_line_does(make, message):

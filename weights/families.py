@@ -263,10 +263,10 @@ _GEMMA_WINDOW = Setting(
     "sliding_window sliding_window_pattern rope_local_base_freq", "window", (4096, 6, 10_000.0),
     lambda values: ":".join(str(int(x) if x == int(x) else x) for x in values), parse_window)  # fmt: skip
 _HF_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
-_UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0, "window": ""}
+_UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0, "window": "", "sinks": False}
 _DECODER_ONLY = _UNSUPPORTED_FIELDS | {"encoder_layers": 0}
 _FIXED_FIELDS = _DECODER_ONLY | dict(
-    rope_dims=0, qk_norm=False, activation="swiglu", parallel_residual=False, bias=False, norm="rms"
+    rope_dims=0, qk_norm=False, activation="swiglu", parallel_residual=False, bias="", norm="rms"
 )
 _WINDOWED = {name: value for name, value in _FIXED_FIELDS.items() if name != "window"}
 
@@ -363,7 +363,7 @@ FAMILIES = {
          Setting("", "d_head", lambda hf: hf["n_embd"] // hf["n_head"]), Setting("rotary_dim", "rope_dims"),
          Setting("layer_norm_epsilon", "norm_eps", 1e-5), Setting("n_inner", "d_ff", lambda hf: 4 * hf["n_embd"])),
         _DECODER_ONLY | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "gelu",
-                  "norm": "layer", "parallel_residual": True, "bias": True, "rope_theta": 10_000.0,
+                  "norm": "layer", "parallel_residual": True, "bias": "feed_forward,logits", "rope_theta": 10_000.0,
                   "rope_scaling": "", "qk_norm": False, "tie_embeddings": False},
         ("rope_dims",), {},
         {"activation_function": "gelu_new", "tie_word_embeddings": False, "rotary": True, "scale_attn_weights": True,
@@ -377,7 +377,7 @@ FAMILIES = {
          Setting("", "n_kv_heads", lambda hf: hf["num_heads"]), Setting("layer_norm_epsilon", "norm_eps", 1e-6),
          Setting("tie_word_embeddings", "tie_embeddings", True)),
         _UNSUPPORTED_FIELDS | {"attention": "gqa", "n_experts": 0, "dense_prefix": 0, "activation": "geglu",
-                  "norm": "rms", "parallel_residual": False, "bias": False,
+                  "norm": "rms", "parallel_residual": False, "bias": "",
                   "rope_scaling": "", "qk_norm": False},
         ("encoder_layers",), {},
         {"feed_forward_proj": "gated-gelu", "is_gated_act": True, "dense_act_fn": "gelu_new",

@@ -37,11 +37,15 @@ CONFIGS = {
     "gqa in parallel, LayerNorm, biases, half rotary": replace(
         TINY, **GROUPED, **{
             "model.n_experts": 0, "model.n_layers": 3, "model.norm": "layer", "model.parallel_residual": True,
-            "model.bias": True, "model.rope_dims": 4}),
+            "model.bias": "feed_forward,logits,attention", "model.rope_dims": 4}),
     # Layer 2 attends to all positions: on two stages, one of the first stage, but none of the second.
     "gqa, windows and sinks": replace(
         TINY, **GROUPED, **{
             "model.n_experts": 0, "model.window": "5:3:30", "model.sinks": True, "model.norm": "sandwich"}),
+    # gpt-oss's parts, with dense layers and shared experts.
+    "gqa, biases of experts, clamped": replace(
+        TINY, **GROUPED, **{"model.bias": "attention,experts", "model.activation": "swiglu_clamped",
+                            "model.rope_scaling": "yarn_exact:4:1:32:4096", "model.sinks": True}),
     "mla, windows": replace(TINY, **{"model.window": "5"}),
 }  # fmt: skip
 

@@ -39,7 +39,8 @@ def config(name: str, mesh: str, **settings):
 LAYER, NONE = {"work.gather": "layer"}, {"work.remat": "none"}
 RING = {"work.tensor_exchange": "ring"}
 DENSE = {"model.n_experts": 0, "model.moe_every": 1, "model.n_layers": 4}
-GPTJ = {"model.attention": "gqa", "model.norm": "layer", "model.parallel_residual": True, "model.bias": True,
+GPTJ = {"model.attention": "gqa", "model.norm": "layer", "model.parallel_residual": True,
+        "model.bias": "feed_forward,logits",
         "model.rope_dims": 8, "model.activation": "gelu"}  # fmt: skip
 CASES = {
     "bench.step's default": ("bench", "fsdp=2,stage=2,tensor=2", {}),
