@@ -47,7 +47,7 @@ def draw_features(rng: random.Random, mesh: MeshConfig, model: dict, work: dict,
         work["context_attention"] = "all_to_all"
         model |= {name: context * model[name] for name in ("n_heads", "n_kv_heads")}
     if rng.random() < 1 / 2:
-        model |= {"norm": "layer", "bias": pick(True, False)}
+        model |= {"norm": "layer", "bias": pick("feed_forward,logits", "")}
         if model["attention"] == "gqa":
             model |= {"rope_dims": 2, "parallel_residual": not n_experts}
     if not n_experts and context == 1 and rng.random() < 1 / 2:
@@ -69,6 +69,13 @@ def draw_features(rng: random.Random, mesh: MeshConfig, model: dict, work: dict,
         model["norm"] = "sandwich"
         if model.get("window", "").count(":") == 1:
             model |= {"window": f"{model['window']}:500", "rope_scaling": pick("", "linear:3")}
+    if rng.random() < 1 / 3:
+        has_biases = model["attention"] == "gqa" and not model.get("encoder_layers")
+        parts = [model.get("bias"), "attention" * has_biases, "experts" * bool(n_experts)]
+        model["bias"] = ",".join(filter(None, parts))
+        model["activation"] = {"swiglu": "swiglu_clamped"}.get(model["activation"], model["activation"])
+        if "yarn" in model.get("rope_scaling", ""):
+            model["rope_scaling"] = model["rope_scaling"].replace("yarn", "yarn_exact")
 
 
 def draw(seed: int) -> dict:

@@ -110,6 +110,12 @@ def a_balance_loss_of_local_counts(true):
     return loss
 
 
+@mutation(r"^gradient of blocks\.moe\.feed_forward\.(bias_down_ED|w_router_DE)", model.axis_size, in_module=model,
+          mesh="tensor=2", **{"model.bias": "experts"})  # fmt: skip
+def biases_that_every_device_adds(true):
+    return lambda axes: 1 if axes == TENSOR else true(axes)
+
+
 # Attention ------------------------------------------------------------------------------------------------------------
 
 

@@ -34,13 +34,14 @@ MODELS = {
     # Eight blocks of one layer, on latent attention without a query latent; logits from a table of their own.
     "dense": {"model.n_layers": 8, "model.n_experts": 0, "model.n_heads": 16, "model.d_query_latent": 0,
               "model.activation": "gelu", "model.dropout": 0.1},
-    # Dropless experts with a selection bias, on latent attention; tied; all auxiliary losses.
+    # Dropless experts with biases and a selection bias, on latent attention; tied; all auxiliary losses.
     "moe": {"model.n_layers": 4, "model.n_heads": 16, "model.balance_rate": 0.01, "model.balance_loss": 0.5,
+            "model.bias": "experts", "model.activation": "swiglu_clamped",
             "model.tie_embeddings": True, "model.z_loss": 0.03, "model.label_smoothing": 0.1},
-    # Experts that drop, chosen by a softmax, on grouped attention that crosses documents.
+    # Experts that drop, with biases, chosen by a softmax, on grouped attention that crosses documents.
     "capacity": {"model.n_layers": 4, "model.n_experts": 32, "model.attention": "gqa", "model.n_heads": 16,
                  "model.n_kv_heads": 8, "model.router": "softmax", "model.capacity_factor": 1.0, "model.n_shared": 0,
-                 "model.balance_loss": 0.5, "model.balance_rate": 0.0, "model.dropout": 0.1,
+                 "model.balance_loss": 0.5, "model.balance_rate": 0.0, "model.dropout": 0.1, "model.bias": "experts",
                  "model.no_rope_every": 0, "data.packing": "windows,unmasked"},
     # A dense layer, then blocks of a dense and an MoE layer: all the kinds of layers there are; tied.
     "mixed": {"model.n_layers": 9, "model.dense_prefix": 1, "model.moe_every": 2, "model.attention": "gqa",
@@ -48,13 +49,13 @@ MODELS = {
               "model.dropout": 0.1},
     # GPT-J's block, with swiglu: attention and feed-forward in parallel, LayerNorm, biases, a part of a head rotary.
     "parallel": {"model.n_layers": 4, "model.n_experts": 0, "model.attention": "gqa", "model.n_heads": 16,
-                 "model.n_kv_heads": 8, "model.norm": "layer", "model.parallel_residual": True, "model.bias": True,
-                 "model.rope_dims": 4, "model.dropout": 0.1},
+                 "model.n_kv_heads": 8, "model.norm": "layer", "model.parallel_residual": True,
+                 "model.bias": "feed_forward,logits,attention", "model.rope_dims": 4, "model.dropout": 0.1},
     # Sliding windows in every second layer, which reach beyond a chunk and have their own RoPE base; attention sinks;
-    # norms after each branch.
+    # biases; norms after each branch.
     "windows": {"model.n_layers": 4, "model.n_experts": 0, "model.attention": "gqa", "model.n_heads": 16,
-                "model.n_kv_heads": 8, "model.window": "9:2:500", "model.norm": "sandwich",
-                "model.sinks": True, "data.packing": "windows,unmasked"},
+                "model.n_kv_heads": 8, "model.window": "9:2:500", "model.norm": "sandwich", "model.sinks": True,
+                "model.bias": "attention", "data.packing": "windows,unmasked"},
     # Inputs to which all tokens of a document attend, on latent attention.
     "prefix": {"model.n_layers": 4, "model.n_experts": 0, "model.n_heads": 16, "model.prefix_lm": True},
     # An encoder and a decoder, on grouped attention.
