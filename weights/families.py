@@ -7,6 +7,7 @@ on disk, made of our dim letters (defined in `model.py`; the parameter declarati
     "H[K|U] C"    for each head, K entries of one parameter, then U of another
     "[C|R'] D"    R' stores rotary pairs next to each other, (0, 1), (2, 3), ..; our pairs are (i, i + R/2)
     "HK8' D"      the same for the first 8 of K, where our pairs are (i, i + 4); the other entries stay in place
+    "D M*"        for each entry of M, one number of each parameter in turn
     {expert}      one tensor per expert; ours is a single array with the experts stacked along E
     {stack}       encoder or decoder, in a model that has both
 
@@ -86,6 +87,19 @@ MIXTRAL_MOE = (
     row("block_sparse_moe.experts.{expert}.w1.weight", "M D", "feed_forward.w_gate_EDM"),
     row("block_sparse_moe.experts.{expert}.w3.weight", "M D", "feed_forward.w_up_EDM"),
     row("block_sparse_moe.experts.{expert}.w2.weight", "D M", "feed_forward.w_down_EMD"),
+)
+GPT_OSS_LAYER = (
+    row("self_attn.q_proj.bias", "HK", "attention.bias_query_HK"),
+    row("self_attn.k_proj.bias", "GK", "attention.bias_key_GK"),
+    row("self_attn.v_proj.bias", "GK", "attention.bias_value_GK"),
+    row("self_attn.o_proj.bias", "D", "attention.bias_out_D"),
+    row("self_attn.sinks", "H", "attention.sink_H"),
+    row("mlp.router.weight", "E D", "feed_forward.w_router_DE"),
+    row("mlp.router.bias", "E", "feed_forward.bias_router_E"),
+    row("mlp.experts.gate_up_proj", "E D M*", "feed_forward.w_gate_EDM", "feed_forward.w_up_EDM"),
+    row("mlp.experts.gate_up_proj_bias", "E M*", "feed_forward.bias_gate_EM", "feed_forward.bias_up_EM"),
+    row("mlp.experts.down_proj", "E M D", "feed_forward.w_down_EMD"),
+    row("mlp.experts.down_proj_bias", "E D", "feed_forward.bias_down_ED"),
 )
 DEEPSEEK_MOE = (
     row("mlp.gate.weight", "E D", "feed_forward.w_router_DE"),
@@ -224,18 +238,20 @@ def rope_scaling_from_hf(rope: dict) -> str:
     names = ROPE_NUMBERS.get(kind, {}) if isinstance(kind, str) else {}
     numbers = [given.pop(name, default) for name, default in names.items()]
     valid = all(isinstance(x, int | float) and abs(x) < 1e300 for x in numbers)  # not REQUIRED
-    if not names or not valid or given not in ({}, {"truncate": True}):
+    is_exact = kind == "yarn" and given == {"truncate": False}
+    if not names or not valid or not (is_exact or given in ({}, {"truncate": True})):
         supported = " or ".join(f"{name} with {', '.join(ROPE_NUMBERS[name])}" for name in ROPE_NUMBERS)
         raise UserError(f"config.json: rope_scaling={rope!r} is not supported; it must be {supported}")
     while numbers and not numbers[-1]:
         numbers.pop()
-    return ":".join([kind, *(str(int(x) if x == int(x) else x) for x in numbers)])
+    return ":".join([kind + "_exact" * is_exact, *(str(int(x) if x == int(x) else x) for x in numbers)])
 
 
 def rope_scaling_to_hf(text: str) -> dict | None:
-    kind, *numbers = text.split(":")
+    name, *numbers = text.split(":")
+    kind, exact = name.removesuffix("_exact"), {"truncate": False} if name.endswith("_exact") else {}
     names = zip(ROPE_NUMBERS.get(kind, {}), numbers, strict=False)  # the last two numbers of yarn may be absent
-    return {"rope_type": kind} | {name: float(x) for name, x in names} if text else None
+    return {"rope_type": kind} | exact | {name: float(x) for name, x in names} if text else None
 
 
 # Settings that do not change what the model computes. from-hf stores them, so that to-hf can write them again.
@@ -244,7 +260,8 @@ PASSED_THROUGH = set(
     "output_router_logits auto_map aux_loss_alpha seq_aux ep_size qk_head_dim n_positions n_ctx gradient_checkpointing "
     "task_specific_params tokenizer_class attn_pdrop embd_pdrop resid_pdrop summary_activation summary_first_dropout "
     "summary_proj_to_labels summary_type summary_use_proj dropout_rate classifier_dropout initializer_factor "
-    "decoder_start_token_id output_past max_window_layers layer_types cache_implementation".split()
+    "decoder_start_token_id output_past max_window_layers layer_types cache_implementation "
+    "initial_context_length".split()
 )
 IGNORED = {"architectures", "model_type", "transformers_version", "torch_dtype", "dtype"}
 _COMMON = (
@@ -315,6 +332,21 @@ FAMILIES = {
                        "normalize_gates": True, "routed_scaling": 1.0, "balance_rate": 0.0, "expert_groups": (1, 1)},
         (), {}, _HF_FIXED | {"router_jitter_noise": 0.0}, {},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *MIXTRAL_MOE)),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        (*_COMMON, _HEAD_DIM, _WINDOW._replace(absent=lambda hf: "" if "sliding_window" in hf else "128:2",
+                                               to_ours=lambda size: f"{size}:2"),
+         Setting("intermediate_size", "d_expert"), Setting("rope_theta", "rope_theta", 150_000.0),
+         Setting("num_key_value_heads", "n_kv_heads"), Setting("num_local_experts", "n_experts"),
+         Setting("num_experts_per_tok", "top_k", lambda hf: hf["experts_per_token"]),
+         Setting("experts_per_token", "top_k", lambda hf: hf["num_experts_per_tok"]),
+         Setting("router_aux_loss_coef", "balance_loss", 0.001)),
+        _WINDOWED | {"attention": "gqa", "router": "softmax", "moe_every": 1, "dense_prefix": 0, "n_shared": 0,
+                       "normalize_gates": True, "routed_scaling": 1.0, "balance_rate": 0.0, "expert_groups": (1, 1),
+                       "sinks": True, "activation": "swiglu_clamped", "bias": "attention,experts"},
+        ("n_experts", "window"), {},
+        _HF_FIXED | {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}, {},
+        OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *GPT_OSS_LAYER)),
     "arcee": Family(
         "ArceeForCausalLM",
         (*_COMMON, _HEAD_DIM, Setting("intermediate_size", "d_ff"), Setting("rope_theta", "rope_theta", 10_000.0),
@@ -332,7 +364,7 @@ FAMILIES = {
          Setting("rms_norm_eps", "norm_eps", 1e-6), Setting("tie_word_embeddings", "tie_embeddings", True),
          Setting("rope_theta", "rope_theta", 1e6), _COMMON[-1], _GEMMA_WINDOW),
         _WINDOWED | {"attention": "gqa", "qk_norm": True, "activation": "geglu", "norm": "sandwich", "n_experts": 0,
-                     "dense_prefix": 0}, (), {},
+                     "dense_prefix": 0}, ("window",), {},
         {"hidden_activation": "gelu_pytorch_tanh", "attention_dropout": 0.0, "quantization_config": None,
          "attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None,
          "use_bidirectional_attention": False}, {},
@@ -419,7 +451,7 @@ def family_of(c: ModelConfig) -> str:
     if c.qk_norm:
         return "qwen3_moe" if c.n_experts else "qwen3"
     if c.n_experts:
-        return "mixtral"
+        return "gpt_oss" if c.sinks else "mixtral"
     if c.window:
         return "mistral"
     return "llama" if c.activation == "swiglu" else "arcee"
@@ -434,6 +466,7 @@ class Part(NamedTuple):
     name: str  # name of our parameter
     index: tuple[int, ...]  # index along its stacking letters
     dims: str  # its remaining letters
+    place: int  # among the parts of the tensor
 
 
 class Piece(NamedTuple):
@@ -478,7 +511,7 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
         for index in np.ndindex(numbers.shape):
             for e in experts:
                 at = index if e is None else (*index, e)
-                parts = tuple(Part(name, at, declared[name].dims[len(at) :]) for name in names)
+                parts = tuple(Part(name, at, declared[name].dims[len(at) :], i) for i, name in enumerate(names))
                 name = (theirs + r.hf_name).format(layer=numbers[index], expert=e)
                 shape, scale = disk_shape(r.layout, _sizes(parts, declared)), r.scale(c) if r.scale else 1.0
                 tensors.append(Piece(name, shape, r.layout, parts, scale, r.plus))
@@ -488,7 +521,7 @@ def pieces(c: ModelConfig, kind: str = "") -> list[Piece]:
 
 def _check_letters(r: Row, dims: dict[str, str], kind: str) -> None:
     """Raises: UserError unless a row's layout has each letter of each of its parameters once."""
-    factors = [[part[0] for part in factor] for word in r.layout.split() for factor in _factors(word)]
+    factors = [[part[0] for part in factor] for word in r.layout.replace("*", "").split() for factor in _factors(word)]
     letters = [letter for factor in factors for letter in factor]
     for name, own in dims.items():
         places = [letter for letter in letters if letter in own]
@@ -513,14 +546,13 @@ def _check_complete(tensors: list[Piece], declared: dict[str, sharding.Declarati
 
 
 def _sizes(parts: Iterable[Part], declared: dict[str, sharding.Declaration]) -> dict[str, int]:
-    return {
-        letter: size for p in parts for letter, size in zip(declared[p.name].dims, declared[p.name].shape, strict=True)
-    }
+    shapes = [zip(declared[p.name].dims, declared[p.name].shape, strict=True) for p in parts]
+    return {letter: size for shape in shapes for letter, size in shape} | {"*": len(shapes)}
 
 
 def _factors(word: str) -> list[list[str]]:
     """Split a word of a layout into factors, each a list of concatenated letters: "H[K|R']" -> [["H"], ["K", "R'"]]."""
-    return [factor.strip("[]").split("|") for factor in re.findall(r"\[[^]]+\]|[A-Z]\d*'?", word)]
+    return [factor.strip("[]").split("|") for factor in re.findall(r"\[[^]]+\]|[A-Z]\d*'?|\*", word)]
 
 
 def disk_shape(layout: str, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -528,21 +560,24 @@ def disk_shape(layout: str, sizes: dict[str, int]) -> tuple[int, ...]:
     return tuple(math.prod(width(factor) for factor in _factors(word)) for word in layout.split())
 
 
-def matching_views(disk: np.ndarray, ours: np.ndarray, layout: str, dims: str, sizes: dict[str, int]):
+def matching_views(disk: np.ndarray, ours: np.ndarray, layout: str, part: Part, sizes: dict[str, int]):
     """Yield pairs of views, of a tensor on disk and of our parameter, with the same numbers in the same order.
 
     To convert in either direction, assign one view to the other. There are three pairs if rotary pairs are permuted,
     else one.
     """
-    factors = [factor for word in layout.split() for factor in _factors(word)]
-    view = disk.reshape([sum(sizes[part[0]] for part in factor) for factor in factors])
+    factors, dims = [factor for word in layout.split() for factor in _factors(word)], part.dims
+    view = disk.reshape([sum(sizes[one[0]] for one in factor) for factor in factors])
+    if ["*"] in factors:
+        view = view[(slice(None),) * (axis := factors.index(["*"])) + (part.place,)]
+        del factors[axis]
     letters, pairs = [], None
     for axis, factor in enumerate(factors):
-        mine = next(i for i, part in enumerate(factor) if part[0] in dims)
-        start, part = sum(sizes[p[0]] for p in factor[:mine]), factor[mine]
-        view = view[(slice(None),) * axis + (slice(start, start + sizes[part[0]]),)]
-        letters.append(part[0])
-        pairs = (part[0], int(part[1:-1] or sizes[part[0]])) if part.endswith("'") else pairs
+        mine = next(i for i, one in enumerate(factor) if one[0] in dims)
+        start, one = sum(sizes[p[0]] for p in factor[:mine]), factor[mine]
+        view = view[(slice(None),) * axis + (slice(start, start + sizes[one[0]]),)]
+        letters.append(one[0])
+        pairs = (one[0], int(one[1:-1] or sizes[one[0]])) if one.endswith("'") else pairs
     view = view.transpose([letters.index(letter) for letter in dims])
     if pairs is None:
         yield view, ours
@@ -559,7 +594,7 @@ def from_hf_layout(disk: np.ndarray, piece: Piece, part: Part, declared) -> np.n
     if piece.changes_numbers:
         disk = disk.astype(np.float32)
     ours = np.empty([sizes[letter] for letter in part.dims], disk.dtype)
-    for theirs_view, ours_view in matching_views(disk, ours, piece.layout, part.dims, sizes):
+    for theirs_view, ours_view in matching_views(disk, ours, piece.layout, part, sizes):
         same = (piece.plus, piece.scale) == (0, 1)
         ours_view[...] = theirs_view if same else (theirs_view + piece.plus) * piece.scale
     return ours
@@ -570,7 +605,7 @@ def to_hf_layout(read: Callable[[str], np.ndarray], piece: Piece, declared) -> n
     sizes = _sizes(piece.parts, declared)
     disk = np.empty(piece.shape, read(piece.parts[0].name).dtype)
     for part in piece.parts:
-        for theirs_view, ours_view in matching_views(disk, read(part.name)[part.index], piece.layout, part.dims, sizes):
+        for theirs_view, ours_view in matching_views(disk, read(part.name)[part.index], piece.layout, part, sizes):
             same = (piece.plus, piece.scale) == (0, 1)
             theirs_view[...] = ours_view if same else ours_view / piece.scale - piece.plus
     return disk

@@ -137,13 +137,13 @@ def check_fits(c: ModelConfig, kind: str) -> None:
     family = families.FAMILIES[kind]
     faults = [f"model.{name}={getattr(c, name)!r} (only {want!r} is supported)"
               for name, want in family.fixed_fields.items() if getattr(c, name) != want]  # fmt: skip
-    for s in (s for s in family.settings if s.field == "window"):
-        written = s.to_hf(c.window)
-        if c.window != (s.to_ours(written) if written else ""):
-            form = "have the form 1024:6:10000" if len(s.hf_name.split()) > 1 else "be the same in all layers"
-            faults.append(f"model.window={c.window!r} (it must {form})")
-    faults += [f"model.{name}={getattr(c, name)!r} (0 is not supported)" for name in family.positive_fields
-               if not getattr(c, name)]  # fmt: skip
+    for s in family.settings:
+        if s.field == "window" and c.window and c.window != (theirs := s.to_ours(s.to_hf(c.window))):
+            is_gemma = len(s.hf_name.split()) > 1
+            why = "it must have the form 1024:6:10000" if is_gemma else f"the layers would have windows of {theirs}"
+            faults.append(f"model.window={c.window!r} ({why})")
+    faults += [f"model.{name}={value!r} ({value!r} is not supported)" for name in family.positive_fields
+               if not (value := getattr(c, name))]  # fmt: skip
     if c.n_experts and c.top_k == 1 and c.normalize_gates:
         faults.append("model.top_k=1 (transformers normalizes a single gate to 1, and our model does not; if the "
                       "family allows it, set normalize_gates to False)")  # fmt: skip

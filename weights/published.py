@@ -31,7 +31,7 @@ def like(base: Family, *settings: Setting, fixed_fields=(), **changes) -> Family
     return dataclasses.replace(base, settings=(*kept, *settings), fixed_fields=fixed, **changes)
 
 
-_LLAMA, _MIXTRAL, _DEEPSEEK = (families.FAMILIES[name] for name in ("llama", "mixtral", "deepseek_v3"))
+_LLAMA, _DEEPSEEK = (families.FAMILIES[name] for name in ("llama", "deepseek_v3"))
 _GEMMA = like(
     _LLAMA, Setting("head_dim", "d_head", 256), Setting("tie_word_embeddings", "tie_embeddings", True),
     fixed_fields={"activation": "geglu", "norm": "sandwich"},
@@ -39,9 +39,6 @@ _GEMMA = like(
 )  # fmt: skip
 PLANNED = {
     "qwen2": _LLAMA,
-    "gpt_oss": like(
-        _MIXTRAL, Setting("num_experts_per_tok", "top_k", lambda hf: hf["experts_per_token"]),
-        Setting("rope_theta", "rope_theta", 150_000.0), fixed_fields={"sinks": True}),
     "gemma2": _GEMMA,
     "deepseek_v2": like(
         _DEEPSEEK, Setting("norm_topk_prob", "normalize_gates", False),
@@ -80,17 +77,15 @@ def token_prediction_modules(hf: dict, c: ModelConfig) -> int:
 def has_caps(hf: dict) -> bool:
     scales_queries = hf.get("query_pre_attn_scalar", 256) != hf.get("head_dim", 256)
     caps = hf.get("attn_logit_softcapping") or hf.get("final_logit_softcapping")
-    return hf["model_type"] in ("gemma2", "gpt_oss") or (hf["model_type"] == "gemma3_text" and (caps or scales_queries))
+    return hf["model_type"] == "gemma2" or (hf["model_type"] == "gemma3_text" and (caps or scales_queries))
 
 
 kind_is = lambda *kinds: lambda hf: hf["model_type"] in kinds
 PARTS = (
-    Part("attention_bias", "attention biases", lambda hf: hf["model_type"] == "qwen2" or hf.get("attention_bias"),
-         attention_biases),
+    Part("attention_bias", "attention biases", lambda hf: hf["model_type"] != "gpt_oss" and (
+         hf["model_type"] == "qwen2" or hf.get("attention_bias")), attention_biases),
     Part("mlp_bias", "feed-forward biases", lambda hf: hf.get("mlp_bias"),
          lambda hf, c: c.n_layers * (2 * c.d_ff + c.d_model)),
-    Part("", "biases of routers and experts", kind_is("gpt_oss"),
-         lambda hf, c: c.n_layers * c.n_experts * (1 + 2 * c.d_expert + c.d_model)),
     Part("", "selection biases of routers, which the planner counts as memory, not as parameters",
          kind_is("deepseek_v3"), lambda hf, c: c.n_blocks * c.n_experts),
     Part("num_nextn_predict_layers", "module for multi-token prediction, with copies of both vocabulary tables",
@@ -99,11 +94,10 @@ PARTS = (
          "bytes as if it used all", lambda hf: (hf.get("n_group") or 1) > 1),
     Part("quantization_config", "quantized weights: the plan has weights of the dtype that model.precision sets",
          lambda hf: hf.get("quantization_config")),
-    Part("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar swiglu_limit swiglu_alpha "
-         "rope_local_base_freq", "caps and scales of single numbers, which cost little",
-         has_caps),
-    Part("cache_implementation experts_per_token initial_context_length sliding_window "
-         "use_sliding_window max_window_layers layer_types sliding_window_pattern", "", lambda hf: False),
+    Part("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar rope_local_base_freq",
+         "caps and scales of single numbers, which cost little", has_caps),
+    Part("cache_implementation sliding_window use_sliding_window max_window_layers layer_types "
+         "sliding_window_pattern", "", lambda hf: False),
 )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ NOT_RUN = {
     "./launcher.sh --hosts hosts.txt -- python -m data.prepare --tokenizer cl100k_base "
     "--out tokens/stdlib-cl100k_base": "downloads the tokenizer",
     "./launcher.sh --hosts hosts.txt --restarts 3 -- python main.py moe1b": "needs a TPU slice",
-    "python -m plan gpt-oss-20b/config.json --topology v5p:4x4x4 --search 64 --data.batch_size 64": "needs a "
+    "python -m plan Qwen2.5-7B/config.json --topology v5p:4x4x4 --search 64 --data.batch_size 64": "needs a "
     "published file: tests/plan/test_published.py plans it",
     "python -m plan laptop --model.n_experts 0 --mesh data=2,fsdp=2 --optim.outer every=10 --compile": "a case of "
     "tests/plan/test_planner.py compiles local steps",

@@ -74,13 +74,13 @@ def test_a_config_is_planned_from_its_folder(name, tmp_path, capsys):
 
 def test_the_output_lists_what_the_plan_leaves_out(tmp_path, capsys):
     """Catches a part that the planner silently drops, and percentages that are fractions."""
-    file = write(tmp_path / "gpt-oss-20b", MODELS["gpt-oss-20b"]["config"]) + "/config.json"
+    quantized = {"quantization_config": {"quant_method": "gptq"}}
+    file = write(tmp_path / "Qwen2.5-7B", MODELS["Qwen2.5-7B"]["config"] | quantized) + "/config.json"
     assert main([file, "--model.n_layers", "2", "--mesh", "fsdp=8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:4] == [
-        f"config     gpt_oss with 20,914,757,184 parameters, from {file}",
-        "left out   attention biases: 192,000 parameters (0.00092%)",
-        "left out   biases of routers and experts: 6,636,288 parameters (0.032%)",
+    assert lines[:3] == [
+        f"config     qwen2 with 7,615,616,512 parameters, from {file}",
+        "left out   attention biases: 129,024 parameters (0.0017%)",
         "note       quantized weights: the plan has weights of the dtype that model.precision sets",
     ]
 

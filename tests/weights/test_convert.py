@@ -35,6 +35,7 @@ FIXTURES = ROOT / "tests/weights/fixtures"
 MESHES = {"llama": "fsdp=2,context=2", "mistral": "context=2,tensor=2", "qwen3": "fsdp=2,tensor=2",
           "qwen3_moe": "expert=2,tensor=2", "mixtral": "expert=2,tensor=2", "deepseek_v3": "context=2,tensor=2",
           "arcee": "fsdp=2,tensor=2", "gemma3_text": "context=2,tensor=2", "t5": "fsdp=2,tensor=2",
+          "gpt_oss": "expert=2,context=2,tensor=2",
           "gptj": "fsdp=2,context=2,tensor=2"}  # fmt: skip
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -174,6 +175,12 @@ WRONG_ROWS = [
     ("qwen3_moe", "mlp.experts.{expert}.gate_proj.weight", "M D", ["feed_forward.w_up_EDM"]),
     ("mixtral", "block_sparse_moe.experts.{expert}.w1.weight", "M D", ["feed_forward.w_up_EDM"]),
     ("mixtral", "self_attn.v_proj.weight", "KG D", None),
+    ("gpt_oss", "mlp.experts.gate_up_proj", "E D *M", None),  # gates before all others where they alternate
+    ("gpt_oss", "mlp.experts.gate_up_proj", "E D M*", ["feed_forward.w_up_EDM", "feed_forward.w_gate_EDM"]),
+    ("gpt_oss", "mlp.experts.gate_up_proj_bias", "E *M", None),
+    ("gpt_oss", "self_attn.q_proj.bias", "KH", None),
+    ("gpt_oss", "self_attn.k_proj.bias", "GK", ["attention.bias_value_GK"]),
+    ("gpt_oss", "post_attention_layernorm.weight", "D", ["attention.bias_out_D"]),
     ("deepseek_v3", "self_attn.q_b_proj.weight", "H[K|R] Q", None),  # half-split where they are interleaved
     ("deepseek_v3", "self_attn.q_b_proj.weight", "H[R'|K] Q", None),
     ("deepseek_v3", "self_attn.q_b_proj.weight", "[K|R']H Q", None),
@@ -324,7 +331,7 @@ def test_every_number_on_disk_is_one_of_our_parameters(family):
         count, sizes = np.zeros(piece.shape, int), families._sizes(piece.parts, declared)
         for part in piece.parts:
             ones = np.ones([sizes[letter] for letter in part.dims], int)
-            for theirs, ours in families.matching_views(count, ones, piece.layout, part.dims, sizes):
+            for theirs, ours in families.matching_views(count, ones, piece.layout, part, sizes):
                 theirs += ours
         assert (count == 1).all(), piece.hf_name
 

@@ -22,6 +22,9 @@ UNSUPPORTED = [
     ("mixtral", "num_experts_per_tok", 1), ("gemma3_text", "query_pre_attn_scalar", 12),
     ("gemma3_text", "final_logit_softcapping", 30.0), ("gemma3_text", "use_bidirectional_attention", True),
     ("gemma3_text", "layer_types", ["sliding_attention"] * 2 + ["full_attention"] * 2),
+    ("gpt_oss", "attention_bias", False), ("gpt_oss", "swiglu_limit", 5.0), ("gpt_oss", "swiglu_alpha", 1.5),
+    ("gpt_oss", "layer_types", ["full_attention", "sliding_attention"]), ("gpt_oss", "experts_per_token", 2),
+    ("gpt_oss", "layer_types", ["sliding_attention"] * 4), ("gpt_oss", "quantization_config", {"quant_method": "awq"}),
     ("deepseek_v3", "rope_interleave", False), ("deepseek_v3", "rms_norm_eps", 1e-5),
     ("deepseek_v3", "num_key_value_heads", 2),
     ("deepseek_v3", "quantization_config", {"quant_method": "fp8", "weight_block_size": [64, 64]}),
@@ -94,6 +97,7 @@ UNUSED = {"llama": DENSE_ONLY, "arcee": DENSE_ONLY, "qwen3": DENSE_ONLY,
           "qwen3_moe": "d_rope d_value d_query_latent d_kv_latent",
           "mistral": DENSE_ONLY,
           "mixtral": "d_rope d_value d_query_latent d_kv_latent d_ff",
+          "gpt_oss": "d_rope d_value d_query_latent d_kv_latent d_ff",
           "deepseek_v3": "n_kv_heads",
           "gptj": DENSE_ONLY,
           "t5": DENSE_ONLY + " rope_dims rope_theta"}  # fmt: skip
@@ -146,10 +150,13 @@ def test_gemma_from_older_files_equals_newer_ones():
         config_to_hf(dataclasses.replace(c, window="7:3"))
 
 
-@pytest.mark.parametrize("kind, window", [("mistral", "1024:6"), ("mixtral", "1024:6"), ("llama", "1024")])
+@pytest.mark.parametrize("kind, window", [
+    ("mistral", "1024:6"), ("mixtral", "1024:6"), ("llama", "1024"), ("gpt_oss", "1024"), ("gpt_oss", "1024:6"),
+    ("gpt_oss", ""),
+])  # fmt: skip
 def test_a_window_that_the_library_cannot_express_is_refused(kind, window):
     """Catches layers without a window that get one in transformers, and windows that are dropped."""
-    c = preset("mixtral_8x7b" if kind == "mixtral" else "llama3_8b").model
+    c = preset("mixtral_8x7b" if kind in ("mixtral", "gpt_oss") else "llama3_8b").model
     with pytest.raises(UserError, match=f"cannot express .*model.window='{window}'"):
         config_to_hf(dataclasses.replace(c, window=window), kind=kind)
 
