@@ -26,9 +26,13 @@ from utils import UserError
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 NUMPY = {"float32": np.dtype("float32"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("float16")}
-STORED = NUMPY | {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
+STORED = NUMPY | {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype("uint8")}
 # Weights in fp8 are stored with a float32 scale for each block of 128 x 128 (DeepSeek-V3, arXiv:2412.19437, 3.3.2).
 FP8, SCALE, SCALED_BLOCK = "F8_E4M3", "_scale_inv", 128  # dtype and suffix of the name, in safetensors files
+# gpt-oss stores matrices in MXFP4 (arXiv:2310.10537): a block of 32 numbers has 16 bytes and an exponent, which are in
+# two tensors with these suffixes. A byte has two numbers of 4 bits, the first one in its lower half.
+BLOCKS, EXPONENTS = "_blocks", "_scales"
+FP4_VALUES = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 MAX_HEADER_BYTES = 100_000_000  # as in the library
 FILE_BYTES = 2**31  # largest file that we write, unless a single tensor is larger
 ONE_FILE, INDEX = FILES = ("model.safetensors", "model.safetensors.index.json")
@@ -152,6 +156,25 @@ class StoredArray:
         return np.frombuffer(contents, self.dtype).reshape(shape)[tuple(index)]
 
 
+class PackedArray:
+    """Matrices in MXFP4, [E, columns, rows / 32, 16] in a file, as an array [E, rows, columns] of bfloat16."""
+
+    def __init__(self, blocks: StoredArray, exponents: StoredArray):
+        self.blocks, self.exponents, self.dtype_name = blocks, exponents, "bfloat16"
+        self.shape = blocks.shape[0], 32 * blocks.shape[2], blocks.shape[1]
+
+    def __getitem__(self, index) -> np.ndarray:
+        every = zip(self.blocks[()], self.exponents[()], strict=True)
+        return np.stack([unpack_fp4(*one).T for one in every])[index]
+
+
+def unpack_fp4(blocks: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """Convert one matrix from MXFP4 to bfloat16. Shapes: [M, n, 16], [M, n] -> [M, 32 n]."""
+    values = FP4_VALUES[np.stack([blocks & 15, blocks >> 4], axis=-1)]
+    scaled = values * np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)[..., None, None]
+    return scaled.astype(ml_dtypes.bfloat16).reshape(len(blocks), -1)
+
+
 class Tensors:
     """The tensors of a safetensors folder, by name. The constructor reads only headers."""
 
@@ -161,6 +184,12 @@ class Tensors:
         for file in sorted(set(check_weight_map(file_of, f"{folder}/{INDEX}").values())):
             arrays = self._header(file)
             self.arrays |= {name: array for name, array in arrays.items() if file_of.get(name, file) == file}
+        for name in [name.removesuffix(BLOCKS) for name in self.arrays if name.endswith(BLOCKS)]:
+            blocks, exponents = (self.arrays.get(f"{name}{suffix}") for suffix in (BLOCKS, EXPONENTS))
+            fits = exponents and blocks.shape == (*exponents.shape, 16) and len(exponents.shape) == 3
+            if fits and blocks.dtype_name == exponents.dtype_name == "U8":
+                self.arrays[name] = PackedArray(blocks, exponents)
+                del self.arrays[f"{name}{BLOCKS}"], self.arrays[f"{name}{EXPONENTS}"]
 
     def _header(self, file: str) -> dict[str, StoredArray]:
         damaged = lambda why: UserError(f"{self.folder}/{file} is damaged or not a safetensors file: {why}")

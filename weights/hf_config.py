@@ -65,11 +65,12 @@ def check_types(hf: dict) -> None:
 
 
 def without_stored_form(hf: dict) -> dict:
-    """Remove settings that say how weights are stored: in fp8 blocks of 128 x 128, which `folders.Tensors` reads, and
-    with modules for multi-token prediction, which `convert.from_hf` leaves out."""
+    """Remove settings that say how weights are stored: in MXFP4 or in fp8 blocks of 128 x 128, which `folders.Tensors`
+    reads, and with modules for multi-token prediction, which `convert.from_hf` leaves out."""
     about = hf.get("quantization_config") or {}
-    fp8 = about.get("quant_method") == "fp8" and about.get("weight_block_size") == [128, 128]
-    names = {"num_nextn_predict_layers"} | ({"quantization_config"} if fp8 else set())
+    method = about.get("quant_method")
+    is_read = method == "mxfp4" or (method == "fp8" and about.get("weight_block_size") == [128, 128])
+    names = {"num_nextn_predict_layers"} | ({"quantization_config"} if is_read else set())
     return {name: value for name, value in hf.items() if name not in names}
 
 
