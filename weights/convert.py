@@ -22,16 +22,17 @@ import tyro
 from jax.sharding import Mesh, NamedSharding
 
 import sharding
-from architectures import architecture
+from architectures import architecture, declare
 from config import Config, ModelConfig, replace
 from config.fields import is_remote
 from progress import print_to_stderr
 from train import checkpoint
 from utils import UserError, log, suggest
 from weights import card
-from weights.families import FAMILIES, PASSED_THROUGH, Piece, declare, family_of, from_hf_layout, pieces, to_hf_layout
+from weights.families import FAMILIES, PASSED_THROUGH, family_of
 from weights.folders import FILES, NUMPY, Folder, Tensor, Tensors, fresh_folder, write_tensors
 from weights.hf_config import config_from_hf, config_to_hf
+from weights.layouts import Piece, from_hf_layout, pieces, to_hf_layout
 
 BLOCK_BYTES = 2**29  # maximum bytes of a checkpoint's parameter to read at once
 

@@ -20,13 +20,14 @@ import safetensors.numpy
 import model
 import pipeline
 import sharding
+from architectures import declare
 from config import Config, MeshConfig, preset, replace
 from tests.helpers import assert_gradients_close, draw
 from train import checkpoint
 from utils import UserError
-from weights import convert, families, folders
+from weights import convert, families, folders, layouts
 from weights.__main__ import main
-from weights.families import FAMILIES, declare
+from weights.families import FAMILIES
 from weights.hf_config import config_from_hf, config_to_hf, with_old_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +154,7 @@ def test_gradients_equal_the_library_s(family, runs, tmp_path):
     _, _, got = pipeline.loss_and_grads(cfg, mesh)(convert.load_weights(runs[family], declare(c), mesh), batch, 0)
     # Our weight is theirs times a scale, so our gradient is theirs divided by it; from_hf multiplies once more. It also
     # adds a number.
-    found = {piece.hf_name: piece for piece in families.pieces(c, family)}
+    found = {piece.hf_name: piece for piece in layouts.pieces(c, family)}
     given = np.load(FIXTURES / family / "gradients.npz")
     theirs = {name: x / found[name].scale ** 2 - np.float32(found[name].plus) for name, x in given.items()}
     change_tensors(copy(family, tmp_path / "hf"), lambda tensors: tensors.update(theirs))
@@ -295,7 +296,7 @@ def test_every_parameter_appears_exactly_once(c):
     want = {(name, index)
             for name, d in sharding.flatten_named(declare(c)).items()
             for index in np.ndindex(d.shape[: d.dims.index(name.rsplit("_", 1)[1])])}  # fmt: skip
-    found = families.pieces(c)
+    found = layouts.pieces(c)
     parts = [(p.name, p.index) for piece in found for p in piece.parts]
     # Experts are one index deeper: separate tensors on disk, and a dim of our parameters.
     whole = {(name, index[: len(index) - ("E" in name.rsplit("_", 1)[1] and len(name.rsplit("_", 1)[1]) == 3)])
@@ -317,7 +318,7 @@ def test_a_missing_row_is_named(name, monkeypatch):
             rest = tuple(r for r in getattr(family, part) if r is not gone)
             monkeypatch.setitem(FAMILIES, kind, dataclasses.replace(family, **{part: rest}))
             with pytest.raises(UserError, match=rf"'{kind}' mapping has no rows for (\S+\.)?{gone.parameters[0]}; "):
-                families.pieces(c)
+                layouts.pieces(c)
             found += 1
     assert found >= 9
 
@@ -327,11 +328,11 @@ def test_every_number_on_disk_is_one_of_our_parameters(family):
     """Catches a layout that omits a column or uses one twice, by counting on an array of zeros."""
     c = config_from_hf(folders.Folder(FIXTURES / family).json("config.json"))
     declared = sharding.flatten_named(declare(c))
-    for piece in families.pieces(c):
-        count, sizes = np.zeros(piece.shape, int), families._sizes(piece.parts, declared)
+    for piece in layouts.pieces(c):
+        count, sizes = np.zeros(piece.shape, int), layouts._sizes(piece.parts, declared)
         for part in piece.parts:
             ones = np.ones([sizes[letter] for letter in part.dims], int)
-            for theirs, ours in families.matching_views(count, ones, piece.layout, part, sizes):
+            for theirs, ours in layouts.matching_views(count, ones, piece.layout, part, sizes):
                 theirs += ours
         assert (count == 1).all(), piece.hf_name
 

@@ -7,7 +7,7 @@ import pytest
 from config import ModelConfig, preset
 from tests.weights.test_convert import FIXTURES, tiny
 from utils import UserError
-from weights import families, folders, init_from
+from weights import folders, init_from, layouts
 from weights.families import FAMILIES
 from weights.hf_config import config_from_hf, config_to_hf
 
@@ -88,7 +88,7 @@ FITS = {"laptop": "deepseek_v3", "dense_124m": "arcee", "llama3_8b": "llama", "m
 def test_a_preset_has_a_class_in_transformers(name):
     """Catches a preset that `to-hf` could write before, and no longer can."""
     c = preset(name).model
-    assert config_to_hf(c)["model_type"] == FITS[name] and families.pieces(c)
+    assert config_to_hf(c)["model_type"] == FITS[name] and layouts.pieces(c)
 
 
 DENSE_ONLY = ("d_rope d_value d_query_latent d_kv_latent top_k n_shared d_expert moe_every router normalize_gates "

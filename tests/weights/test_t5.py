@@ -12,7 +12,7 @@ from architectures import declare
 from config import preset, replace
 from tests import helpers
 from tests.weights.test_convert import FIXTURES, change_tensors, command, copy, tensors_of, write_run
-from weights import convert, families, hf_config
+from weights import convert, hf_config, layouts
 
 TIED = preset("t5_tiny", **{"model.tie_embeddings": True, "data.batch_size": 2})
 
@@ -51,7 +51,7 @@ def test_scores_are_scaled_in_the_weights_of_queries(tmp_path):
 
 def test_the_published_tensors_have_rows():
     """Catches a layer or a feed-forward layer with the number of another one, in a model of the published size."""
-    shapes = {piece.hf_name: piece.shape for piece in families.pieces(preset("t5_base").model)}
+    shapes = {piece.hf_name: piece.shape for piece in layouts.pieces(preset("t5_base").model)}
     assert len(shapes) == 12 * (5 + 4) + 12 * (5 + 5 + 4) + 6
     assert shapes["encoder.block.11.layer.1.DenseReluDense.wi_0.weight"] == (2048, 768)
     assert shapes["decoder.block.11.layer.2.DenseReluDense.wo.weight"] == (768, 2048)
