@@ -162,7 +162,7 @@ def parse_pipeline(text: str) -> tuple[str, int]:
 
 
 class RopeScaling(NamedTuple):
-    """How the frequencies of rotary embeddings are scaled; see `model.frequency_factors`."""
+    """How the frequencies of rotary embeddings are scaled; see `rotary.frequency_factors`."""
 
     kind: str  # llama3, yarn, yarn_exact or linear
     factor: float

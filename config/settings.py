@@ -172,20 +172,19 @@ class ModelConfig:
     # gqa: rotate only the first coordinates of a head, such as 64 of 256 in GPT-J; 0: all
     rope_dims: Annotated[Count, GQA, *ROPE] = 0
     rope_theta: Annotated[Positive, *ROPE] = 10_000.0  # RoPE base (theta)
-    # scale RoPE for longer texts: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192, or yarn (arXiv:2309.00071)
-    # or gpt-oss's yarn_exact, also with DeepSeek's :MSCALE:MSCALE_ALL, or linear:FACTOR; empty: none
+    # scale RoPE for longer texts: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192; yarn (arXiv:2309.00071) or
+    # gpt-oss's yarn_exact, which may end with :MSCALE:MSCALE_ALL; linear:FACTOR
     rope_scaling: Annotated[str, Form(parse_rope_scaling), *ROPE] = ""
     qk_norm: Annotated[bool, GQA] = False  # gqa: apply RMSNorm to each head's query and key before RoPE, as in Qwen3
     no_rope_every: Annotated[Count, Affects.OWN, ROPE[0]] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
-    # sliding window of attention: 1024 positions; 1024:6: not in every 6th layer; 1024:6:10000: with another RoPE base
+    # sliding window of attention: 1024; 1024:6: not in every 6th layer; 1024:6:10000: own RoPE base
     window: Annotated[str, Form(parse_window), LONGER] = ""
     sinks: Annotated[bool, GQA] = False  # gqa: sinks, a learned logit per head in each softmax
     d_ff: Annotated[Size, DENSE_LAYERS] = 512  # hidden dimension of a dense feed-forward layer
     # nonlinearity of feed-forward layers and of experts; swiglu_clamped is gpt-oss's
     activation: Literal["swiglu", "gelu", "geglu", "swiglu_clamped"] = "swiglu"
     parallel_residual: bool = False  # attention and feed-forward layer have the same input; needs gqa and no experts
-    # parts with biases: feed_forward (dense layers, shared experts), logits, attention (gqa), experts (and their
-    # router), such as attention,experts; empty: none
+    # parts with biases: feed_forward (also shared experts), logits, attention, experts (and router)
     bias: Annotated[str, Form(parse_bias), *BIASED] = ""
     n_experts: Count = 0  # routed experts of an MoE layer; 0: every layer is dense
     top_k: Annotated[Size, EXPERTS] = 2  # routed experts per token
@@ -213,8 +212,7 @@ class ModelConfig:
     tie_embeddings: bool = False  # use one table for the embedding and the unembedding (LM head)
     # fraction of activations to set to zero after the embedding and after every residual branch
     dropout: Annotated[ShareBelow1, Affects.TRAINING] = 0.0
-    # RMSNorm (arXiv:1910.07467); LayerNorm with bias; sandwich: RMSNorm also after attention and feed-forward
-    # layers (Gemma)
+    # RMSNorm; LayerNorm with bias; sandwich: RMSNorm also after attention and feed-forward layers
     norm: Literal["rms", "layer", "sandwich"] = "rms"
     norm_eps: NotNegative = 1e-6  # epsilon of the norms, added to the mean square or the variance
     # mixed: float32 parameters and optimizer moments, bfloat16 activations and matmul inputs; float32 or bfloat16: this

@@ -22,7 +22,7 @@ from utils import UserError
 VERSION = "314.0.7"  # of Pyodide; it has Python 3.14
 INTEGRITY = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 FILES = "pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json"
-MODULES = ("utils.py devices.py sharding.py parameters.py model.py encoder_decoder.py "
+MODULES = ("utils.py devices.py sharding.py parameters.py rotary.py model.py encoder_decoder.py "
            "architectures.py local_steps.py muon.py optimizer.py config/*.py compile/*.py kernels/*.py overlap/*.py "
            "pipeline/*.py plan/*.py plan/*/*.py plan/*/*.json generate/__init__.py generate/cache.py "
            "generate/quantised.py weights/__init__.py weights/families.py "

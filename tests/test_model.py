@@ -204,7 +204,7 @@ def test_every_third_layer_has_no_rotary():
 def test_a_layer_number_may_be_a_python_int():
     """Catches a layer that fails when it is called outside a scan, with a Python int as its number."""
     c = config(no_rope_every=3)
-    assert [float(model.has_rotary(c, number)) for number in range(4)] == [1, 1, 0, 1]
+    assert [bool(np.all(model.rotary_frequencies(c, number))) for number in range(4)] == [True, True, False, True]
 
 
 def test_a_fully_masked_query_returns_zeros():

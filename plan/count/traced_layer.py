@@ -361,8 +361,8 @@ def cached_layer_rows(c: ModelAtWork, kind: str) -> list[LayerRow]:
     return cached_on_disk(prime_sized_model(replace(c, work=work), kind), kind, cached=True)
 
 
-SOURCES = ("model.py", "encoder_decoder.py", "sharding.py", "overlap/*.py", "kernels/*.py", "generate/cache.py",
-           "plan/trace/rows.py", "plan/count/traced_layer.py")  # fmt: skip
+SOURCES = ("model.py", "rotary.py", "encoder_decoder.py", "sharding.py", "overlap/*.py", "kernels/*.py",
+           "generate/cache.py", "plan/trace/rows.py", "plan/count/traced_layer.py")  # fmt: skip
 
 
 @functools.cache

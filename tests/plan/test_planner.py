@@ -37,11 +37,10 @@ def config(name: str, mesh: str, **settings):
 # Predicted and compiled -----------------------------------------------------------------------------------------------
 
 LAYER, NONE = {"work.gather": "layer"}, {"work.remat": "none"}
-RING = {"work.tensor_exchange": "ring"}
+RING, SANDWICH = {"work.tensor_exchange": "ring"}, {"model.norm": "sandwich"}
 DENSE = {"model.n_experts": 0, "model.moe_every": 1, "model.n_layers": 4}
-GPTJ = {"model.attention": "gqa", "model.norm": "layer", "model.parallel_residual": True,
-        "model.bias": "feed_forward,logits",
-        "model.rope_dims": 8, "model.activation": "gelu"}  # fmt: skip
+GPTJ = {"model.attention": "gqa", "model.norm": "layer", "model.parallel_residual": True, "model.rope_dims": 8,
+        "model.bias": "feed_forward,logits", "model.activation": "gelu"}  # fmt: skip
 CASES = {
     "bench.step's default": ("bench", "fsdp=2,stage=2,tensor=2", {}),
     "accumulation": ("bench", "fsdp=2,tensor=2", {"model.n_layers": 4, "work.device_batch": 2}),
@@ -78,12 +77,7 @@ CASES = {
     "Muon, gathered": ("bench", "stage=2,fsdp=2,tensor=2", {"optim.name": "muon", "work.muon_layout": "gather"}),
     "Muon, dealt to owners": ("bench", "fsdp=2,expert=2", LAYER | {"optim.name": "muon", "work.muon_layout": "owner"}),
     "local steps": ("bench", "data=2,fsdp=2", LAYER | DENSE | {"optim.outer": "every=4,fragments=2"}),
-    "norms after branches, matmul outputs saved": ("bench", "fsdp=2,tensor=2", LAYER | DENSE | {
-        "model.norm": "sandwich", "work.remat": "dots"}),
-    "norms after branches, everything saved": ("bench", "data=2,tensor=2", LAYER | DENSE | NONE | {
-        "model.norm": "sandwich"}),
-    "norms after branches, recomputed": ("bench", "stage=2,tensor=2", LAYER | DENSE | RING | {
-        "model.norm": "sandwich", "work.remat": "full"}),
+    "recomputed norms": ("bench", "stage=2,tensor=2", LAYER | DENSE | RING | SANDWICH | {"work.remat": "full"}),
     "a dense prefix": ("bench", "fsdp=2,expert=2,context=2", LAYER | {"model.dense_prefix": 2}),
 }  # fmt: skip
 
