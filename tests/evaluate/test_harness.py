@@ -170,7 +170,7 @@ def test_missing_tasks_data_and_tokenizers_are_errors(home, monkeypatch):
     local = functools.partial(TaskManager, include_defaults=False)  # reading the harness's own takes 10 s
     monkeypatch.setattr(harness, "TaskManager", lambda include_path, **_: local(include_path=include_path))
     asked = [home / "run", "--tokenizer", home / "hf/tokenizer.json", *tasks, "--tasks"]
-    assert refused(*asked, "rollin").startswith("--tasks rollin: no such task; did you mean 'rolling'? closest of ")
+    assert refused(*asked, "rollin").startswith("--tasks rollin: no such task; did you mean 'rolling'? known: ")
     hub = json.loads((home / "tasks/word.yaml").read_text()) | {"task": "hub", "dataset_path": "some/where"}
     (home / "tasks" / "hub.yaml").write_text(json.dumps(hub | {"dataset_kwargs": {}}))
     why = "ConnectionError: Couldn't reach 'some/where' on the Hub (OfflineModeIsEnabled)"
