@@ -391,7 +391,8 @@ def experts_feed_forward(w: MoE, c: ModelConfig, matmul, bias_of, rows, gates):
     def add(x, bias_EX, gates):
         return x if bias_EX is None else x + bias_of(bias_EX.astype(x.dtype), gates.astype(x.dtype))
 
-    up = add(matmul(rows, w.w_up_EDM), w.bias_up_EM, ones := jnp.ones_like(gates))
+    ones = jnp.ones_like(gates)
+    up = add(matmul(rows, w.w_up_EDM), w.bias_up_EM, ones)
     gate = None if w.w_gate_EDM is None else add(matmul(rows, w.w_gate_EDM), w.bias_gate_EM, ones)
     # Multiply by the gates before the last matmul, so that the backward pass does not need its output.
     out = matmul(activate(c, up, gate) * gates[..., None].astype(up.dtype), w.w_down_EMD)

@@ -33,7 +33,7 @@ ROOMS = {
     "kernels": (1304, "sharding"),
     "overlap": (1032, "config compile sharding kernels"),
     "rotary": (121, "config"),
-    "model": (835, "utils config sharding kernels overlap rotary"),
+    "model": (836, "utils config sharding kernels overlap rotary"),
     "encoder_decoder": (245, "config sharding kernels overlap model"),
     "architectures": (85, "config model encoder_decoder"),
     "parameters": (135, "config compile sharding model architectures"),
@@ -54,7 +54,7 @@ ROOMS = {
     "serve": (1160, "utils devices config generate"),
     "plan.chips": (975, "utils config sharding"),
     "plan.trace": (978, "utils devices config compile sharding architectures pipeline optimizer plan.chips"),
-    "plan.count": (1648, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
+    "plan.count": (1649, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
     "plan.time": (919, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
@@ -244,7 +244,7 @@ def test_errors_and_devices_are_imported_quickly():
     assert done.stdout == "\n"
 
 
-MOST_LINES = {"model.py": 835, "main.py": 250, "README.md": 150}  # of a file; of any other Python file 600
+MOST_LINES = {"model.py": 836, "main.py": 250, "README.md": 150}  # of a file; of any other Python file 600
 
 
 def test_files_and_functions_are_short():

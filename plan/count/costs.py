@@ -19,7 +19,7 @@ import model
 import sharding
 from architectures import architecture, busiest_stage
 from config import Config, ModelAtWork, ModelConfig
-from config.fields import parse_outer, parse_pipeline, parse_window
+from config.fields import parse_bias, parse_outer, parse_pipeline, parse_window
 from kernels import attention as attending, grouped
 from kernels.blocks import Reach
 from overlap import experts
@@ -232,7 +232,8 @@ def expert_matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, 
     it also computes rows without an expert."""
     _, (e, D, M), *_ = ([as_int(dim.at(sizes)) for dim in dims] for dims in row.dims)
     rows = grouped_rows(expert_rows(c, z)[z.platform != "cpu"], e, z.platform)
-    return 2 * rows * D * M, (rows * D + e * D * M + rows * M) * z.width
+    of_bias = expert_rows(c, z)[0] * e if "experts" in parse_bias(c.bias) else 0  # `overlap.experts.bias_of_rows`
+    return 2 * (rows * D + of_bias) * M, (rows * D + e * D * M + rows * M) * z.width
 
 
 def matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -> Matmul:

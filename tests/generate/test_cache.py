@@ -132,6 +132,7 @@ ON_MESHES = [
     *[(replace(cfg, **OVERLAPPED), mesh) for cfg, mesh in ((preset("tiny"), "stage=2,tensor=2"), (GQA, "tensor=2"))],
     *[(WINDOWS, mesh) for mesh in ("data=3", "stage=2,tensor=2", "context=2,tensor=2")],
     (LATENT_WINDOWS, "context=2"),
+    (CONFIGS["gqa, biases of experts, clamped"], "expert=2,tensor=2"),
 ]
 REQUESTS = {"abcde": (5, 0.0), "b": (4, 0.0), "cdefghi": (6, 1.5)}  # prompt: new tokens and temperature
 
