@@ -172,12 +172,12 @@ class ModelConfig:
     # gqa: rotate only the first coordinates of a head, such as 64 of 256 in GPT-J; 0: all
     rope_dims: Annotated[Count, GQA, *ROPE] = 0
     rope_theta: Annotated[Positive, *ROPE] = 10_000.0  # RoPE base (theta)
-    # scale RoPE for longer texts: llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192; yarn (arXiv:2309.00071) or
-    # gpt-oss's yarn_exact, which may end with :MSCALE:MSCALE_ALL; linear:FACTOR
+    # scale RoPE: linear:FACTOR; llama3:FACTOR:LOW:HIGH:POSITIONS, as in llama3:8:1:4:8192; yarn, or without rounding
+    # yarn_exact, :FACTOR:BETA_SLOW:BETA_FAST:POSITIONS, then optionally :MSCALE:MSCALE_ALL (arXiv:2309.00071)
     rope_scaling: Annotated[str, Form(parse_rope_scaling), *ROPE] = ""
     qk_norm: Annotated[bool, GQA] = False  # gqa: apply RMSNorm to each head's query and key before RoPE, as in Qwen3
     no_rope_every: Annotated[Count, Affects.OWN, ROPE[0]] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
-    # sliding window of attention: 1024; 1024:6: not in every 6th layer; 1024:6:10000: own RoPE base
+    # sliding window: 1024; 1024:6: in all layers but every 6th; 1024:6:10000: with RoPE base 10,000
     window: Annotated[str, Form(parse_window), LONGER] = ""
     sinks: Annotated[bool, GQA] = False  # gqa: sinks, a learned logit per head in each softmax
     d_ff: Annotated[Size, DENSE_LAYERS] = 512  # hidden dimension of a dense feed-forward layer
@@ -212,7 +212,7 @@ class ModelConfig:
     tie_embeddings: bool = False  # use one table for the embedding and the unembedding (LM head)
     # fraction of activations to set to zero after the embedding and after every residual branch
     dropout: Annotated[ShareBelow1, Affects.TRAINING] = 0.0
-    # RMSNorm; LayerNorm with bias; sandwich: RMSNorm also after attention and feed-forward layers
+    # RMSNorm; LayerNorm with bias; sandwich: RMSNorm before and after attention and feed-forward
     norm: Literal["rms", "layer", "sandwich"] = "rms"
     norm_eps: NotNegative = 1e-6  # epsilon of the norms, added to the mean square or the variance
     # mixed: float32 parameters and optimizer moments, bfloat16 activations and matmul inputs; float32 or bfloat16: this
