@@ -24,7 +24,7 @@ STACKED = "LJ"  # letters of layers
 ATTENTION = ["positions for attention", "keys and values", "keys and values", "sums of attention"]
 LINES = {
     "mixtral_8x7b": [*ATTENTION, "positions for the experts", "gates over tensor", "tokens for experts",
-                     "gates over expert", "gates over expert", "tokens back from experts", "sums of the experts"],
+                     "gates over expert", "tokens back from experts", "sums of the experts"],
     "llama3_8b": [*ATTENTION, "positions for the feed-forward", "sums of the feed-forward"],
 }  # fmt: skip
 SAYS = {
@@ -132,7 +132,7 @@ def lines(cfg, which: str) -> list[dict]:
         line["bytes"] = [line["bytes"][0] + ahead, line["bytes"][1] + back]
 
     sent = lambda kind, axes, size: hardware.wire_bytes(kind, size, z.group(*axes))
-    rows = costs.layers(c, z)[bool(c.n_experts)][1]
+    rows = costs.layer_costs(c, z, "moe" if c.n_experts else "dense")
     declared = [w for w in costs.weights(cfg) if w.name.startswith("blocks.")]
     short = lambda w: w.name.split(".")[-1]
     for w in declared:
