@@ -44,7 +44,8 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from config import ModelConfig
-from config.fields import parse_bias, parse_window
+from config.fields import parse_bias, parse_softmax, parse_window
+from kernels.blocks import soft_cap
 from kernels.grouped import grouped_matmul
 from overlap.context import over_context
 from overlap.experts import apply_experts, bias_of_rows
@@ -216,7 +217,7 @@ class GroupedAttention:
     bias_value_GK: Any = param("GK", decay=False, G=TENSOR, needs=has_bias("attention"))
     w_out_HKD: Any = param("HKD", fan_in="HK", residual=True, H=TENSOR, D=SLICED)
     bias_out_D: Any = param("D", decay=False, needs=has_bias("attention"))
-    sink_H: Any = param("H", decay=False, exact=True, H=TENSOR, needs=lambda c: c.sinks)
+    sink_H: Any = param("H", decay=False, exact=True, H=TENSOR, needs=lambda c: c.softmax == "sinks")
 
 
 @jax.named_scope("queries_keys_values")
@@ -691,18 +692,20 @@ def auxiliary_names(c: ModelConfig) -> list[str]:
 def logits(w: Transformer, c: ModelConfig, x_bsD, form=at_use):
     """Compute float32 logits over this device's vocabulary shard. Shapes: [.., D] -> [.., v].
     form: as in `unembedding`"""
-    return add_bias((x_bsD @ unembedding(w, c, form)).astype(float32), w.bias_V)
+    logits_bsv = add_bias((x_bsD @ unembedding(w, c, form)).astype(float32), w.bias_V)
+    return soft_cap(logits_bsv, parse_softmax(c.softmax).logits_cap)
 
 
 @jax.named_scope("logits")
-def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u):
+def logit_sums(w_Du, x_nD, targets_n, words_u, bias_u, cap=0.0):
     """Return, over u vocabulary ids, log(sum(exp(logits))), the target's logit and the sum of the logits. The
     target's logit is 0 if the target is not among these ids.
 
+    cap  of the logits, see `soft_cap`
     Shapes: [D, u], [n, D], [n], [u], [u] -> three arrays [n]. A negative id in words_u is padding.
     """
     logits_nu, words_1u = add_bias((x_nD.astype(w_Du.dtype) @ w_Du).astype(float32), bias_u), words_u[None]
-    logits_nu = jnp.where(words_1u < 0, -jnp.inf, logits_nu)
+    logits_nu = jnp.where(words_1u < 0, -jnp.inf, soft_cap(logits_nu, cap))
     top_n = jax.lax.stop_gradient(jnp.max(logits_nu, axis=-1))
     log_sum_n = top_n + jnp.log(jnp.sum(jnp.exp(logits_nu - top_n[:, None]), axis=-1))
     over = lambda which: jnp.sum(jnp.where(which, logits_nu, 0), axis=-1)
@@ -716,8 +719,8 @@ def loss_sums(c: ModelConfig, w_Dv, x_nD, targets_n, weights_n, bias_v=None):
     label_smoothing is the target's logit minus the mean logit, a difference in nats (arXiv:1512.00567, 7).
     """
     # float32, because the backward pass adds up the gradients of x from all slices of the vocabulary
-    x_nD, v = x_nD.astype(float32), w_Dv.shape[-1]
-    sums_of = lambda w_Du, *words_u: logit_sums(w_Du, x_nD, targets_n, *words_u)
+    x_nD, v, cap = x_nD.astype(float32), w_Dv.shape[-1], parse_softmax(c.softmax).logits_cap
+    sums_of = lambda w_Du, *words_u: logit_sums(w_Du, x_nD, targets_n, *words_u, cap)
     words_v = axis_index(TENSOR) * v + jnp.arange(v), bias_v
     log_sums_kn, targets_kn, totals_kn = slice_by_slice(c, sums_of, w_Dv, words_v, len(x_nD))
     top_n = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(log_sums_kn, axis=0)), TENSOR)

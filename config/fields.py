@@ -226,6 +226,28 @@ def parse_window(text: str) -> Window:
     return found
 
 
+class Softmax(NamedTuple):
+    """What differs from a plain softmax of attention's scores, and of the logits."""
+
+    sinks: bool = False  # a learned score per head that joins the softmax of attention (gpt-oss)
+    scores_cap: float = 0.0  # cap of attention's scores; 0: none
+    logits_cap: float = 0.0  # cap of the logits; 0: none
+
+
+@functools.lru_cache(maxsize=64)
+def parse_softmax(text: str) -> Softmax:
+    """Parse `sinks`, or `cap:50:30`, which caps attention's scores at 50 and the logits at 30; 0: no cap.
+
+    Raises: UserError that quotes text that cannot be parsed.
+    """
+    caps = re.fullmatch(r"cap:(\d+\.?\d*):(\d+\.?\d*)", text)
+    found = Softmax(text == "sinks", *map(float, caps.groups() if caps else ()))
+    if text and not any(found):
+        raise UserError(f"model.softmax={text!r}: should be sinks, or cap:SCORES:LOGITS, such as cap:50:30; cap:0:30 "
+                        "caps only the logits")  # fmt: skip
+    return found
+
+
 BIASED_PARTS = ("feed_forward", "logits", "attention", "experts")  # of a model
 
 

@@ -8,7 +8,7 @@ passes it expects another result.
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from config.fields import hints, parse_bias, parse_objectives, parse_packing, parse_schedule, parse_window
+from config.fields import hints, parse_objectives, parse_packing, parse_schedule, parse_window
 from utils import UserError
 
 
@@ -46,15 +46,17 @@ DROPLESS = EXPERTS, NO_CAPACITY
 DENSE_LAYERS = Needs("model.dense_prefix", 1, "a model with dense layers", lambda cfg: cfg.model.has_dense_layers)
 
 
-def of_bias(part: str, need: Needs) -> Needs:
-    """Return the condition `need`, which holds for all values of `model.bias` without this part."""
+def of_part(name: str, part: str, need: Needs) -> Needs:
+    """Return the condition `need`, which holds for all values of a list such as `model.bias` without this part."""
     user = f"{need.user or f'attention={need.value!r}'} ({part})"
-    return need._replace(user=user, test=lambda cfg: part not in parse_bias(cfg.model.bias) or need.is_met(cfg))
+    return need._replace(user=user, test=lambda cfg: part not in read(cfg, name).split(",") or need.is_met(cfg))
 
 
 FEED_FORWARD = Needs("model.n_shared", 1, "a model with dense layers or shared experts",
                      lambda cfg: cfg.model.has_dense_layers or cfg.model.n_shared > 0)  # fmt: skip
-BIASED = of_bias("feed_forward", FEED_FORWARD), of_bias("attention", GQA), of_bias("experts", EXPERTS)
+BIASED = tuple(of_part("model.bias", *part) for part in
+               (("feed_forward", FEED_FORWARD), ("attention", GQA), ("experts", EXPERTS)))  # fmt: skip
+SINKS = of_part("model.softmax", "sinks", GQA)
 INPUTS = Needs("data.objective", "prefix", "an objective with inputs", lambda cfg: cfg.data.objective != "causal")
 TEXTS = Needs("data.objective", "causal", "an objective besides 'task'",
               lambda cfg: {*parse_objectives(cfg.data.objective)} != {"task"})  # fmt: skip

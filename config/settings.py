@@ -41,6 +41,7 @@ from config.fields import (
     parse_rope_scaling,
     parse_schedule,
     parse_skips,
+    parse_softmax,
     parse_window,
 )
 from config.mesh import MeshConfig, MeshFlag
@@ -63,6 +64,7 @@ from config.needs import (
     REPLICAS,
     ROPE,
     SEVERAL_EXPERTS,
+    SINKS,
     STAGES,
     TENSOR,
     TEXTS,
@@ -179,7 +181,8 @@ class ModelConfig:
     no_rope_every: Annotated[Count, Affects.OWN, ROPE[0]] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
     # sliding window: 1024; 1024:6: in all layers but every 6th; 1024:6:10000: with RoPE base 10,000
     window: Annotated[str, Form(parse_window), LONGER] = ""
-    sinks: Annotated[bool, GQA] = False  # gqa: sinks, a learned logit per head in each softmax
+    # sinks: attention has a learned logit per head; cap:50:30: cap its scores at 50, the logits at 30
+    softmax: Annotated[str, Form(parse_softmax), SINKS] = ""
     d_ff: Annotated[Size, DENSE_LAYERS] = 512  # hidden dimension of a dense feed-forward layer
     # nonlinearity of feed-forward layers and of experts; swiglu_clamped is gpt-oss's
     activation: Literal["swiglu", "gelu", "geglu", "swiglu_clamped"] = "swiglu"
@@ -244,13 +247,13 @@ class ModelConfig:
                          "third number, or use model.rope_scaling=linear:FACTOR")  # fmt: skip
         if self.encoder_layers:
             needed = dict(attention="gqa", n_experts=0, dense_prefix=0, parallel_residual=False, norm="rms",
-                          prefix_lm=False, rope_scaling="", qk_norm=False, window="", sinks=False)  # fmt: skip
+                          prefix_lm=False, rope_scaling="", qk_norm=False, window="", softmax="")  # fmt: skip
             for name, allowed in needed.items():
                 if getattr(self, name) != allowed:
                     self._refuse(name, f"a model with an encoder needs {name}={allowed!r}")
             if "attention" in parse_bias(self.bias):
                 self._refuse("bias", "attention in a model with an encoder has no biases; drop 'attention'")
-        if self.prefix_lm and (name := "window" if self.window else "sinks" if self.sinks else ""):
+        if self.prefix_lm and (name := "window" if self.window else "softmax" if self.softmax else ""):
             self._refuse(name, f"not available with prefix_lm, which has its own attention; drop prefix_lm or {name}")
         if self.n_experts and not 1 <= self.top_k <= self.n_experts:
             self._refuse("top_k", f"must be between 1 and n_experts={self.n_experts}")
@@ -501,8 +504,10 @@ def _at_work(c: ModelConfig, work: WorkConfig) -> ModelAtWork:
 
 
 def as_written_now(name: str, value):
-    """Convert a value from an older file: model.bias was true or false."""
-    return ("feed_forward,logits" if value else "") if name == "model.bias" and isinstance(value, bool) else value
+    """Return name and value of a setting from an older file: model.bias and model.sinks were true or false."""
+    if name == "model.bias" and isinstance(value, bool):
+        return name, "feed_forward,logits" if value else ""
+    return ("model.softmax", "sinks" if value else "") if name == "model.sinks" else (name, value)
 
 
 def _build(cls, values: dict, prefix: str):
@@ -511,12 +516,13 @@ def _build(cls, values: dict, prefix: str):
     types = {f.name: f for f in dataclasses.fields(cls)}
     parts = {}
     for name, value in values.items():
+        value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+        name, value = as_written_now(f"{prefix}{name}", value)
+        name = name.removeprefix(prefix)
         if name not in types:
             raise UserError(f"unknown setting {prefix}{name}; {suggest(name, types, 'python main.py --help')}")
         factory = types[name].default_factory
         nested = factory is not dataclasses.MISSING and dataclasses.is_dataclass(factory)
-        value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
-        value = as_written_now(f"{prefix}{name}", value)
         parts[name] = _build(factory, value, f"{prefix}{name}.") if nested else value
     return cls(**parts)
 
@@ -571,7 +577,7 @@ def derived_settings(before: ModelConfig, given: dict[str, int]) -> dict[str, in
 def differences(ours: dict, theirs: dict) -> list[tuple[str, Any, Any]]:
     """List (name, ours, theirs) for settings that differ. A setting that is missing has its default."""
     default = flatten(Config().to_dict())
-    written = ({name: as_written_now(name, x) for name, x in flatten(one).items()} for one in (ours, theirs))
+    written = (dict(as_written_now(*pair) for pair in flatten(one).items()) for one in (ours, theirs))
     ours, theirs = (default | one for one in written)
     pairs = ((name, ours.get(name), theirs.get(name)) for name in ours | theirs)
     return [(name, x, y) for name, x, y in pairs if x != y]

@@ -31,9 +31,9 @@ import sharding
 from architectures import architecture, declare
 from compile import ordered
 from config import ModelAtWork, ModelConfig
-from config.fields import parse_window
+from config.fields import parse_softmax, parse_window
 from generate.quantised import Quantized, dequantize, gather_over_context, gather_weights, quantize_like, specs
-from kernels.blocks import HIDDEN
+from kernels.blocks import HIDDEN, soft_cap
 from overlap.context import add_sinks
 from overlap.layers import scan_layers
 from overlap.positions import concatenate_features
@@ -182,17 +182,18 @@ def write_entries(cache_bgSX, new_bsgX, slots_bs):
 
 
 @jax.named_scope("attend_to_cache")
-def attend_to_slots(q_bshX, k_bgSX, v_bgSU, seen_bsS, bias_bhsS=None):
+def attend_to_slots(q_bshX, k_bgSX, v_bgSU, seen_bsS, bias_bhsS=None, cap=0.0):
     """Attend to this device's slots. Queries are already scaled.
 
     seen_bsS   which slots each token attends to
     bias_bhsS  added to the scores; None: nothing
+    cap        of the scores, see `soft_cap`; 0: none
     Shapes: [b, s, h, X], [b, g, S, X], [b, g, S, U] -> [b, s, h, U] and the log-sum-exp of the scores [b, s, h, 1].
     Latents have no dim g. Each of the g key heads serves r = h / g consecutive query heads.
     """
     (b, s, h, X), g, S = q_bshX.shape, "g" * (k_bgSX.ndim - 3), k_bgSX.shape[-2]
     q_bsgrX = q_bshX.reshape(b, s, *k_bgSX.shape[1:-2], -1, X)
-    scores_bgrsS = jnp.einsum(f"bs{g}rX,b{g}SX->b{g}rsS", q_bsgrX, k_bgSX).astype(jnp.float32)
+    scores_bgrsS = soft_cap(jnp.einsum(f"bs{g}rX,b{g}SX->b{g}rsS", q_bsgrX, k_bgSX).astype(jnp.float32), cap)
     if bias_bhsS is not None:
         scores_bgrsS += bias_bhsS.reshape(scores_bgrsS.shape)
     scores_bgrsS = jnp.where(seen_bsS.reshape(b, *[1] * len(g), 1, s, S), scores_bgrsS, HIDDEN)
@@ -232,7 +233,8 @@ class CachedAttention:
         if absorbed:
             k, v = jnp.concatenate(entries, axis=-1), entries[0]
         seen_bsS = seen_slots(self.reach_bs, S, window, is_full)
-        o_bshX, log_sum_bsh1 = attend_to_slots(absorb(*queries), k, v, seen_bsS, self.bias_bhsS)
+        cap = parse_softmax(c.softmax).scores_cap
+        o_bshX, log_sum_bsh1 = attend_to_slots(absorb(*queries), k, v, seen_bsS, self.bias_bhsS, cap)
         return merge_softmaxes(value_of(o_bshX), log_sum_bsh1, sinks_h)
 
 

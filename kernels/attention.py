@@ -37,7 +37,7 @@ def partial_attention(q, k, v_bSgU, segments_bs, segments_bS, reach: Reach = CAU
             whose scores are added: queries [b, s, h, K] and [b, s, h, R], which have been scaled, and keys [b, S, h, K]
             and [b, S, R], which all heads share
     reach   for each device, the key positions at which its equally long chunks of queries begin (S means after all
-            keys), and the window
+            keys), the window, and the cap of scores
     here    index of this device in `reach.starts`
     is_full  True: ignore the window. It may be traced, so that scanned layers may differ; None: False
     Shapes: q, k, [b, S, g, U] -> [b, s, h, U], float32 [b, s, h].
@@ -104,7 +104,7 @@ def by_platform_and_reach(forms: dict, reach: Reach, is_full, *operands):
     if not is_full:
         return run(reach)
     with jax.named_scope("full_or_window"):  # how often a step takes each branch: `plan/trace/compiled.py`
-        return jax.lax.cond(is_full[0], lambda: run(Reach(reach.starts)), lambda: run(reach))
+        return jax.lax.cond(is_full[0], lambda: run(reach._replace(window=0)), lambda: run(reach))
 
 
 # The custom gradient wraps the choice of implementation, so all implementations save the same arrays.
@@ -239,7 +239,7 @@ def mixed_in_blocks(reach, *operands):
     def visit(carry, ij):
         i, j = ij
         mixed_bgyU, top_bgy, sum_bgy = (x[i] for x in carry)
-        scores_bgyX = jnp.where(seen(i, j), einsum_f32("bgyK,bgXK->bgyX", q_nbgyK[i], k_nbgXK[j]), HIDDEN)
+        scores_bgyX = reach.hide(einsum_f32("bgyK,bgXK->bgyX", q_nbgyK[i], k_nbgXK[j]), seen(i, j))
         higher_bgy = jnp.maximum(top_bgy, jnp.max(scores_bgyX, axis=-1))
         weight_bgyX, rescale_bgy = jnp.exp(scores_bgyX - higher_bgy[..., None]), jnp.exp(top_bgy - higher_bgy)
         new_bgyU = einsum_f32("bgyX,bgXU->bgyU", weight_bgyX.astype(v_nbgXU.dtype), v_nbgXU[j])
@@ -267,10 +267,11 @@ def pulled_in_blocks(reach, *args):
 
     def visit(carry, ij):
         (i, j), (dq, dk, dv) = ij, carry
-        scores_bgyX = jnp.where(seen(i, j), einsum_f32("bgyK,bgXK->bgyX", q_nbgyK[i], k_nbgXK[j]), HIDDEN)
+        scores_bgyX = reach.hide(einsum_f32("bgyK,bgXK->bgyX", q_nbgyK[i], k_nbgXK[j]), seen(i, j))
         weight_bgyX = jnp.exp(scores_bgyX - top_nbgy1[i])
         d_weight_bgyX = einsum_f32("bgyU,bgXU->bgyX", d_mixed_nbgyU[i], v_nbgXU[j])
-        d_scores_bgyX = (weight_bgyX * (d_weight_bgyX - slope_nbgy1[i])).astype(q_nbgyK.dtype)
+        d_scores_bgyX = reach.before_cap(weight_bgyX * (d_weight_bgyX - slope_nbgy1[i]), scores_bgyX)
+        d_scores_bgyX = d_scores_bgyX.astype(q_nbgyK.dtype)
         dq = dq.at[i].add(einsum_f32("bgyX,bgXK->bgyK", d_scores_bgyX, k_nbgXK[j]))
         dk = dk.at[j].add(einsum_f32("bgyX,bgyK->bgXK", d_scores_bgyX, q_nbgyK[i]))
         dv = dv.at[j].add(einsum_f32("bgyX,bgyU->bgXU", weight_bgyX.astype(v_nbgXU.dtype), d_mixed_nbgyU[i]))
@@ -364,7 +365,7 @@ def scores(at: Layout, q, k, queries_2x, keys_1X, j):
     place_Xx = j * at.block + jax.lax.broadcasted_iota(jnp.int32, scores_Xx.shape, 0)
     documents_X1 = jnp.broadcast_to(keys_1X, (128, at.block)).T[:, :1]
     in_reach_Xx = at.reach.includes(queries_2x[:1], place_Xx)
-    return jnp.where(in_reach_Xx & (queries_2x[1:] == documents_X1), scores_Xx, HIDDEN)
+    return at.reach.hide(scores_Xx, in_reach_Xx & (queries_2x[1:] == documents_X1))
 
 
 def share_a_document(queries_2x, keys_1X):
@@ -436,9 +437,9 @@ def backward_kernel(n, blocks, span, at, head_v, query_v, key_v, q, k, v, querie
 
     @pl.when(share_a_document(queries, keys))
     def _():
-        weight_Xx = jnp.exp(scores(at, q, k, queries[...], keys[...], key_v[visit]) - stats[:1])
-        d_weight_Xx = at.contract_widths(v, d_mixed)
-        d_scores_Xx = (weight_Xx * (d_weight_Xx - stats[1:])).astype(v.dtype)
+        scores_Xx = scores(at, q, k, queries[...], keys[...], key_v[visit])
+        weight_Xx, d_weight_Xx = jnp.exp(scores_Xx - stats[:1]), at.contract_widths(v, d_mixed)
+        d_scores_Xx = at.reach.before_cap(weight_Xx * (d_weight_Xx - stats[1:]), scores_Xx).astype(v.dtype)
         block = pl.ds(pl.multiple_of(jax.lax.rem(key_v[visit], span) * at.block, at.block), at.block)
         block = (slice(None), block) if at.dim else block
         for total, part in zip(dk_sums, q, strict=True):

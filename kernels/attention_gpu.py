@@ -34,7 +34,7 @@ def masked_scores(reach, q_xK, k_XK, queries_2x, documents_X, j):
     place_X = j * len(k_XK) + jax.lax.broadcasted_iota(jnp.int32, (len(k_XK),), 0)
     place_x, documents_x = queries_2x
     seen = reach.includes(place_x[:, None], place_X[None]) & (documents_x[:, None] == documents_X[None])
-    return jnp.where(seen, dot(q_xK, k_XK, 1, 1), HIDDEN)
+    return reach.hide(dot(q_xK, k_XK, 1, 1), seen)
 
 
 def forward_program(reach, q, k, v, places, documents_s, documents_S, visits_2i, mixed, log_sum):
@@ -59,10 +59,10 @@ def forward_program(reach, q, k, v, places, documents_s, documents_S, visits_2i,
     log_sum[...] = jnp.where(is_seen, top_x + jnp.log(sum_x), HIDDEN)
 
 
-def score_grads(scores_xX, d_mixed_xU, v_XU, top_x, slope_x):
-    """Return the softmax weights, and the gradient of the scores."""
+def score_grads(reach, scores_xX, d_mixed_xU, v_XU, top_x, slope_x):
+    """Return the softmax weights, and the gradient of the scores before the cap."""
     weight_xX = jnp.exp(scores_xX - top_x[:, None])
-    return weight_xX, weight_xX * (dot(d_mixed_xU, v_XU, 1, 1) - slope_x[:, None])
+    return weight_xX, reach.before_cap(weight_xX * (dot(d_mixed_xU, v_XU, 1, 1) - slope_x[:, None]), scores_xX)
 
 
 def query_grads_program(reach, q, k, v, places, documents_s, documents_S, visits_2i, d_mixed, top, slope, dq):
@@ -74,7 +74,7 @@ def query_grads_program(reach, q, k, v, places, documents_s, documents_S, visits
         keys = pl.ds(j * block, block)
         k_XK = k[keys, :]
         scores_xX = masked_scores(reach, q_xK, k_XK, queries_2x, documents_S[keys], j)
-        _, d_scores_xX = score_grads(scores_xX, d_mixed_xU, v[keys, :], *stats)
+        _, d_scores_xX = score_grads(reach, scores_xX, d_mixed_xU, v[keys, :], *stats)
         return dq_xK + dot(d_scores_xX.astype(q_xK.dtype), k_XK, 1, 0)
 
     start = jnp.zeros(q_xK.shape, float32)
@@ -92,7 +92,8 @@ def key_grads_program(heads, reach, q, k, v, places, documents_s, documents_S, v
         queries = pl.ds(i * block, block)
         q_xK, d_mixed_xU = q[queries, head, :], d_mixed[queries, head, :]
         scores_xX = masked_scores(reach, q_xK, k_XK, (places[queries], documents_s[queries]), documents_X, j)
-        weight_xX, d_scores_xX = score_grads(scores_xX, d_mixed_xU, v_XU, top[head, queries], slope[head, queries])
+        stats = top[head, queries], slope[head, queries]
+        weight_xX, d_scores_xX = score_grads(reach, scores_xX, d_mixed_xU, v_XU, *stats)
         dk_XK += dot(d_scores_xX.astype(q_xK.dtype), q_xK, 0, 0)
         return dk_XK, dv_XU + dot(weight_xX.astype(v_XU.dtype), d_mixed_xU, 0, 0)
 

@@ -18,14 +18,34 @@ Starts = tuple[tuple[int, ...], ...]  # for each device, the key positions at wh
 
 
 class Reach(NamedTuple):
-    """Which keys a query attends to, by their positions in the key sequence. Each value compiles its own kernel."""
+    """Which keys a query attends to, by their positions in the key sequence, and a cap of the scores. Each value
+    compiles its own kernel."""
 
     starts: Starts = ((0,),)
     window: int = 0  # a query attends to this many positions, its own and the ones before it; 0: no limit
+    cap: float = 0.0  # of the scores, see `soft_cap`
 
     def includes(self, query, key):
         """Return whether queries at some positions attend to keys at others. Both are arrays, which broadcast."""
         return (query >= key) & (query - key < self.window) if self.window else query >= key
+
+    def hide(self, scores, is_seen):
+        """Cap the scores, and set those of keys that are not seen to HIDDEN."""
+        return jnp.where(is_seen, soft_cap(scores, self.cap), HIDDEN)
+
+    def before_cap(self, d_scores, scores):
+        """Return the gradient of scores before the cap, from that of `hide`'s result and from this result."""
+        if not self.cap:
+            return d_scores
+        return d_scores * (1 - (jnp.maximum(scores, -self.cap) / self.cap) ** 2)  # HIDDEN squared would overflow
+
+
+def soft_cap(x, cap: float):
+    """Return cap * tanh(x / cap), which is close to x near 0 and never above the cap; a cap of 0 changes nothing.
+
+    Source: Gemma 2, arXiv:2408.00118, section 2
+    """
+    return cap * jnp.tanh(x / cap) if cap else x
 
 
 CAUSAL = Reach()

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from config import ModelAtWork
-from config.fields import parse_window
+from config.fields import parse_softmax, parse_window
 from kernels.attention import masked_attention, partial_attention
 from kernels.blocks import Reach, query_positions
 from overlap.remat import named
@@ -51,7 +51,7 @@ def add_sinks(mixed_bshU, log_sum_bsh, sinks_h):
     return (mixed_bshU * share_bsh[..., None]).astype(mixed_bshU.dtype)
 
 
-def ring_attention(q, parts, keys_values, segments_bs):
+def ring_attention(q, parts, keys_values, segments_bs, cap=0.0):
     """Attend to the whole context while each device's `parts` (see `over_context`) travel once around CONTEXT.
 
     A device holds one chunk of positions from each half of the sequence. When another device's two chunks arrive, the
@@ -66,7 +66,7 @@ def ring_attention(q, parts, keys_values, segments_bs):
     def meet(travelling, queries, keys, start):
         *key_parts, segments_bS = (x[:, keys] for x in travelling)
         own, own_bs = jax.tree.map(lambda x: x[:, queries], (q, segments_bs))
-        k, v, reach = *keys_values(*key_parts), Reach(((start,),))
+        k, v, reach = *keys_values(*key_parts), Reach(((start,),), cap=cap)
         mixed_bshU, log_sum_bsh = partial_attention(own, k, v, own_bs, segments_bS, reach)
         return mixed_bshU.astype(jnp.float32), log_sum_bsh
 
@@ -112,7 +112,7 @@ def chunks_before(first, second, k: int):
     return move(first, range(k, n)), jax.tree.map(jnp.add, across, move(second, range(n + k, 2 * n)))
 
 
-def halo_attention(q, parts, keys_values, segments_bs, window: int):
+def halo_attention(q, parts, keys_values, segments_bs, window: int, cap=0.0):
     """Attend to the last `window` positions; a device receives the `window` positions before each of its two chunks.
 
     The two chunks of queries attend in one call, like two sequences.
@@ -128,7 +128,7 @@ def halo_attention(q, parts, keys_values, segments_bs, window: int):
     joined = (jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *of) for of in zip(*pieces, strict=True))
     *parts, segments_xS = jax.tree.map(lambda *x: jnp.concatenate(x), *joined)  # x = 2b: first chunks, then second ones
     q, segments_xs = jax.tree.map(lambda x: jnp.concatenate(halves(x)), (q, segments_bs))
-    reach = Reach(((window,),), window)
+    reach = Reach(((window,),), window, cap)
     softmaxes = partial_attention(q, *keys_values(*parts), segments_xs, segments_xS - 1, reach)
     return tuple(jnp.concatenate([x[:b], x[b:]], axis=1) for x in softmaxes)
 
@@ -185,19 +185,20 @@ def over_context(c: ModelAtWork, q, parts, keys_values, segments_bs, absorbed=No
         same_bsS = segments_bs[:, :, None] == in_order(segments_bs)[:, None, :]
         seen_bsS = same_bsS & (early_1sS | (in_order(prefix_bs) > 0)[:, None, :])
         return masked_attention(q, *keys_values(*map(in_order, parts)), seen_bsS)
-    operands, window = (q, parts, keys_values, segments_bs), parse_window(c.window).size
+    operands = q, parts, keys_values, segments_bs
+    window, cap = parse_window(c.window).size, parse_softmax(c.softmax).scores_cap
     if c.work.context_attention == "all_to_all" and n > 1:
-        return over_heads(*operands, sinks_h, Reach(window=window), 0, is_full)
+        return over_heads(*operands, sinks_h, Reach(window=window, cap=cap), 0, is_full)
 
     def gathered(is_full=None):
         *every, segments_bS = map(in_order, (*parts, segments_bs))
-        reach = Reach(chunk_starts(s, n), window), axis_index(CONTEXT), is_full
+        reach = Reach(chunk_starts(s, n), window, cap), axis_index(CONTEXT), is_full
         return partial_attention(q, *keys_values(*every), segments_bs, segments_bS, *reach)
 
     if c.work.context_attention != "ring" or n == 1:
         return add_sinks(*gathered(is_full), sinks_h)
-    ring = functools.partial(ring_attention, *operands)
-    near = functools.partial(halo_attention, *operands, window) if ring_sends_halo(window, s, n) else gathered
+    ring = functools.partial(ring_attention, *operands, cap)
+    near = functools.partial(halo_attention, *operands, window, cap) if ring_sends_halo(window, s, n) else gathered
     if not window or is_full is None:
         return add_sinks(*(near if window else ring)(), sinks_h)
     with jax.named_scope("full_or_window"):

@@ -64,7 +64,7 @@ def draw_features(rng: random.Random, mesh: MeshConfig, model: dict, work: dict,
         model |= {"qk_norm": True} if model["attention"] == "gqa" else {}
     if not model.get("encoder_layers") and not model.get("prefix_lm") and rng.random() < 1 / 3:
         model["window"] = pick("2", "3", "5") + pick("", ":2", ":3")
-        model |= {"sinks": True} if model["attention"] == "gqa" else {}
+        model |= {"softmax": "sinks"} if model["attention"] == "gqa" else {}
     if not model.get("encoder_layers") and model.get("norm") != "layer" and rng.random() < 1 / 3:
         model["norm"] = "sandwich"
         if model.get("window", "").count(":") == 1:
@@ -76,6 +76,8 @@ def draw_features(rng: random.Random, mesh: MeshConfig, model: dict, work: dict,
         model["activation"] = {"swiglu": "swiglu_clamped"}.get(model["activation"], model["activation"])
         if "yarn" in model.get("rope_scaling", ""):
             model["rope_scaling"] = model["rope_scaling"].replace("yarn", "yarn_exact")
+    if not model.get("encoder_layers") and not model.get("prefix_lm") and rng.random() < 1 / 3:
+        model["softmax"] = pick("cap:0.7:0", "cap:0:0.8", "cap:0.7:0.8")
 
 
 def draw(seed: int) -> dict:

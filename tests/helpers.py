@@ -200,13 +200,19 @@ def np_softmax(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def np_attend(q_THK, k_THK, v_THU, positions_T, segments_T, window, sink_H=None):
+def np_soft_cap(x, c: ModelConfig, which: int):
+    """Cap attention's scores (0) or the logits (1), if the model does."""
+    cap = float(c.softmax.split(":")[1 + which]) if c.softmax.startswith("cap:") else 0
+    return np.tanh(x / cap) * cap if cap else x
+
+
+def np_attend(c: ModelConfig, q_THK, k_THK, v_THU, positions_T, segments_T, window, sink_H=None):
     """Attend one query of one head at a time over the positions that it may see, the last `window` ones."""
     T, H, K = q_THK.shape
     out_THU = np.zeros((T, H, v_THU.shape[-1]))
     for s, h in itertools.product(range(T), range(H)):
         seen = [j for j in range(T) if 0 <= positions_T[s] - positions_T[j] < window and segments_T[j] == segments_T[s]]
-        scores = k_THK[seen, h] @ q_THK[s, h] / np.sqrt(K)
+        scores = np_soft_cap(k_THK[seen, h] @ q_THK[s, h] / np.sqrt(K), c, 0)
         with_sink = np.append(scores, -np.inf if sink_H is None else sink_H[h])
         out_THU[s, h] = np_softmax(with_sink)[:-1] @ v_THU[seen, h]
     return out_THU
@@ -224,7 +230,8 @@ def np_latent_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotary
     k = np.concatenate([np.einsum("tc,chk->thk", latent_TC, w.w_key_CHK), k_rotary_THR], axis=-1)
     factor, *_, mscale_all = map(float, c.rope_scaling.split(":")[1:]) if c.rope_scaling else (1, 0)
     q *= (1 + 0.1 * mscale_all * np.log(factor)) ** 2  # DeepSeek-V3
-    out_THU = np_attend(q, k, np.einsum("tc,chu->thu", latent_TC, w.w_value_CHU), positions_T, segments_T, window)
+    v = np.einsum("tc,chu->thu", latent_TC, w.w_value_CHU)
+    out_THU = np_attend(c, q, k, v, positions_T, segments_T, window)
     return np.einsum("thu,hud->td", out_THU, w.w_out_HUD)
 
 
@@ -243,7 +250,7 @@ def np_grouped_attention(w, c: ModelConfig, x_TD, positions_T, segments_T, rotar
     v_TGK = project(w.w_value_DGK, w.bias_value_GK)
     shared_by = [h * c.n_kv_heads // c.n_heads for h in range(c.n_heads)]  # consecutive heads share
     k_THK, v_THK = k_TGK[:, shared_by], v_TGK[:, shared_by]
-    out_THK = np_attend(q_THK, k_THK, v_THK, positions_T, segments_T, window, w.sink_H)
+    out_THK = np_attend(c, q_THK, k_THK, v_THK, positions_T, segments_T, window, w.sink_H)
     return np.einsum("thk,hkd->td", out_THK, w.w_out_HKD) + (0 if w.bias_out_D is None else w.bias_out_D)
 
 
@@ -344,7 +351,7 @@ def np_model(w, c: ModelConfig, tokens_T, positions_T, segments_T, slots=None):
         x_TD = x_TD + np_norm_after(out_TD, layer.norm_after_feed_forward_D, c)
     x_TD = np_norm(x_TD, w.norm_D, w.norm_bias_D, c.norm_eps)
     logits_TV = x_TD @ (w.embedding_VD.T if c.tie_embeddings else w.unembedding_DV)
-    return logits_TV + (0 if w.bias_V is None else w.bias_V), dropped
+    return np_soft_cap(logits_TV + (0 if w.bias_V is None else w.bias_V), c, 1), dropped
 
 
 def np_cross_entropy(w, c: ModelConfig, batch, slots=None):

@@ -26,14 +26,14 @@ ROOMS = {
     "utils": (207, ""),
     "progress": (75, "utils"),
     "devices": (175, "utils"),
-    "config": (1634, "utils devices"),
+    "config": (1664, "utils devices"),
     "launch": (2100, ""),
     "compile": (1263, "utils devices"),
     "sharding": (483, "utils config compile"),
-    "kernels": (1304, "sharding"),
-    "overlap": (1032, "config compile sharding kernels"),
+    "kernels": (1326, "sharding"),
+    "overlap": (1033, "config compile sharding kernels"),
     "rotary": (121, "config"),
-    "model": (836, "utils config sharding kernels overlap rotary"),
+    "model": (839, "utils config sharding kernels overlap rotary"),
     "encoder_decoder": (245, "config sharding kernels overlap model"),
     "architectures": (85, "config model encoder_decoder"),
     "parameters": (135, "config compile sharding model architectures"),
@@ -46,8 +46,8 @@ ROOMS = {
     "data": (2735, "utils progress devices config dataset data.reading"),
     "train.hosts": (740, "utils devices config"),
     "train": (2495, "utils progress devices config sharding optimizer dataset data.reading train.hosts"),
-    "weights": (2039, "utils progress config sharding architectures parameters data train"),
-    "generate": (2046, "utils progress devices config compile sharding parameters kernels overlap model "
+    "weights": (2054, "utils progress config sharding architectures parameters data train"),
+    "generate": (2048, "utils progress devices config compile sharding parameters kernels overlap model "
                        "encoder_decoder architectures pipeline data train weights"),
     "evaluate": (1180, "utils progress devices config compile sharding overlap model architectures pipeline dataset "
                        "data.reading data train.hosts train weights generate"),
@@ -244,7 +244,7 @@ def test_errors_and_devices_are_imported_quickly():
     assert done.stdout == "\n"
 
 
-MOST_LINES = {"model.py": 836, "main.py": 250, "README.md": 150}  # of a file; of any other Python file 600
+MOST_LINES = {"model.py": 839, "main.py": 250, "README.md": 150}  # of a file; of any other Python file 600
 
 
 def test_files_and_functions_are_short():

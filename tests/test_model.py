@@ -126,7 +126,9 @@ KINDS = {
     "gqa, llama3": helpers.GROUPED | {"rope_scaling": "llama3:8:1:4:64", "qk_norm": True},
     "gqa, linear": helpers.GROUPED | {"rope_scaling": "linear:3"},
     "mla, window": {"window": "3"},
-    "gqa, window and sinks": helpers.GROUPED | {"window": "3", "sinks": True},
+    "gqa, window and sinks": helpers.GROUPED | {"window": "3", "softmax": "sinks"},
+    "gqa, caps": helpers.GROUPED | {"softmax": "cap:0.7:0"},
+    "mla, caps": {"softmax": "cap:0.7:0"},
     "gqa, biases, exact yarn": helpers.GROUPED | {"bias": "attention", "rope_scaling": "yarn_exact:4:1:32:4096"},
 }
 
@@ -255,10 +257,11 @@ MODELS = {
                                      "model.n_shared": 0, "model.routed_scaling": 2.5, "model.moe_every": 1,
                                      "model.n_layers": 2, "data.packing": "windows,unmasked"},
     "gqa windows and sinks": {"model.attention": "gqa", "model.n_experts": 0, "model.n_layers": 3,
-                              "model.window": "5:2", "model.sinks": True, "data.packing": "windows,unmasked"},
-    # as in Gemma 3: norms after each branch, and windows with their own RoPE base
+                              "model.window": "5:2", "model.softmax": "sinks", "data.packing": "windows,unmasked"},
+    # as in Gemma 2 and 3: caps of scores and logits, norms after each branch, and windows with their own RoPE base
     "gqa sandwich": {"model.attention": "gqa", "model.n_experts": 0, "model.n_layers": 3, "model.norm": "sandwich",
-                     "model.window": "5:2:30", "model.rope_scaling": "linear:3", "model.qk_norm": True},
+                     "model.window": "5:2:30", "model.rope_scaling": "linear:3", "model.qk_norm": True,
+                     "model.softmax": "cap:0.7:0.8"},
 }  # fmt: skip
 
 

@@ -135,6 +135,12 @@ def a_ring_that_forgets_to_rescale(true):
     return lambda so_far, new: true((so_far[0], jnp.zeros_like(so_far[1])), new)
 
 
+@mutation(ATTENTION, context.Reach, in_module=context, mesh="context=2",
+          **{"work.context_attention": "ring", "model.softmax": "cap:0.5:0"})  # fmt: skip
+def a_ring_without_the_cap_of_scores(true):
+    return lambda *args, cap=0.0: true(*args)
+
+
 @mutation(ATTENTION, model.at_use, in_module=model, mesh="tensor=2")
 def heads_that_are_split_wrongly(true):
     def at_use(w, c, *names):

@@ -33,8 +33,9 @@ VALUES = {
     "model.vocab_size": 288, "model.d_model": 48, "model.n_layers": 4, "model.encoder_layers": 3, "model.n_heads": 8,
     "model.n_kv_heads": 1, "model.d_head": 8, "model.d_rope": 8, "model.d_value": 16, "model.d_query_latent": 22,
     "model.d_kv_latent": 16, "model.rope_dims": 2, "model.rope_theta": 5e5, "model.rope_scaling": "llama3:8:1:4:64",
-    "model.window": ["5", "5:2", "5:2:30"], "model.bias": ["feed_forward", "logits", "attention", "experts"],
-    "model.no_rope_every": 2, "model.d_ff": 48, "model.n_experts": 16, "model.top_k": 3, "model.n_shared": 1,
+    "model.window": ["5", "5:2", "5:2:30"], "model.softmax": ["sinks", "cap:0.5:0", "cap:0:0.5"],
+    "model.bias": ["feed_forward", "logits", "attention", "experts"], "model.no_rope_every": 2, "model.d_ff": 48,
+    "model.n_experts": 16, "model.top_k": 3, "model.n_shared": 1,
     "model.d_expert": 32, "model.moe_every": 2, "model.dense_prefix": 1, "model.expert_groups": [(2, 1), (4, 3)],
     "model.routed_scaling": 2.0, "model.balance_loss": 0.5, "model.balance_rate": 0.0, "model.z_loss": 0.1,
     "model.label_smoothing": 0.1, "model.capacity_factor": 1.0, "model.dropout": 0.1, "model.norm_eps": 1e-3,
@@ -266,6 +267,8 @@ REFUSED = [  # flags -> the end of the error
      "and model.n_experts is 0 here; add --model.n_experts 8 or drop it"),
     ("laptop --model.bias attention,logits", "model.bias='attention,logits' has no effect: only attention='gqa' "
      "(attention) uses it, and model.attention is 'mla' here; add --model.attention gqa or drop it"),
+    ("laptop --model.softmax sinks", "model.softmax='sinks' has no effect: only attention='gqa' (sinks) uses it, and "
+     "model.attention is 'mla' here; add --model.attention gqa or drop it"),
     ("laptop --model.n_experts 0 --model.bias experts", "only a model with experts (experts) uses it, and "
      "model.n_experts is 0 here; add --model.n_experts 8 or drop it"),
     ("mixtral_8x7b --model.bias feed_forward", "only a model with dense layers or shared experts (feed_forward) uses "

@@ -31,9 +31,10 @@ SHARED = {"data.batch_size": 24, "data.seq_len": 48, "model.vocab_size": 88, "mo
           "model.d_query_latent": 32, "model.dense_prefix": 0, "model.moe_every": 1}  # fmt: skip
 # A small one each: what takes time is compiling, and a layer of another kind is as much again.
 MODELS = {
-    # Eight blocks of one layer, on latent attention without a query latent; logits from a table of their own.
+    # Eight blocks of one layer, on latent attention without a query latent; logits from a table of their own; caps.
     "dense": {"model.n_layers": 8, "model.n_experts": 0, "model.n_heads": 16, "model.d_query_latent": 0,
-              "model.activation": "gelu", "model.dropout": 0.1},
+              "model.activation": "gelu", "model.dropout": 0.1,
+              "model.softmax": "cap:0.7:0.8"},
     # Dropless experts with biases and a selection bias, on latent attention; tied; all auxiliary losses.
     "moe": {"model.n_layers": 4, "model.n_heads": 16, "model.balance_rate": 0.01, "model.balance_loss": 0.5,
             "model.bias": "experts", "model.activation": "swiglu_clamped",
@@ -47,14 +48,16 @@ MODELS = {
     "mixed": {"model.n_layers": 9, "model.dense_prefix": 1, "model.moe_every": 2, "model.attention": "gqa",
               "model.n_heads": 32, "model.n_kv_heads": 16, "model.activation": "gelu", "model.tie_embeddings": True,
               "model.dropout": 0.1},
-    # GPT-J's block, with swiglu: attention and feed-forward in parallel, LayerNorm, biases, a part of a head rotary.
+    # GPT-J's block, with swiglu: attention and feed-forward in parallel, LayerNorm, biases, a part of a head rotary;
+    # caps of scores and logits.
     "parallel": {"model.n_layers": 4, "model.n_experts": 0, "model.attention": "gqa", "model.n_heads": 16,
                  "model.n_kv_heads": 8, "model.norm": "layer", "model.parallel_residual": True,
-                 "model.bias": "feed_forward,logits,attention", "model.rope_dims": 4, "model.dropout": 0.1},
+                 "model.bias": "feed_forward,logits,attention", "model.rope_dims": 4, "model.dropout": 0.1,
+                 "model.softmax": "cap:0.7:0.8"},
     # Sliding windows in every second layer, which reach beyond a chunk and have their own RoPE base; attention sinks;
     # biases; norms after each branch.
     "windows": {"model.n_layers": 4, "model.n_experts": 0, "model.attention": "gqa", "model.n_heads": 16,
-                "model.n_kv_heads": 8, "model.window": "9:2:500", "model.norm": "sandwich", "model.sinks": True,
+                "model.n_kv_heads": 8, "model.window": "9:2:500", "model.norm": "sandwich", "model.softmax": "sinks",
                 "model.bias": "attention", "data.packing": "windows,unmasked"},
     # Inputs to which all tokens of a document attend, on latent attention.
     "prefix": {"model.n_layers": 4, "model.n_experts": 0, "model.n_heads": 16, "model.prefix_lm": True},

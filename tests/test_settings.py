@@ -44,13 +44,17 @@ def test_a_setting_that_does_not_exist_is_refused_in_a_file(tmp_path):
         main.parse(["--config", str(tmp_path / "config.json")])
 
 
-@pytest.mark.parametrize("older, now", [(True, "feed_forward,logits"), (False, "")])
-def test_biases_of_an_older_run_are_read(older, now):
-    """Catches a run that cannot resume because model.bias was true or false when it began."""
-    values = preset("tiny", **{"model.bias": now}).to_dict()
+@pytest.mark.parametrize("was, older, name, now", [
+    ("bias", True, "bias", "feed_forward,logits"), ("bias", False, "bias", ""),
+    ("sinks", True, "softmax", "sinks"), ("sinks", False, "softmax", ""),
+])  # fmt: skip
+def test_settings_of_an_older_run_are_read(was, older, name, now):
+    """Catches a run that cannot resume because a setting was true or false, or had another name, when it began."""
+    values = preset("tiny", **{f"model.{name}": now, "model.attention": "gqa"}).to_dict()
     stored = json.loads(json.dumps(values))
-    stored["model"]["bias"] = older
-    assert Config.from_dict(stored).model.bias == now
+    del stored["model"][name]
+    stored["model"][was] = older
+    assert getattr(Config.from_dict(stored).model, name) == now
     assert config.first_difference(values, stored) is None
 
 

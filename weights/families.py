@@ -273,7 +273,7 @@ _GEMMA_WINDOW = Setting(
     "sliding_window sliding_window_pattern rope_local_base_freq", "window", (4096, 6, 10_000.0),
     lambda values: ":".join(str(int(x) if x == int(x) else x) for x in values), parse_window)  # fmt: skip
 _HF_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
-_UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0, "window": "", "sinks": False}
+_UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0, "window": "", "softmax": ""}
 _DECODER_ONLY = _UNSUPPORTED_FIELDS | {"encoder_layers": 0}
 _FIXED_FIELDS = _DECODER_ONLY | dict(
     rope_dims=0, qk_norm=False, activation="swiglu", parallel_residual=False, bias="", norm="rms"
@@ -336,7 +336,7 @@ FAMILIES = {
          Setting("router_aux_loss_coef", "balance_loss", 0.001)),
         _WINDOWED | {"attention": "gqa", "router": "softmax", "moe_every": 1, "dense_prefix": 0, "n_shared": 0,
                        "normalize_gates": True, "routed_scaling": 1.0, "balance_rate": 0.0, "expert_groups": (1, 1),
-                       "sinks": True, "activation": "swiglu_clamped", "bias": "attention,experts"},
+                       "softmax": "sinks", "activation": "swiglu_clamped", "bias": "attention,experts"},
         ("n_experts", "window"), {},
         _HF_FIXED | {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}, {},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *GPT_OSS_LAYER)),
@@ -445,7 +445,7 @@ def family_of(c: ModelConfig) -> str:
     if c.qk_norm:
         return "qwen3_moe" if c.n_experts else "qwen3"
     if c.n_experts:
-        return "gpt_oss" if c.sinks else "mixtral"
+        return "gpt_oss" if c.softmax == "sinks" else "mixtral"
     if c.window:
         return "mistral"
     return "llama" if c.activation == "swiglu" else "arcee"

@@ -111,7 +111,7 @@ def prime_sized_model(c: ModelAtWork, kind: str) -> ModelAtWork:
         d_expert=n["m"] * n["tensor"], moe_every=1, dense_prefix=0, router="sigmoid", expert_groups=(1, 1),
         normalize_gates=True, routed_scaling=1.0, balance_loss=0.0, balance_rate=0.0, z_loss=0.0, label_smoothing=0.0,
         tie_embeddings=False, dropout=0.0, norm="sandwich" if c.norm == "sandwich" else "rms", norm_eps=1e-6,
-        qk_norm=False, bias="", window="", sinks=False, activation="swiglu" if model.gated(c) else "gelu",
+        qk_norm=False, bias="", window="", softmax="", activation="swiglu" if model.gated(c) else "gelu",
         capacity_factor=bool(c.capacity_factor and is_moe) * n["X"] * n["e"] * n["expert"] / (n["k"] * positions),
     )  # fmt: skip
     work = replace(type(c.work)().resolved, remat=c.work.remat, tensor_exchange=c.work.tensor_exchange,

@@ -41,12 +41,13 @@ CONFIGS = {
     # Layer 2 attends to all positions: on two stages, one of the first stage, but none of the second.
     "gqa, windows and sinks": replace(
         TINY, **GROUPED, **{
-            "model.n_experts": 0, "model.window": "5:3:30", "model.sinks": True, "model.norm": "sandwich"}),
+            "model.n_experts": 0, "model.window": "5:3:30", "model.softmax": "sinks", "model.norm": "sandwich"}),
     # gpt-oss's parts, with dense layers and shared experts.
     "gqa, biases of experts, clamped": replace(
         TINY, **GROUPED, **{"model.bias": "attention,experts", "model.activation": "swiglu_clamped",
-                            "model.rope_scaling": "yarn_exact:4:1:32:4096", "model.sinks": True}),
-    "mla, windows": replace(TINY, **{"model.window": "5"}),
+                            "model.rope_scaling": "yarn_exact:4:1:32:4096", "model.softmax": "sinks"}),
+    "mla, windows, caps": replace(TINY, **{"model.window": "5", "model.softmax": "cap:0.7:0.8"}),
+    "gqa, caps": replace(TINY, **GROUPED, **{"model.n_experts": 0, "model.softmax": "cap:0.7:0.8"}),
 }  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def test_the_cache_is_sharded_over_its_axes():
 def test_layers_with_windows_have_short_caches():
     """Catches a short cache for a layer that attends to all positions on one of the stages, a long one for a layer that
     does on none, slots that CONTEXT does not divide, and more slots than positions."""
-    c, mla = (CONFIGS[name].model for name in ("gqa, windows and sinks", "mla, windows"))
+    c, mla = (CONFIGS[name].model for name in ("gqa, windows and sinks", "mla, windows, caps"))
 
     def slots(c, mesh, piece):
         cache = cache_shapes(c, sharding.make_mesh(mesh), 4, 32, piece=piece)
@@ -119,7 +119,7 @@ def test_layers_with_windows_have_short_caches():
 # Any mesh -------------------------------------------------------------------------------------------------------------
 
 GQA = CONFIGS["gqa, softmax router, no bias, none shared"]
-WINDOWS, LATENT_WINDOWS = CONFIGS["gqa, windows and sinks"], CONFIGS["mla, windows"]
+WINDOWS, LATENT_WINDOWS = CONFIGS["gqa, windows and sinks"], CONFIGS["mla, windows, caps"]
 OVERLAPPED = {"work.gather": "step", "work.tensor_exchange": "ring"}
 ON_MESHES = [
     *[(preset("tiny"), mesh) for mesh in ("data=3", "stage=2", "fsdp=2", "expert=2", "context=2", "tensor=2")],

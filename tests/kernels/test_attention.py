@@ -36,9 +36,10 @@ def by_scores(reach, q, k, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU,
             k_bSgK = jnp.concatenate([content_bShK, jnp.stack([rotary_bSR] * H, axis=2)], -1)
         k_bShK = jnp.repeat(k_bSgK, H // k_bSgK.shape[2], axis=2)
         scores_bshS = jnp.einsum("bshK,bShK->bshS", q_bshK * q_bshK.shape[-1] ** -0.5, k_bShK)
+        scores_bshS = reach.cap * jnp.tanh(scores_bshS / reach.cap) if reach.cap else scores_bshS
         log_sum_bsh = jax.nn.logsumexp(jnp.where(seen_bsS[:, :, None], scores_bshS, blocking.HIDDEN), axis=-1)
         log_sum_bsh = jnp.where(jnp.any(seen_bsS, axis=-1)[..., None], log_sum_bsh, blocking.HIDDEN)
-        return scores.attend(q_bshK, k_bSgK, v_bSgU, seen_bsS), log_sum_bsh
+        return scores.attend(q_bshK, k_bSgK, v_bSgU, seen_bsS, reach.cap), log_sum_bsh
 
     results, pull = jax.vjp(whole, q, k, v_bSgU)
     return *results, *pull((d_mixed_bshU.astype(jnp.float32), d_log_sum_bsh))
@@ -95,6 +96,8 @@ MASKS = {
         300, Reach(ZIGZAG, 200), 0, in_documents(0, 150, 150), in_documents(0, 170, 430)),
     "keys before the queries, which only some windows reach": (
         130, Reach(((140,),), 140), 0, in_documents(0, 20, 110), in_documents(0, 160, 110)),
+    "capped scores, keys of another device, a document without keys there": (
+        100, Reach(((310,),), cap=1.5), 0, in_documents(0, 60, 40), in_documents(0, 260, 0, 50)),
 }  # fmt: skip
 
 
@@ -104,8 +107,9 @@ MASKS = {
                                                   (4, 2, "bfloat16")])  # fmt: skip
 def test_each_implementation_equals_attention_with_a_score_matrix(form, mask, groups, parts, dtype, monkeypatch):
     """Catches a block that is skipped or visited twice; a mask that exposes the future, another document or padding; a
-    softmax that is not rescaled when its maximum grows; a gradient that ignores the logsumexp or another head of the
-    group; a rotary key's gradient that misses a head; and a span of keys that overwrites its queries' gradients."""
+    cap without a gradient; a softmax that is not rescaled when its maximum grows; a gradient that ignores the logsumexp
+    or another head of the group; a rotary key's gradient that misses a head; and a span of keys that overwrites its
+    queries' gradients."""
     monkeypatch.setattr(attention, "BLOCK", 60)
     monkeypatch.setattr(attention, "VMEM_BYTES", 2 * 128 * 256 * 8)  # the gradients of two blocks of keys
     monkeypatch.setattr(attention, "MOST_VISITS", 24)  # all 4 heads, 2 heads, or 1 head share a sum of gradients
@@ -139,8 +143,8 @@ def operands(s, S, groups=2, dtype="float32"):
             shape(B, S, dtype="int32"))  # fmt: skip
 
 
-def gradients(q, k, v, *segments):
-    total = lambda q, k, v: jnp.sum(attention.partial_attention(q, k, v, *segments)[0].astype(jnp.float32))
+def gradients(q, k, v, *segments, reach=blocking.CAUSAL):
+    total = lambda q, k, v: jnp.sum(attention.partial_attention(q, k, v, *segments, reach)[0].astype(jnp.float32))
     return jax.grad(total, argnums=(0, 1, 2))(q, k, v)
 
 
@@ -171,11 +175,13 @@ def test_no_scores_are_saved_for_the_backward_pass():
     assert saved == sorted([q, k, v, documents, documents, log_sums, mixed])
 
 
+@pytest.mark.parametrize("cap", [0.0, 50.0])
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
-def test_the_program_does_not_grow_with_the_sequence(platform):
+def test_the_program_does_not_grow_with_the_sequence(platform, cap):
     """Catches a program unrolled over blocks, which takes minutes to compile for long sequences; a kernel in the
     program of the wrong platform, or missing from its own; and a kernel that Triton cannot lower."""
-    texts = [jax.jit(gradients).trace(*operands(T, T)).lower(lowering_platforms=(platform,)).as_text()
+    pull = functools.partial(gradients, reach=Reach(cap=cap))
+    texts = [jax.jit(pull).trace(*operands(T, T)).lower(lowering_platforms=(platform,)).as_text()
              for T in (1024, 32_768)]  # fmt: skip
     short, long = (text.count(" = ") - text.count("stablehlo.constant") for text in texts)  # equal constants are merged
     assert short == long
