@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from config import Affects, ModelConfig, affecting
-from config.fields import parse_window
+from config.fields import parse_softmax, parse_window
 from utils import UserError
 
 # Tables: tensors ------------------------------------------------------------------------------------------------------
@@ -269,9 +269,23 @@ _COMMON = (
 _HEAD_DIM = Setting("head_dim", "d_head", lambda hf: hf["hidden_size"] // hf["num_attention_heads"])
 # Published files of Mistral 7B from version 0.2 on, and of Mixtral, have null.
 _WINDOW = Setting("sliding_window", "window", "", str, lambda text: parse_window(text).size or None)
+_colons = lambda values: ":".join(str(int(x) if x == int(x) else x) for x in values)
 _GEMMA_WINDOW = Setting(
-    "sliding_window sliding_window_pattern rope_local_base_freq", "window", (4096, 6, 10_000.0),
-    lambda values: ":".join(str(int(x) if x == int(x) else x) for x in values), parse_window)  # fmt: skip
+    "sliding_window sliding_window_pattern rope_local_base_freq", "window", (4096, 6, 10_000.0), _colons, parse_window
+)
+_GEMMA_CAPS = Setting(
+    "attn_logit_softcapping final_logit_softcapping", "softmax", (50.0, 30.0),
+    lambda caps: "cap:" + _colons(caps) if any(caps) else "",
+    lambda text: tuple(cap or None for cap in parse_softmax(text)[1:]))  # fmt: skip
+_GEMMA = (
+    Setting("hidden_size", "d_model"), Setting("num_hidden_layers", "n_layers"),
+    Setting("num_attention_heads", "n_heads", 8), Setting("num_key_value_heads", "n_kv_heads", 4),
+    Setting("head_dim", "d_head", 256), Setting("query_pre_attn_scalar", "d_head", 256),
+    Setting("intermediate_size", "d_ff"), Setting("rms_norm_eps", "norm_eps", 1e-6),
+    Setting("tie_word_embeddings", "tie_embeddings", True), _COMMON[-1],
+)  # fmt: skip
+_GEMMA_FIXED = {"hidden_activation": "gelu_pytorch_tanh", "attention_dropout": 0.0, "quantization_config": None,
+                "attention_bias": False, "use_bidirectional_attention": False}  # fmt: skip
 _HF_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 _UNSUPPORTED_FIELDS = affecting(Affects.OWN, group="model") | {"capacity_factor": 0.0, "window": "", "softmax": ""}
 _DECODER_ONLY = _UNSUPPORTED_FIELDS | {"encoder_layers": 0}
@@ -348,19 +362,22 @@ FAMILIES = {
         _HF_FIXED | {"hidden_act": "gelu_pytorch_tanh", "attention_bias": False, "mlp_bias": False},
         {"hidden_act": "relu2"},
         OUTSIDE, (*NORMS, *GROUPED_ATTENTION, *UNGATED)),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        (Setting("vocab_size", "vocab_size", 256_000), *_GEMMA, Setting("rope_theta", "rope_theta", 10_000.0),
+         _WINDOW._replace(absent=lambda hf: "" if "sliding_window" in hf else "4096:2",
+                          to_ours=lambda size: f"{size}:2"), _GEMMA_CAPS),
+        {name: value for name, value in _WINDOWED.items() if name != "softmax"} | {
+            "attention": "gqa", "activation": "geglu", "norm": "sandwich", "n_experts": 0, "dense_prefix": 0},
+        ("window",), {}, _GEMMA_FIXED | {"hidden_act": "gelu_pytorch_tanh", "use_bidirectional_attention": None}, {},
+        GEMMA_OUTSIDE, (*GEMMA_NORMS, *GROUPED_ATTENTION, *SWIGLU)),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        (Setting("vocab_size", "vocab_size", 262_208), Setting("hidden_size", "d_model"),
-         Setting("num_hidden_layers", "n_layers"), Setting("num_attention_heads", "n_heads", 8),
-         Setting("num_key_value_heads", "n_kv_heads", 4), Setting("head_dim", "d_head", 256),
-         Setting("query_pre_attn_scalar", "d_head", 256), Setting("intermediate_size", "d_ff"),
-         Setting("rms_norm_eps", "norm_eps", 1e-6), Setting("tie_word_embeddings", "tie_embeddings", True),
-         Setting("rope_theta", "rope_theta", 1e6), _COMMON[-1], _GEMMA_WINDOW),
+        (Setting("vocab_size", "vocab_size", 262_208), *_GEMMA, Setting("rope_theta", "rope_theta", 1e6),
+         _GEMMA_WINDOW),
         _WINDOWED | {"attention": "gqa", "qk_norm": True, "activation": "geglu", "norm": "sandwich", "n_experts": 0,
                      "dense_prefix": 0}, ("window",), {},
-        {"hidden_activation": "gelu_pytorch_tanh", "attention_dropout": 0.0, "quantization_config": None,
-         "attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None,
-         "use_bidirectional_attention": False}, {},
+        _GEMMA_FIXED | {"attn_logit_softcapping": None, "final_logit_softcapping": None}, {},
         GEMMA_OUTSIDE, (*GEMMA_NORMS, *GROUPED_ATTENTION, *SWIGLU)),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -441,7 +458,7 @@ def family_of(c: ModelConfig) -> str:
     if c.attention == "mla":
         return "deepseek_v3"
     if c.norm == "sandwich":
-        return "gemma3_text"
+        return "gemma3_text" if c.qk_norm else "gemma2"
     if c.qk_norm:
         return "qwen3_moe" if c.n_experts else "qwen3"
     if c.n_experts:

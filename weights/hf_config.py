@@ -3,7 +3,7 @@
 from typing import Any
 
 from config import ModelConfig
-from config.fields import Count, Positive, Size, check_value, hints, parse_window
+from config.fields import Count, NotNegative, Size, check_value, hints, parse_window
 from utils import UserError, suggest
 from weights import families
 from weights.families import REQUIRED, Family, family_of
@@ -87,7 +87,7 @@ def field_values(family: Family, hf: dict) -> dict[str, Any]:
         if len(names) > 1:
             value = tuple(y if x is None else x for x, y in zip(map(hf.get, names), s.absent, strict=True))
             for name, x, y in zip(names, value, s.absent, strict=True):
-                check_value(f"config.json: {name}", x, Positive if isinstance(y, float) else Size)
+                check_value(f"config.json: {name}", x, NotNegative if isinstance(y, float) else Size)
                 check_at_most(name, x)
         if value is not None:
             value = s.to_ours(value)
@@ -112,7 +112,7 @@ def field_values(family: Family, hf: dict) -> dict[str, Any]:
 def with_old_names(hf: dict) -> dict:
     """Replace names of newer files with those of older files: rope_parameters with rope_theta and rope_scaling, and
     num_local_experts of Qwen3-MoE. Newer files of T5 have scale_decoder_outputs instead of tie_word_embeddings, which
-    is always true there."""
+    is always true there. A cap of Gemma 2 that is null becomes 0; one that is missing has a default."""
     rope = hf.get("rope_parameters") or {}
     rope, local = rope.get("full_attention", rope), rope.get("sliding_attention")  # one entry per kind of layer
     check_types({"rope_parameters": rope})
@@ -125,6 +125,9 @@ def with_old_names(hf: dict) -> dict:
         hf = {"rope_local_base_freq": local.get("rope_theta")} | hf
         if "full_attention" in types:
             hf = {"sliding_window_pattern": types.index("full_attention") + 1} | hf
+    if hf.get("model_type") == "gemma2":
+        caps = [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if name in hf]
+        hf = hf | {name: hf[name] or 0.0 for name in caps}
     renamed = {"scale_decoder_outputs": "tie_word_embeddings", "_sliding_window_pattern": "sliding_window_pattern"}
     renamed |= {"num_local_experts": "num_experts"} if hf.get("model_type") == "qwen3_moe" else {}
     rest = {name: value for name, value in hf.items() if name != "rope_parameters" and name not in renamed}

@@ -32,14 +32,8 @@ def like(base: Family, *settings: Setting, fixed_fields=(), **changes) -> Family
 
 
 _LLAMA, _DEEPSEEK = (families.FAMILIES[name] for name in ("llama", "deepseek_v3"))
-_GEMMA = like(
-    _LLAMA, Setting("head_dim", "d_head", 256), Setting("tie_word_embeddings", "tie_embeddings", True),
-    fixed_fields={"activation": "geglu", "norm": "sandwich"},
-    hf_fixed=_LLAMA.hf_fixed | {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
-)  # fmt: skip
 PLANNED = {
     "qwen2": _LLAMA,
-    "gemma2": _GEMMA,
     "deepseek_v2": like(
         _DEEPSEEK, Setting("norm_topk_prob", "normalize_gates", False),
         fixed_fields={"router": "softmax", "balance_rate": 0.0}, initial_fields={},
@@ -74,10 +68,11 @@ def token_prediction_modules(hf: dict, c: ModelConfig) -> int:
     return hf["num_nextn_predict_layers"] * (layer // c.n_blocks + 2 * c.d_model**2 + 3 * c.d_model + tables)
 
 
-def has_caps(hf: dict) -> bool:
+def has_scales(hf: dict) -> bool:
+    """Whether a Gemma scales queries by another number than ours, or a Gemma 3 has caps, which none needs."""
     scales_queries = hf.get("query_pre_attn_scalar", 256) != hf.get("head_dim", 256)
     caps = hf.get("attn_logit_softcapping") or hf.get("final_logit_softcapping")
-    return hf["model_type"] == "gemma2" or (hf["model_type"] == "gemma3_text" and (caps or scales_queries))
+    return hf["model_type"].startswith("gemma") and bool(scales_queries or (caps and hf["model_type"] != "gemma2"))
 
 
 kind_is = lambda *kinds: lambda hf: hf["model_type"] in kinds
@@ -95,7 +90,7 @@ PARTS = (
     Part("quantization_config", "quantized weights: the plan has weights of the dtype that model.precision sets",
          lambda hf: hf.get("quantization_config")),
     Part("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar rope_local_base_freq",
-         "caps and scales of single numbers, which cost little", has_caps),
+         "caps and scales of single numbers, which cost little", has_scales),
     Part("cache_implementation sliding_window use_sliding_window max_window_layers layer_types "
          "sliding_window_pattern", "", lambda hf: False),
 )  # fmt: skip

@@ -35,7 +35,8 @@ FIXTURES = ROOT / "tests/weights/fixtures"
 # Each divides its family's odd sizes. Llama's two key heads stay on one device, or their order would not matter.
 MESHES = {"llama": "fsdp=2,context=2", "mistral": "context=2,tensor=2", "qwen3": "fsdp=2,tensor=2",
           "qwen3_moe": "expert=2,tensor=2", "mixtral": "expert=2,tensor=2", "deepseek_v3": "context=2,tensor=2",
-          "arcee": "fsdp=2,tensor=2", "gemma3_text": "context=2,tensor=2", "t5": "fsdp=2,tensor=2",
+          "arcee": "fsdp=2,tensor=2", "gemma2": "context=2,tensor=2", "gemma3_text": "context=2,tensor=2",
+          "t5": "fsdp=2,tensor=2",
           "gpt_oss": "expert=2,context=2,tensor=2",
           "gptj": "fsdp=2,context=2,tensor=2"}  # fmt: skip
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -509,9 +510,10 @@ def in_dtype(family, dtype, folder):
     return folder
 
 
-def test_gains_of_gemma_in_bfloat16_are_not_rounded(tmp_path, capsys):
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_gains_of_gemma_in_bfloat16_are_not_rounded(family, tmp_path, capsys):
     """Catches gains of which 1 + w is rounded to 8 bits, and embeddings that change on their way there and back."""
-    folder = in_dtype("gemma3_text", "bfloat16", tmp_path / "hf")
+    folder = in_dtype(family, "bfloat16", tmp_path / "hf")
     status, said, _ = command("from-hf", folder, "--out", tmp_path / "run", capsys=capsys)
     assert status == 0 and convert.read_config(tmp_path / "run").precision == "mixed"
     why = "bfloat16, as in the files, would round our form of the gains"
@@ -524,7 +526,7 @@ def test_gains_of_gemma_in_bfloat16_are_not_rounded(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma3_text"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gemma")])
 def test_a_run_has_the_precision_of_its_files(family, dtype, tmp_path, capsys):
     """Catches float32 weights that are computed with or stored in bfloat16, and a choice that is not printed."""
     folder, precision = in_dtype(family, dtype, tmp_path / "hf"), DTYPES[dtype]

@@ -20,7 +20,9 @@ UNSUPPORTED = [
     ("arcee", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1), ("mistral", "attention_bias", True),
     ("deepseek_v3", "n_group", 3), ("deepseek_v3", "topk_group", 5), ("deepseek_v3", "num_experts_per_tok", 1),
     ("mixtral", "num_experts_per_tok", 1), ("gemma3_text", "query_pre_attn_scalar", 12),
-    ("gemma3_text", "final_logit_softcapping", 30.0), ("gemma3_text", "use_bidirectional_attention", True),
+    ("gemma2", "query_pre_attn_scalar", 12), ("gemma2", "layer_types", ["sliding_attention"] * 4),
+    ("gemma2", "use_bidirectional_attention", True), ("gemma3_text", "final_logit_softcapping", 30.0),
+    ("gemma3_text", "use_bidirectional_attention", True),
     ("gemma3_text", "layer_types", ["sliding_attention"] * 2 + ["full_attention"] * 2),
     ("gpt_oss", "attention_bias", False), ("gpt_oss", "swiglu_limit", 5.0), ("gpt_oss", "swiglu_alpha", 1.5),
     ("gpt_oss", "layer_types", ["full_attention", "sliding_attention"]), ("gpt_oss", "experts_per_token", 2),
@@ -134,6 +136,20 @@ def test_a_window_round_trips(window, size):
     assert config_from_hf(hf).window == ""  # transformers' default for Mixtral, but not for Mistral
     mistral = {name: x for name, x in config_to_hf(c, kind="mistral").items() if name != "sliding_window"}
     assert config_from_hf(mistral).window == "4096"
+
+
+@pytest.mark.parametrize("attention, logits, softmax", [
+    (50.0, 30.0, "cap:50:30"), (None, 30.0, "cap:0:30"), (2.5, None, "cap:2.5:0"), (None, None, "")
+])  # fmt: skip
+def test_caps_round_trip(attention, logits, softmax):
+    """Catches a cap that gets transformers' default because it is null in the file, and caps that change places."""
+    file = folders.Folder(FIXTURES / "gemma2").json("config.json")
+    caps = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
+    c = config_from_hf(file | caps)
+    assert c.softmax == softmax and config_to_hf(c)["model_type"] == "gemma2"
+    assert {name: config_to_hf(c)[name] for name in caps} == caps
+    assert config_from_hf(config_to_hf(c)) == c
+    assert config_from_hf({name: x for name, x in file.items() if name not in caps}).softmax == "cap:50:30"
 
 
 def test_gemma_from_older_files_equals_newer_ones():
