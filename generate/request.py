@@ -19,7 +19,7 @@ class RunArguments:
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]  # run directory, or output of from-hf
     step: str = ""  # checkpoint to load: its step, or best (lowest validation loss); empty: the latest
-    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json, a tiktoken file, or the word bytes
+    tokenizer: str = ""  # for a run without a tokenizer: a tokenizer.json or .model, a tiktoken file, or the word bytes
     # devices along each of data, stage, fsdp, expert, context, tensor
     mesh: MeshFlag = field(default_factory=MeshConfig)
     devices: Count = 0  # simulate this many CPU devices; 0: use the real devices

@@ -39,6 +39,7 @@ class Run:
     tokenizer: dict | None  # the tokenizer entry of the manifest of its training tokens
     step: int | None  # step of its checkpoint; None: unknown
     digest: str  # a hash that changes with the parameters
+    start: int | None = None  # token before each prompt; None: the end-of-text token, as in training
 
 
 def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", seq_len: int = 0,
@@ -58,7 +59,7 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
     encoding = resolve_encoding(directory, trained, tokenizer)
     if texts and encoding is None:
         raise UserError(f"{directory} has no tokenizer, which text input and output need; set --tokenizer to a "
-                        "tokenizer.json, a tiktoken file, or the word bytes")  # fmt: skip
+                        "tokenizer.json, a tokenizer.model, a tiktoken file, or the word bytes")  # fmt: skip
     cfg = Config.from_dict(about["config"])
     known = cfg.data.seq_len if trained else about.get("hf", {}).get("max_position_embeddings", cfg.data.seq_len)
     cfg = replace(cfg, mesh=mesh, work=WorkConfig(), **{"data.seq_len": seq_len or known})
@@ -74,8 +75,15 @@ def open_run(directory: str, mesh: MeshConfig | str = "", tokenizer: str = "", s
         print_to_stderr(f"reading    step {loaded_step} of {directory}/checkpoints")
     params = convert_params(convert.load_params(directory, declarations, devices, loaded_step), cfg, devices, form)
     known_step = about.get("slim", {}).get("step") if loaded_step is None else loaded_step
+    start = None if trained else start_token(about, cfg.model.vocab_size)
     return Run(directory, cfg, params, devices, encoding, trained and trained["tokenizer"], known_step,
-               digest(directory, about, loaded_step))  # fmt: skip
+               digest(directory, about, loaded_step), start)  # fmt: skip
+
+
+def start_token(about: dict, vocab_size: int) -> int | None:
+    """Return the token with which texts of a converted model begin, bos_token_id of Hugging Face's config.json."""
+    found = about.get("hf", {}).get("bos_token_id")
+    return found if isinstance(found, int) and 0 <= found < vocab_size else None
 
 
 def convert_params(params, cfg: Config, mesh: Mesh, form: Form):
@@ -97,10 +105,11 @@ def resolve_encoding(directory: str, trained: dict | None, requested: str) -> ti
     if requested in ("bytes", *tokenizers.TIKTOKEN_NAMES) or tokenizers.is_file(requested):
         named = tokenizers.load(requested)
     elif Path(requested).is_file():
-        named = tokenizers.load(f"json:{requested}" if requested.endswith(".json") else f"bpe:{requested}")
+        kind = {".json": "json", ".model": "sp"}.get(Path(requested).suffix, "bpe")
+        named = tokenizers.load(f"{kind}:{requested}")
     else:
-        raise UserError(f"--tokenizer {requested}: no such file; use a tokenizer.json, a tiktoken file, or a name: "
-                        f"bytes, {', '.join(tokenizers.TIKTOKEN_NAMES)}")  # fmt: skip
+        raise UserError(f"--tokenizer {requested}: no such file; use a tokenizer.json, a tokenizer.model, a "
+                        f"tiktoken file, or a name: bytes, {', '.join(tokenizers.TIKTOKEN_NAMES)}")  # fmt: skip
     if own and tokenizers.fingerprint(own) != tokenizers.fingerprint(named):
         raise UserError(f"--tokenizer {requested}: {directory} was trained with {own.name!r}; leave the flag out")
     return named

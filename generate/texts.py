@@ -80,9 +80,10 @@ def encode_text(encoding, text: str) -> list[int]:
     return tokenizers.encode(encoding, text.encode()).tolist()
 
 
-def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int, input_len: int = 0) -> list[int]:
-    """Encode a prompt after the end-of-text token. For an encoder, end of text ends the inputs, and then starts the
-    decoder (`features.encoder_decoder`).
+def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int, input_len: int = 0,
+               start: int | None = None) -> list[int]:  # fmt: skip
+    """Encode a prompt after the token `start`, or after the end-of-text token if it is None. For an encoder, end of
+    text ends the inputs, and then starts the decoder (`features.encoder_decoder`).
 
     Raises: UserError if it leaves no room for a new token, or is longer than an encoder's inputs.
     """
@@ -93,7 +94,7 @@ def prompt_ids(encoding: tiktoken.Encoding, prompt: str, seq_len: int, input_len
     if len(ids) > most:
         raise UserError(f"a prompt of {len(ids)} tokens and the end-of-text token {why}; shorten the prompt to at most "
                         f"{most} tokens")  # fmt: skip
-    return [*ids, end, end] if input_len else [end, *ids]
+    return [*ids, end, end] if input_len else [end if start is None else start, *ids]
 
 
 class TextJob(Job):
@@ -139,11 +140,12 @@ class Sampler:
     """A model that continues texts. It keeps its engines and their compiled functions between calls.
 
     mesh   the mesh of params; None: one device
+    start  the token before each prompt; None: the end-of-text token
     """
 
     def __init__(self, cfg: Config, params, encoding: tiktoken.Encoding, mesh: Mesh | None = None,
-                 cache: str = "compute"):  # fmt: skip
-        self.cfg, self.params, self.cache = cfg, params, cache
+                 cache: str = "compute", start: int | None = None):  # fmt: skip
+        self.cfg, self.params, self.cache, self.start = cfg, params, cache, start
         self.encoding = with_sentinels(encoding, cfg)
         self.mesh = sharding.make_mesh("", jax.local_devices()[:1]) if mesh is None else mesh
         self.engines: dict[tuple, Engine] = {}
@@ -175,7 +177,7 @@ class Sampler:
     def make_job(self, request: Request) -> TextJob:
         """Return the job of a request. Raises: UserError if its prompt is too long."""
         d = self.cfg.data
-        prompt = prompt_ids(self.encoding, request.prompt, d.seq_len, d.input_len)
+        prompt = prompt_ids(self.encoding, request.prompt, d.seq_len, d.input_len, self.start)
         most = len(prompt) + d.seq_len if d.input_len else d.seq_len
         return TextJob(self.encoding, request, prompt, most)
 
@@ -246,4 +248,4 @@ def load(directory: str, mesh: MeshConfig | str = "", cache: str = "compute", fo
     cache  number format: "compute", the compute dtype; "bfloat16"; or "int8"
     """
     run = open_run(directory, mesh, texts=True, form=form, **how)
-    return Sampler(run.cfg, run.params, run.encoding, run.mesh, cache)
+    return Sampler(run.cfg, run.params, run.encoding, run.mesh, cache, run.start)

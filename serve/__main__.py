@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         is_sentencepiece = not hasattr(sampler.encoding, "encode")  # templates need special tokens in texts
         chat_template = None if is_sentencepiece else template.find_template(args.run, *folders)
         served = lifetime.ServedModel(Path(args.run).resolve().name, sampler.encoding, engine.context, chat_template,
-                                      sampler.cfg.data.input_len)  # fmt: skip
+                                      sampler.cfg.data.input_len, sampler.start)  # fmt: skip
         access = lifetime.Access(api_key, args.host, args.cors)
         return asyncio.run(lifetime.run(listener, served, engine, args.queue, access, args.timeout_s))
 

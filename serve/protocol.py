@@ -99,6 +99,7 @@ class ServedModel:
     context: int
     template: Template | None = None  # None: use the transcript of `chat_text`
     input_len: int = 0  # with an encoder: its positions
+    start: int | None = None  # the token before each text; None: the end-of-text token
 
     def parse_request(self, body: bytes, chat: bool) -> ParsedRequest:
         """Parse and check the body of a completion or chat request. Raises: RequestError."""
@@ -171,14 +172,14 @@ class ServedModel:
             raise bad_request(param if name == "tokens" else name, message) from error
 
     def ids(self, prompt) -> list[int]:
-        """Return the end-of-text token and the tokens of a text; token ids are returned unchanged. With an encoder, end
-        of text ends both, and then starts the decoder."""
+        """Return the tokens of a text, after `start`; token ids are returned unchanged. With an encoder, end of text
+        ends both, and then starts the decoder."""
         if isinstance(prompt, str):
             try:
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise bad_request("prompt", f"prompt: not UTF-8 ({error.reason} at character {error.start})") from error
-            before = [] if self.input_len else [self.encoding.eot_token]
+            before = [] if self.input_len else [self.encoding.eot_token if self.start is None else self.start]
             found = [*before, *encode_text(self.encoding, prompt)]
         else:
             found = prompt

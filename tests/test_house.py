@@ -47,7 +47,7 @@ ROOMS = {
     "train.hosts": (740, "utils devices config"),
     "train": (2495, "utils progress devices config sharding optimizer dataset data.reading train.hosts"),
     "weights": (2054, "utils progress config sharding architectures parameters data train"),
-    "generate": (2048, "utils progress devices config compile sharding parameters kernels overlap model "
+    "generate": (2059, "utils progress devices config compile sharding parameters kernels overlap model "
                        "encoder_decoder architectures pipeline data train weights"),
     "evaluate": (1180, "utils progress devices config compile sharding overlap model architectures pipeline dataset "
                        "data.reading data train.hosts train weights generate"),

@@ -202,6 +202,17 @@ def test_a_run_without_weights_or_tokenizer_is_refused(tmp_path, run_directory):
     assert run(tmp_path, *argv)[:2] == (0, rule_text("!", 9) + "\n")
 
 
+@pytest.mark.parametrize("start, text", [(ord("!"), rule_text("!", 9)[1:]), (999, None), (None, None)])
+def test_texts_of_a_converted_model_begin_with_its_token(start, text, tmp_path, run_directory):
+    """Catches a prompt after the end-of-text token, for a model that has only seen texts after another token."""
+    about = {"config": json.loads((run_directory / "config.json").read_text())["config"], "data": None}
+    (tmp_path / "config.json").write_text(json.dumps(about | {"hf": {"bos_token_id": start}}))
+    (tmp_path / "checkpoints").symlink_to(run_directory / "checkpoints")
+    flags = ["--tokens", "9", "--temperature", "0"]
+    text = run(run_directory, *flags)[1] if text is None else text + "\n"  # an id that the model lacks is ignored
+    assert run(tmp_path, "--tokenizer", "bytes", *flags)[:2] == (0, text)
+
+
 def test_a_prompt_longer_than_the_sequence_is_refused(run_directory):
     """Catches a prompt that is cut silently, or printed before the command gives up."""
     status, out, err = run(run_directory, "--prompt", "x" * 23)

@@ -228,6 +228,13 @@ def test_a_chat_uses_the_template_of_the_model(tmp_path):
         template.find_template(str(tmp_path))
 
 
+def test_texts_begin_with_the_token_of_the_model():
+    """Catches a converted model that reads texts after the end-of-text token, after which it has never seen one."""
+    for start, first in ((None, EOT), (7, 7)):
+        served = ServedModel("q", BYTES, 99, start=start)
+        assert served.ids("ab") == [first, *b"ab"] and served.ids([97, 98]) == [97, 98]
+
+
 def test_models_health_and_the_page(server):
     """Catches a page that needs a network, and a missing path that clients or probes request first."""
     assert [model.id for model in server.client.models.list()] == ["rule"]
