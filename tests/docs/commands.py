@@ -51,6 +51,18 @@ NOT_RUN = {
     "python -m train.checkpoint ls gs://BUCKET/runs/laptop": IN_A_BUCKET,
     'python -m generate gs://BUCKET/runs/laptop --prompt "def "': IN_A_BUCKET,
     "python main.py t5_base --init-from runs/flan": "needs the published weights",
+    **dict.fromkeys(
+        (
+            "python -m weights from-hf mistral --out runs/mistral",
+            'python -m generate runs/mistral --tokenizer mistral/tokenizer.model --prompt "A mesh axis " --tokens 20',
+            'python -m data.prepare --source "text:docs/*.md" --tokenizer sp:mistral/tokenizer.model '
+            "--out tokens/pages-sp",
+            "python main.py llama3_8b --init-from runs/mistral --data.path tokens/pages-sp --data.seq_len 8192 "
+            "--data.batch_size 8 --run.name tuned-mistral --run.steps 20",
+            "python -m weights to-hf runs/tuned-mistral --out mistral-tuned",
+        ),
+        "needs the published weights: tests/weights/test_released.py runs it with a small stand-in",
+    ),
     "python main.py t5_laptop": "takes minutes; the page runs it for 60 steps",
     "make test": "these are the tests",
     "make test-long": "these are the tests",
