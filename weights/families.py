@@ -275,7 +275,7 @@ _GEMMA_WINDOW = Setting(
 )
 _GEMMA_CAPS = Setting(
     "attn_logit_softcapping final_logit_softcapping", "softmax", (50.0, 30.0),
-    lambda caps: "cap:" + _colons(caps) if any(caps) else "",
+    lambda caps: "cap:" + _colons(cap or 0 for cap in caps) if any(caps) else "",
     lambda text: tuple(cap or None for cap in parse_softmax(text)[1:]))  # fmt: skip
 _GEMMA = (
     Setting("hidden_size", "d_model"), Setting("num_hidden_layers", "n_layers"),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from config import ModelConfig
-from config.fields import Count, NotNegative, Size, check_value, hints, parse_window
+from config.fields import Count, NotNegative, Size, check_value, hints, parse_bias, parse_window
 from utils import UserError, suggest
 from weights import families
 from weights.families import REQUIRED, Family, family_of
@@ -139,13 +139,17 @@ def with_old_names(hf: dict) -> dict:
 def check_fits(c: ModelConfig, kind: str) -> None:
     """Raises: UserError naming all our settings that this family cannot express."""
     family = families.FAMILIES[kind]
-    faults = [f"model.{name}={getattr(c, name)!r} (only {want!r} is supported)"
-              for name, want in family.fixed_fields.items() if getattr(c, name) != want]  # fmt: skip
+    fixed = {name: value for name, value in family.fixed_fields.items() if getattr(c, name) != value}
+    if parse_bias(fixed.get("bias", "")) == parse_bias(c.bias):
+        fixed.pop("bias", None)  # the same parts in another order
+    faults = [f"model.{name}={getattr(c, name)!r} (only {want!r} is supported)" for name, want in fixed.items()]
     for s in family.settings:
-        if s.field == "window" and c.window and c.window != (theirs := s.to_ours(s.to_hf(c.window))):
-            is_gemma = len(s.hf_name.split()) > 1
-            why = "it must have the form 1024:6:10000" if is_gemma else f"the layers would have windows of {theirs}"
-            faults.append(f"model.window={c.window!r} ({why})")
+        ours = getattr(c, s.field)
+        if s.field in ("window", "softmax") and ours and ours != (theirs := s.to_ours(s.to_hf(ours))):
+            why = f"it would become {theirs!r}"
+            if s.field == "window" and theirs.count(":") == 2:
+                why = "it must have the form 1024:6:10000"
+            faults.append(f"model.{s.field}={ours!r} ({why})")
     faults += [f"model.{name}={value!r} ({value!r} is not supported)" for name in family.positive_fields
                if not (value := getattr(c, name))]  # fmt: skip
     if c.n_experts and c.top_k == 1 and c.normalize_gates:

@@ -177,6 +177,22 @@ def test_a_window_that_the_library_cannot_express_is_refused(kind, window):
         config_to_hf(dataclasses.replace(c, window=window), kind=kind)
 
 
+def test_a_softmax_that_the_library_cannot_express_is_refused():
+    """Catches sinks that are dropped because the family has caps."""
+    c = config_from_hf(folders.Folder(FIXTURES / "gemma2").json("config.json"))
+    with pytest.raises(UserError, match=r"\(gemma2\) cannot express model.softmax='sinks' \(it would become ''\)"):
+        config_to_hf(dataclasses.replace(c, softmax="sinks"))
+
+
+def test_biases_may_be_listed_in_any_order():
+    """Catches a gpt-oss that is refused because its biases are listed in another order than in our table."""
+    c = config_from_hf(folders.Folder(FIXTURES / "gpt_oss").json("config.json"))
+    parts = c.bias.split(",")
+    assert config_to_hf(dataclasses.replace(c, bias=",".join(parts[::-1]))) == config_to_hf(c) and len(parts) == 2
+    with pytest.raises(UserError, match=r"model.bias='experts' \(only 'attention,experts' is supported\)"):
+        config_to_hf(dataclasses.replace(c, bias="experts"))
+
+
 def test_unnormalized_gates_round_trip():
     """Catches gates that only transformers renormalizes."""
     c = tiny(**{"model.normalize_gates": False, "model.top_k": 1}).model
