@@ -76,13 +76,16 @@ def from_hf(
     if not source.has("config.json"):
         raise UserError(f"{directory}/config.json does not exist{how_to_convert(directory)}")
     hf = source.json("config.json")
+    hf, of_queries = with_our_query_scale(hf)
     c, kind = config_from_hf(hf), hf["model_type"]
     tensors = Tensors(source)
     experts = c.n_blocks * c.n_experts if any("{expert}" in r.hf_name for r in FAMILIES[kind].layer) else 0
     if (fewest := c.encoder_layers + c.n_layers + experts) > len(tensors.arrays):
         raise UserError(f"{source} has {len(tensors.arrays)} tensors, but config.json describes a model of at least "
                         f"{fewest:,}; download the folder again")  # fmt: skip
-    all_pieces, parts, declared = pieces(c, kind), {}, sharding.flatten_named(declare(c))
+    scaled = lambda piece: piece._replace(scale=of_queries) if "self_attn.q_proj" in piece.hf_name else piece
+    all_pieces, parts = pieces(c, kind) if of_queries == 1 else [*map(scaled, pieces(c, kind))], {}
+    declared = sharding.flatten_named(declare(c))
     drop_prediction_modules(tensors, c, hf)
     tensors.check({piece.hf_name: piece.shape for piece in all_pieces})
     c = dataclasses.replace(c, precision=stored_precision(tensors, all_pieces))
@@ -96,8 +99,17 @@ def from_hf(
         folder.write("config.json", json.dumps(_run_config(c, out) | about, indent=1) + "\n")
     log(f"wrote {out}: {sum(d.size for d in declared.values()):,} parameters of {kind} in {len(leaves)} arrays")
     rounds = c.param_dtype == "float32" and {tensors.dtype(piece.hf_name) for piece in all_pieces} == {"bfloat16"}
-    origin = "bfloat16, as in the files, would round our form of the gains" if rounds else "as in the files"
+    origin = "bfloat16, as in the files, would round our form of them" if rounds else "as in the files"
     log(f"precision  parameters {c.param_dtype} ({origin}), compute {c.compute_dtype}")
+
+
+def with_our_query_scale(hf: dict) -> tuple[dict, float]:
+    """Return config.json of a Gemma 2 whose scores are divided by sqrt(head_dim), as ours are, and the factor of the
+    queries' weights that makes it the same model. In other families the factor is 1."""
+    width, scalar = hf.get("head_dim", 256), hf.get("query_pre_attn_scalar")
+    if hf.get("model_type") != "gemma2" or not all(type(x) is int and x > 0 for x in (width, scalar)):
+        return hf, 1.0
+    return hf | {"query_pre_attn_scalar": width}, (width / scalar) ** 0.5
 
 
 def drop_prediction_modules(tensors: Tensors, c: ModelConfig, hf: dict) -> None:
@@ -114,9 +126,8 @@ def drop_prediction_modules(tensors: Tensors, c: ModelConfig, hf: dict) -> None:
 def stored_precision(tensors: Tensors, all_pieces: list[Piece]) -> str:
     """Return the precision setting that rounds no stored tensor and computes in the dtype of the stored matrices.
 
-    Parameters are bfloat16 if every tensor is, else float32, which also represents float16, and Gemma's gains plus 1.
-    The embedding decides the compute dtype, because a router's bias may be float32 in a model whose matrices are
-    bfloat16.
+    Parameters are bfloat16 if every tensor is, else float32, which also holds float16, and our form of Gemma's. The
+    embedding decides the compute dtype, because a router's bias may be float32 in a model whose matrices are bfloat16.
     """
     [embedding] = [piece.hf_name for piece in all_pieces for part in piece.parts if part.name == "embedding_VD"]
     if {our_dtype(tensors, piece) for piece in all_pieces} == {"bfloat16"}:

@@ -69,10 +69,10 @@ def token_prediction_modules(hf: dict, c: ModelConfig) -> int:
 
 
 def has_scales(hf: dict) -> bool:
-    """Whether a Gemma scales queries by another number than ours, or a Gemma 3 has caps, which none needs."""
+    """Whether a Gemma 3 has caps, or scales queries by another number than ours."""
     scales_queries = hf.get("query_pre_attn_scalar", 256) != hf.get("head_dim", 256)
     caps = hf.get("attn_logit_softcapping") or hf.get("final_logit_softcapping")
-    return hf["model_type"].startswith("gemma") and bool(scales_queries or (caps and hf["model_type"] != "gemma2"))
+    return hf["model_type"] == "gemma3_text" and bool(caps or scales_queries)
 
 
 kind_is = lambda *kinds: lambda hf: hf["model_type"] in kinds

@@ -510,13 +510,33 @@ def in_dtype(family, dtype, folder):
     return folder
 
 
+def test_another_scale_of_queries_is_in_their_weights(tmp_path):
+    """Catches a Gemma 2 27B whose scores are too large or too small: four times the scalar halves the scores, and twice
+    the weights of the queries double them, so this is the same model."""
+    folder = copy("gemma2", tmp_path / "hf")
+    queries = lambda tensors: {name: 2 * x for name, x in tensors.items() if "q_proj" in name}
+    change_tensors(folder, lambda tensors: tensors.update(queries(tensors)))
+    about = json.loads((folder / "config.json").read_text())
+    assert about["query_pre_attn_scalar"] == about["head_dim"] == 10
+    (folder / "config.json").write_text(json.dumps(about | {"query_pre_attn_scalar": 40}))
+    for source, run in ((folder, "scaled"), (FIXTURES / "gemma2", "plain")):
+        assert command("from-hf", source, "--out", tmp_path / run) == 0
+    scaled, plain = (tensors_of(tmp_path / run) for run in ("scaled", "plain"))
+    assert scaled.keys() == plain.keys() and all(np.array_equal(scaled[name], plain[name]) for name in plain)
+    assert command("to-hf", tmp_path / "scaled", "--out", tmp_path / "back") == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["query_pre_attn_scalar"] == 10
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {"query_pre_attn_scalar": 0}))
+    assert command("from-hf", folder, "--out", tmp_path / "none") == 2
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_gains_of_gemma_in_bfloat16_are_not_rounded(family, tmp_path, capsys):
     """Catches gains of which 1 + w is rounded to 8 bits, and embeddings that change on their way there and back."""
     folder = in_dtype(family, "bfloat16", tmp_path / "hf")
     status, said, _ = command("from-hf", folder, "--out", tmp_path / "run", capsys=capsys)
     assert status == 0 and convert.read_config(tmp_path / "run").precision == "mixed"
-    why = "bfloat16, as in the files, would round our form of the gains"
+    why = "bfloat16, as in the files, would round our form of them"
     assert said.endswith(f"precision  parameters float32 ({why}), compute bfloat16\n")
     assert command("to-hf", tmp_path / "run", "--out", tmp_path / "back") == 0
     got = tensors_of(tmp_path / "back")
