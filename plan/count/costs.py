@@ -385,10 +385,7 @@ def layer_groups(c: ModelAtWork, stages: int) -> list[tuple[int, str, ModelAtWor
 
 def layer_counts(c: ModelAtWork, z: Sizes) -> dict[str, int]:
     """Count the layers of each kind on the busiest stage."""
-    counts = Counter()
-    for many, kind, _ in layer_groups(c, z.mesh[STAGE]):
-        counts[kind] += many
-    return counts
+    return Counter(kind for many, kind, _ in layer_groups(c, z.mesh[STAGE]) for _ in range(many))
 
 
 def layers(c: ModelAtWork, z: Sizes) -> list[tuple[int, list]]:

@@ -43,7 +43,7 @@ MEANS = {  # what each part of `memory` holds; docs/planner.md and the planner's
     "batch": "tokens and targets",
     "gradients": "of the shards, or of unsharded weights if they are gathered once per step",
     "weights": "weights that are gathered for use",
-    "saved": "activations that are saved for the backward pass",
+    "saved": "activations that are saved for the backward pass; with several microbatches, also the prefix's weights",
     "pipeline": "activations between stages",
     "at work": "temporary arrays of one layer, or of the logits, while it is computed",
 }
@@ -79,7 +79,7 @@ def listed_bytes(c: ModelAtWork, z: Sizes, kind: str, on_host: bool) -> float:
 
     on_host  those that the host's memory stores, or those that the device stores. A CPU stores all of them as a device
     """
-    listed, size = parse_remat(c.work.remat) or {}, activations(c, z, kind)
+    listed, size = {"input": False} | (parse_remat(c.work.remat) or {}), activations(c, z, kind)
     # A ring saves the results of each step. After the first, a step has two forms: for half of the queries, and for all
     steps = 1 + 1.5 * (z.mesh[CONTEXT] - 1) if context_exchange(c, z) == "ring" else 1
     steps = 0 if c.prefix_lm else steps  # attention with a mask is always recomputed
@@ -90,8 +90,7 @@ def listed_bytes(c: ModelAtWork, z: Sizes, kind: str, on_host: bool) -> float:
         "attention": size["outputs"] * steps, "branch": 0 if c.parallel_residual else size["stream"],
         "hidden": (1 + model.gated(c)) * (size["hidden"] + routed),
     }  # fmt: skip
-    at = {"input": False} | listed  # the device saves the input, unless the host does
-    names = [name for name, host in at.items() if (host and z.platform != "cpu") == on_host]
+    names = [name for name, host in listed.items() if (host and z.platform != "cpu") == on_host]
     return sum(sizes[name] * z.width + (name == "attention") * size["heads"] * steps * FLOAT32 for name in names)
 
 
@@ -195,22 +194,19 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
     c, z = cfg.at_work, Sizes.from_config(cfg, platform)
     one_piece, on_tpu, w = sched.in_one_piece, platform == "tpu", weights(cfg)
     stored = [replace(x, d=as_stored(x.d, cfg)) for x in w]
-    state = sum(x.local_size * x.d.dtype.itemsize for x in stored)
     # What optim.shard_over_data shards is gathered for a step. With gather=step, it is then gathered over fsdp too.
     gathered = sum(x.local_size * x.d.dtype.itemsize for x, held in zip(w, stored, strict=True) if x.d is not held.d)
     there = layer_groups(c, z.mesh[STAGE])
     scores = SCORES_SAVED if c.work.remat == "none" else 0
-    listed = parse_remat(c.work.remat)
-    saved_by = lambda kind, c: (listed_bytes(c, z, kind, on_host=False) if listed
+    saved_by = lambda kind, c: (listed_bytes(c, z, kind, on_host=False) if parse_remat(c.work.remat)
                                 else saved_bytes(c, z, kind, c.work.remat, one_piece))  # fmt: skip
     each = [many * (saved_by(kind, one) + scores * score_bytes(c, z, kind)) for many, kind, one in there]
     saved = sum(each)
-    at_work = "fused" if on_tpu else "none"
     counted = c.work.remat == "dots" and not on_tpu  # on a CPU, the outputs of a layer's matmuls are among `saved`
     twice = lambda kind, c: saved_bytes(c, z, kind, "dots", one_piece) * counted
-    temporary = lambda kind, c: saved_bytes(c, z, kind, at_work, temporary=True) + exchange_bytes(c, z, kind)
-    work = max(temporary(kind, one) - twice(kind, one) + SCORES_AT_WORK * score_bytes(c, z, kind)
-               for _, kind, one in there)  # fmt: skip
+    temporary = lambda kind, c: saved_bytes(c, z, kind, "fused" if on_tpu else "none", temporary=True)
+    work = max(temporary(kind, one) + exchange_bytes(one, z, kind) - twice(kind, one)
+               + SCORES_AT_WORK * score_bytes(c, z, kind) for _, kind, one in there)  # fmt: skip
     of_layer = max(sum(x.gathered_size * x.width // x.layers for x in w if x.name.startswith(part))
                    for part in ("prefix.", "blocks.dense.", "blocks.moe.", *LAYERS[2:]))  # fmt: skip
     buffers, stream = sched.slots, sum(one.b * one.t for one in z.streams) * c.d_model * z.width
@@ -222,21 +218,25 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         copied = inputs if on_tpu and cfg.mesh.stage == 1 and c.work.remat == "dots" else saved
         saved = (buffers.kept * saved + (not one_piece) * copied) / sched.chunks
     step = c.work.gather == "step"
+    # Each slot also stores the prefix's weights, because the `cond` around it in `model.stage` returns them.
+    prefix = sum((x.gathered_size if step else x.local_size) * x.width for x in w if x.name.startswith("prefix."))
+    saved += buffers.kept * prefix * (not one_piece)
     table = max(x.gathered_size * x.width for x in w if x.name in ("embedding_VD", "unembedding_DV"))
     # With gather=step, gradients are summed over microbatches in float32. A CPU copies the sums of chunks to send them.
     summed = 4 if on_tpu or sched.chunks == 1 else 8
-    whole = lambda x: x.gathered_size * (x.width if one_piece else summed)
-    gradients = sum(whole(x) if step else x.local_size * 4 for x in w)
+    gradients = sum(x.gathered_size * (x.width if one_piece else summed) if step else x.local_size * 4 for x in w)
     tokens = logits_tokens(z)
-    logits = tokens * vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // z.mesh[TENSOR])[1] * 4
-    freed = gradients if one_piece and on_tpu else 0
-    weights_used = sum(x.gathered_size * x.width for x in w) if step else 2 * of_layer + gathered
+    words = vocabulary_slices(c.work.loss_chunk, tokens, c.vocab_size // z.mesh[TENSOR])[1]
+    # With gather=step, a layer's gradients are added to sums over microbatches. A TPU's matmuls do so in place.
+    unsharded = sum(x.gathered_size * x.width for x in w) + of_layer * (not (one_piece or on_tpu))
+    weights_used = unsharded if step else 2 * of_layer + gathered
     # The update begins when all activations are gone.
     updates = max((one.temporary_bytes() for one in matrices.matrices(cfg)), default=0) - saved - weights_used
-    # The outer parameters of local steps, and their momentum in float32
+    # In one piece, no layer has a gradient yet when the logits are computed.
+    logits = (4 if on_tpu else 12) * tokens * words + table - gradients * (one_piece and on_tpu)
     outer = sum(x.local_size * (x.d.dtype.itemsize + 4) for x in w) if cfg.optim.outer else 0
     return {
-        "parameters": state,
+        "parameters": sum(x.local_size * x.d.dtype.itemsize for x in stored),
         "optimizer": moments_bytes(cfg, stored),
         **({"outer": outer} if cfg.optim.outer else {}),
         "batch": 4 * z.b * sched.microbatches * (5 * z.s + 3 * z.S + z.s * c.prefix_lm),
@@ -244,7 +244,5 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu") -> dic
         "weights": weights_used,
         "saved": saved,
         "pipeline": (buffers.inbox + buffers.cotangents) * stream,
-        # The temporary arrays of one layer, of the logits, or of Muon. In one piece, no layer has a gradient yet when
-        # the logits are computed (`freed`).
-        "at work": max(work, (1 if on_tpu else 3) * logits + table - freed, updates) + bias_bytes(c, z),
+        "at work": max(work, logits, updates) + bias_bytes(c, z),
     }
