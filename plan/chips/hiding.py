@@ -31,6 +31,7 @@ def compiled_kind(kind: str, axes: tuple[str, ...], mesh: dict[str, int], platfo
 
 
 LANES = 128  # lanes of a TPU vector, which hold the minor dim of an array
+CMEM_BYTES = {"v4": 128 * 2**20}  # on-chip memory where v4's compiler also puts arrays: arXiv:2304.01433
 
 
 def gradient_collective(dims: str, width: int, platform: str) -> str:

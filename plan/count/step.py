@@ -37,10 +37,10 @@ class Step:
         """Count a step whose settings are all chosen (none is `auto`)."""
         sched = pipeline.schedule(cfg)
         total, active = costs.parameters(cfg.model)
-        tokens = cfg.data.tokens_per_step
+        tokens, chip = cfg.data.tokens_per_step, topology.chip.key if topology else ""
         return cls(
             cfg, topology, total, active, tokens, tokens * costs.model_flops_per_token(cfg) / cfg.mesh.devices,
-            memory.memory(cfg, sched, platform_of(topology)), sched, limit_bytes, costs.bubble(cfg, sched),
+            memory.memory(cfg, sched, platform_of(topology), chip), sched, limit_bytes, costs.bubble(cfg, sched),
         )  # fmt: skip
 
     @property
