@@ -243,8 +243,8 @@ def parse_softmax(text: str) -> Softmax:
     caps = re.fullmatch(r"cap:(\d+\.?\d*):(\d+\.?\d*)", text)
     found = Softmax(text == "sinks", *map(float, caps.groups() if caps else ()))
     if text and not any(found):
-        raise UserError(f"model.softmax={text!r}: should be sinks, or cap:SCORES:LOGITS, such as cap:50:30; cap:0:30 "
-                        "caps only the logits")  # fmt: skip
+        raise UserError(f"model.softmax={text!r}: should be empty, sinks, or cap:SCORES:LOGITS with two numbers, "
+                        "such as cap:50:30; one may be 0, which is no cap")  # fmt: skip
     return found
 
 

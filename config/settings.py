@@ -181,7 +181,7 @@ class ModelConfig:
     no_rope_every: Annotated[Count, Affects.OWN, ROPE[0]] = 0  # n: no RoPE in every n-th layer; 0: RoPE in all layers
     # sliding window: 1024; 1024:6: in all layers but every 6th; 1024:6:10000: with RoPE base 10,000
     window: Annotated[str, Form(parse_window), LONGER] = ""
-    # sinks: attention has a learned logit per head; cap:50:30: cap its scores at 50, the logits at 30
+    # sinks: attention sinks (gpt-oss); cap:50:30: soft caps of scores, 50, and logits, 30 (Gemma 2)
     softmax: Annotated[str, Form(parse_softmax), SINKS] = ""
     d_ff: Annotated[Size, DENSE_LAYERS] = 512  # hidden dimension of a dense feed-forward layer
     # nonlinearity of feed-forward layers and of experts; swiglu_clamped is gpt-oss's

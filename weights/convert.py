@@ -358,12 +358,21 @@ def to_hf(
                         "weights slim") from None  # fmt: skip
     declared = sharding.flatten_named(declare(c))
     weights, at_step = open_run(run, declared, step)
-    hf = config_to_hf(c, str(weights["embedding_VD"].dtype), kind) | about.get("hf", {})
+    hf = config_to_hf(c, str(weights["embedding_VD"].dtype), kind) | passed_through(about)
     with fresh_folder(out) as folder:
         write_tensors(folder, [hf_tensor(piece, weights, declared) for piece in pieces(c, kind)], "to-hf")
         folder.write("README.md", card.render_card(run, about, declared, at_step, score_values, hf))
         folder.write("config.json", json.dumps(hf, indent=2, sort_keys=True) + "\n")
     log(f"wrote {out}: {hf['model_type']}, {sum(d.size for d in declared.values()):,} parameters")
+
+
+def passed_through(about: dict) -> dict:
+    """Return settings of config.json that our model does not use, such as bos_token_id: those that from-hf stored in
+    this run, or in the run from which it took its first weights."""
+    source = about["config"].get("run", {}).get("init_from", "")
+    if "hf" in about or not source or not Folder(source).has("config.json"):
+        return about.get("hf", {})
+    return passed_through(read_about(source))
 
 
 def hf_tensor(piece: Piece, weights: dict, declared) -> Tensor:

@@ -128,6 +128,7 @@ def with_old_names(hf: dict) -> dict:
     if hf.get("model_type") == "gemma2":
         caps = [name for name in ("attn_logit_softcapping", "final_logit_softcapping") if name in hf]
         hf = hf | {name: hf[name] or 0.0 for name in caps}
+        hf |= {"use_bidirectional_attention": hf.get("use_bidirectional_attention") or None}
     renamed = {"scale_decoder_outputs": "tie_word_embeddings", "_sliding_window_pattern": "sliding_window_pattern"}
     renamed |= {"num_local_experts": "num_experts"} if hf.get("model_type") == "qwen3_moe" else {}
     rest = {name: value for name, value in hf.items() if name != "rope_parameters" and name not in renamed}

@@ -53,12 +53,13 @@ NOT_RUN = {
     "python main.py t5_base --init-from runs/flan": "needs the published weights",
     **dict.fromkeys(
         (
+            "python -m plan mistral --topology v5p:2x2x4 --search 16 --data.seq_len 2048 --data.batch_size 16",
             "python -m weights from-hf mistral --out runs/mistral",
-            'python -m generate runs/mistral --tokenizer mistral/tokenizer.model --prompt "A mesh axis " --tokens 20',
-            'python -m data.prepare --source "text:docs/*.md" --tokenizer sp:mistral/tokenizer.model '
-            "--out tokens/pages-sp",
-            "python main.py llama3_8b --init-from runs/mistral --data.path tokens/pages-sp --data.seq_len 8192 "
-            "--data.batch_size 8 --run.name tuned-mistral --run.steps 20",
+            'python -m generate runs/mistral --tokenizer sp:mistral/tokenizer.model --prompt "def " --tokens 20',
+            'python -m data.prepare --source "text:*/*.py" --tokenizer sp:mistral/tokenizer.model --out tokens/own-sp',
+            "python main.py llama3_8b --init-from runs/mistral --mesh fsdp=16 --data.path tokens/own-sp "
+            "--data.seq_len 2048 --data.batch_size 16 --optim.lr 1e-5 --optim.warmup_steps 2 "
+            "--run.name tuned-mistral --run.steps 20",
             "python -m weights to-hf runs/tuned-mistral --out mistral-tuned",
         ),
         "needs the published weights: tests/weights/test_released.py runs it with a small stand-in",

@@ -147,6 +147,7 @@ def test_caps_round_trip(attention, logits, softmax):
     caps = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
     c = config_from_hf(file | caps)
     assert c.softmax == softmax and config_to_hf(c)["model_type"] == "gemma2"
+    assert config_from_hf(file | caps | {"use_bidirectional_attention": False}) == c  # the same as null
     assert {name: config_to_hf(c)[name] for name in caps} == caps
     assert config_from_hf(config_to_hf(c)) == c
     assert config_from_hf({name: x for name, x in file.items() if name not in caps}).softmax == "cap:50:30"

@@ -1,9 +1,11 @@
 """The steps of docs/finetune.md from a released model to a tuned one, with a small stand-in for the download."""
 
+import functools
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,19 +23,20 @@ SMALL = {"model.d_model": 32, "model.n_layers": 2, "model.n_heads": 4, "model.n_
 
 
 def steps() -> list[list[str]]:
-    """Return the words of the page's commands, with a shorter sequence and fewer steps."""
+    """Return the words of the page's commands, with shorter sequences, fewer steps and one device."""
     page = (ROOT / "docs/finetune.md").read_text(encoding="utf-8")
     _, _, section = page.partition("## From a released model")
     lines = section.split("```")[1].strip().splitlines()
-    return [shlex.split(line.replace("8192", "40").replace("--run.steps 20", "--run.steps 2")) for line in lines]
+    shorter = {"2048": "40", "--run.steps 20": "--run.steps 2", "--mesh fsdp=16 ": ""}
+    return [shlex.split(functools.reduce(lambda line, old: line.replace(old, shorter[old]), shorter, line))
+            for line in lines]  # fmt: skip
 
 
 @pytest.mark.extra("sentencepiece")
 def test_the_steps_from_a_download_to_tuned_weights_work(tmp_path):
     """Catches a step whose output the next one can't read, texts that begin with another token than the model's, a
     window or a tokenizer that is lost on the way, and weights that training does not change."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "page.md").write_text((ROOT / "docs/finetune.md").read_text(encoding="utf-8"))
+    shutil.copytree(ROOT / "weights", tmp_path / "own", ignore=shutil.ignore_patterns("__pycache__"))
     hf = tmp_path / "mistral"
     train_model(tmp_path / "tokenizer.model", model_type="bpe", **EXACT)
     vocab_size = tokenizers.load(f"sp:{tmp_path}/tokenizer.model").n_vocab
@@ -50,8 +53,10 @@ def test_the_steps_from_a_download_to_tuned_weights_work(tmp_path):
         done = subprocess.run([sys.executable, *words], env=env, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, (words, done.stderr)
         outputs.append(done.stdout)
-    assert re.search(r"mistral in \d+ arrays", outputs[0]) and outputs[1].startswith("A mesh axis ")
+    assert "on v5p:2x2x4" in outputs[0] and re.search(r"mistral in \d+ arrays", outputs[1])
+    assert outputs[2].startswith("def ")
     tuned = json.loads((tmp_path / "mistral-tuned" / "config.json").read_text())
     assert (tuned["model_type"], tuned["sliding_window"], tuned["vocab_size"]) == ("mistral", 12, vocab_size)
+    assert (tuned["bos_token_id"], tuned["max_position_embeddings"]) == (1, 64)
     before, after = tensors_of(hf), tensors_of(tmp_path / "mistral-tuned")
     assert before.keys() == after.keys() and all((before[name] != after[name]).any() for name in before)
