@@ -50,7 +50,7 @@ from kernels.grouped import grouped_matmul
 from overlap.context import over_context
 from overlap.experts import apply_experts, bias_of_rows
 from overlap.fusion import compute_once
-from overlap.layers import scan_layers, stack_size
+from overlap.layers import scan_blocks, scan_layers, stack_size
 from overlap.positions import apply_scatter, gather_apply, gather_apply_scatter
 from overlap.remat import named, remat
 from overlap.weights import at_use, cast, slice_by_slice, tokens_go_to_table
@@ -643,7 +643,7 @@ def blocks(stack, c: ModelConfig, x_btD, one, chunk=0):
     """
     before = (chunk * axis_size(STAGE) + axis_index(STAGE)) * stack_size(stack)
     first = lambda i: c.dense_prefix + c.layers_per_block * (before + i)
-    return scan_layers(lambda w, x, first: block(w, c, x, one, first), stack, x_btD, first)
+    return scan_blocks(one, lambda w, x, first: block(w, c, x, one, first), stack, x_btD, first)
 
 
 # Vocabulary -------------------------------------------------------------------------------------------------

@@ -2,13 +2,17 @@
 
 A scan copies each layer's arrays out of the stack. For a single token that takes longer than the matmuls. With `Row`s
 instead of arrays, each layer reads its weights from the whole stack, and the backward pass adds its gradients to sums.
+`scan_blocks` also keeps nested scans from copying what the layers of a block save.
 """
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+from sharding import vary
 
 
 @struct.dataclass
@@ -64,6 +68,22 @@ def rebuild_pull(how, kept, known):
     return jax.tree.unflatten(tree, [next(kept) if number is None else known[number] for number in place])
 
 
+def close_over_nothing(function, w, x, *rest):
+    """Return `call` and `others`, so that call(w, x, others) is function(w, x, *rest).
+
+    A custom_vjp may not close over arrays of an outer scan, so these are in `others`.
+    """
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(w, x, *rest)
+
+    def call(w, x, others):
+        consts, rest = others
+        return jax.tree.unflatten(
+            jax.tree.structure(shapes), jax.core.eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves((w, x, rest)))
+        )
+
+    return call, (traced.consts, rest)
+
+
 def apply_to_rows(function, w, x: Summed, *rest):
     """Apply function(weights, x, ..) -> (x, more) of a layer whose weights are `Row`s. Returns (`Summed`, more).
 
@@ -72,14 +92,7 @@ def apply_to_rows(function, w, x: Summed, *rest):
     """
     rows, tree = jax.tree.flatten(w, is_leaf=is_row)
     weights, hows = lambda rows: jax.tree.unflatten(tree, [row.read() for row in rows]), []
-    # A custom_vjp may not close over arrays of an outer scan, so they become arguments.
-    traced, shapes = jax.make_jaxpr(function, return_shape=True)(weights(rows), x.x, *rest)
-
-    def call(w, x, others):
-        consts, rest = others
-        return jax.tree.unflatten(
-            jax.tree.structure(shapes), jax.core.eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves((w, x, rest)))
-        )
+    call, others = close_over_nothing(function, weights(rows), x.x, *rest)
 
     @jax.custom_vjp
     def apply(rows, x, totals, others):
@@ -101,8 +114,101 @@ def apply_to_rows(function, w, x: Summed, *rest):
         return None, dx, totals, None
 
     apply.defvjp(forward, backward)
-    (y, more), totals = apply(rows, x.x, x.totals, (traced.consts, rest))
+    (y, more), totals = apply(rows, x.x, x.totals, others)
     return Summed(y, totals), more
+
+
+@struct.dataclass
+class Saving:
+    """Activations, and buffers for what layers save for the backward pass, which scans carry (see `scan_blocks`)."""
+
+    x: Any
+    buffers: list  # for each kind of layer, a list of arrays [layers of this kind, ..]
+    counts: list  # for each kind, how many layers have run
+    kinds: tuple = struct.field(pytree_node=False)  # the structures of their weights
+
+
+def is_buffered(x) -> bool:
+    """Return True for an array that can be in a buffer: of floats, like its cotangent, and in the device's memory."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and jax.typeof(x).memory_space == jax.memory.Space.Device
+
+
+def save_in_buffers(function, w, x: Saving, *rest):
+    """Apply function(weights, x, ..) -> (x, more) of a layer, which saves into the buffers. Returns (`Saving`, more).
+
+    Backward: the cotangents of the buffers are the buffers themselves (see `read_buffers`). Each layer reads from them
+    what it saved, and passes them on.
+    """
+    kind, hows = x.kinds.index(jax.tree.structure(w)), []
+    call, others = close_over_nothing(function, w, x.x, *rest)
+
+    @jax.custom_vjp
+    def apply(w, x, buffers, place, others):
+        return call(w, x, others), buffers
+
+    def forward(w, x, buffers, place, others):
+        out, pull = jax.vjp(lambda w, x: call(w, x, others), w, x)
+        kept, how = split_residuals(pull, (w, others))
+        hows.append((how, [is_buffered(value) for value in kept]))
+        write = lambda buffer, value: jax.lax.dynamic_update_index_in_dim(buffer, value, place, 0)
+        written = [write(*two) for two in zip(buffers, filter(is_buffered, kept), strict=True)]
+        return (out, written), (w, [value for value in kept if not is_buffered(value)], place, others)
+
+    def backward(saved, cotangents):
+        (w, unbuffered, place, others), (d_out, buffers), (how, buffered) = saved, cotangents, hows[-1]
+        read = (jax.lax.dynamic_index_in_dim(buffer, place, keepdims=False) for buffer in buffers)
+        unbuffered = iter(unbuffered)
+        kept = [next(read if in_buffer else unbuffered) for in_buffer in buffered]
+        return *rebuild_pull(how, kept, (w, others))(d_out), buffers, None, None
+
+    apply.defvjp(forward, backward)
+    (y, more), written = apply(w, x.x, x.buffers[kind], x.counts[kind], others)
+    replaced = lambda values, value: [*values[:kind], value, *values[kind + 1 :]]
+    return x.replace(x=y, buffers=replaced(x.buffers, written), counts=replaced(x.counts, x.counts[kind] + 1)), more
+
+
+@jax.custom_vjp
+def read_buffers(x, buffers):
+    """Return x. Backward: passes the buffers on as their own cotangents."""
+    return x
+
+
+read_buffers.defvjp(lambda x, buffers: (x, buffers), lambda buffers, dx: (dx, buffers))
+
+
+def make_buffers(one, stacks, x, number) -> Saving:
+    """Return x with empty buffers for all layers.
+
+    stacks  (weights of all layers of a kind, number of their leading dims), for each kind
+    """
+
+    def saved(w, x):
+        call, others = close_over_nothing(one, w, x, number)
+        _, pull = jax.vjp(lambda w, x: call(w, x, others), w, x)
+        return [*filter(is_buffered, split_residuals(pull, (w, others))[0])]
+
+    def buffers_of(stack, dims):
+        layers = math.prod(jax.tree.leaves(stack)[0].shape[:dims])
+        types = jax.make_jaxpr(saved)(jax.tree.map(lambda w: w[(0,) * dims], stack), x).out_avals
+        return [vary(jax.lax.empty((layers, *one.shape), one.dtype), tuple(one.mat.varying)) for one in types]
+
+    buffers, kinds = [buffers_of(*two) for two in stacks], (jax.tree.structure(stack) for stack, _ in stacks)
+    return Saving(x, buffers, [jnp.int32(0) for _ in stacks], tuple(kinds))
+
+
+def scan_blocks(one, block, stack, x, number_of):
+    """Apply block(w, x, number) -> (x, more) to each block, as `scan_layers` does; one(w, x, number) applies a layer.
+
+    A block scans its dense layers, and a scan stacks what its iterations save. So the compiler would copy what the
+    layers of a block save from the inner to the outer stack, and back in the backward pass. Instead, layers save into
+    buffers that both scans carry and update in place.
+    """
+    is_stacked = not isinstance(stack, list) and not isinstance(x, Summed) and stack.dense is not None
+    if not is_stacked or 1 in jax.tree.leaves(stack.dense)[0].shape[:2]:  # the compiler removes a scan of one layer
+        return scan_layers(block, stack, x, number_of)
+    stacks = [two for two in ((stack.dense, 2), (stack.moe, 1)) if two[0] is not None]
+    x, more = scan_layers(block, stack, make_buffers(one, stacks, x, number_of(jnp.int32(0))), number_of)
+    return read_buffers(x.x, x.buffers), more
 
 
 def scan_layers(one, stack, x, number_of):

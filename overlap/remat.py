@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name as named
 
 from config import ModelAtWork
 from config.fields import parse_remat
-from overlap.layers import Summed, apply_to_rows, is_row
+from overlap.layers import Saving, Summed, apply_to_rows, is_row, save_in_buffers
 from sharding import FSDP
 
 
@@ -53,6 +53,8 @@ def remat(c: ModelAtWork, function):
     saving = jax.checkpoint(one, policy=policy(c.work.remat))
 
     def apply(w, x, *rest):
+        if isinstance(x, Saving):
+            return save_in_buffers(saving, w, x, *rest)
         if not isinstance(x, Summed):
             return saving(w, x, *rest)
         if is_row(jax.tree.leaves(w, is_leaf=is_row)[0]):

@@ -31,7 +31,7 @@ ROOMS = {
     "compile": (1263, "utils devices"),
     "sharding": (483, "utils config compile"),
     "kernels": (1326, "sharding"),
-    "overlap": (1033, "config compile sharding kernels"),
+    "overlap": (1141, "config compile sharding kernels"),
     "rotary": (121, "config"),
     "model": (839, "utils config sharding kernels overlap rotary"),
     "encoder_decoder": (245, "config sharding kernels overlap model"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -27,6 +28,8 @@ SETTINGS = {
     # A dense layer and a dropless MoE layer with latent attention, dropout and a balance loss that counts.
     "mla": {"n_layers": 2, "moe_every": 1, "no_rope_every": 2, "dropout": 0.25, "balance_loss": 0.5},
     # Two blocks of a dense layer and an MoE layer with grouped attention; what can be switched is.
+    # Two blocks of two dense layers and an MoE layer: a scan in a scan.
+    "blocks": {"n_layers": 6, "moe_every": 3, "dense_prefix": 0, "balance_loss": 0.5},
     "gqa": {**helpers.GROUPED, "n_layers": 4, "dense_prefix": 0, "router": "softmax", "activation": "gelu",
             "capacity_factor": 1.0, "tie_embeddings": True, "balance_loss": 0.5, "balance_rate": 0.0,
             "norm": "layer", "bias": "feed_forward,logits", "rope_dims": 6,
@@ -224,6 +227,25 @@ def test_listed_activations_are_not_recomputed():
     # Of a dense and an MoE layer: q; k and v; scores and their mix with values; the output projection; the first
     # matmul of the dense layer, the shared expert and the routed experts. `input` is saved in any case.
     assert saved == {"input": 0, "queries": 2, "keys": 4, "attention": 4, "branch": 2, "hidden": 3}
+
+
+def test_layers_save_where_the_scan_of_blocks_carries_it():
+    """Catches layers of a block that stack what they save, which a TPU then copies into the stack of all blocks, and
+    back: 6 passes over each saved array instead of 2."""
+    scans = [e for e in trace("blocks", **{"work.remat": "attention,hidden"}) if e.primitive.name == "scan"]
+    stacked = [v.aval.shape for e in scans for v in e.outvars[e.params["num_carry"] :]]
+    carried = {v.aval.shape for e in scans for v in e.outvars[: e.params["num_carry"]]}
+    assert not [shape for shape in stacked if (B, T) in itertools.pairwise(shape)]
+    assert {(4, B, T, 24), (2, B, T, 24), (4, B, T, 40), (2, B, T, 2 * 28)} <= carried  # inputs; hidden layers
+
+
+@pytest.mark.parametrize("remat", ["none", LISTS[1]])
+def test_layers_read_the_activations_that_they_saved(remat, monkeypatch):
+    """Catches layers that read another layer's activations, or write over them."""
+    results = lambda: host(program("blocks", **{"work.remat": remat})(parameters("blocks"), batch(), 3))
+    in_buffers = results()
+    monkeypatch.setattr(model, "scan_blocks", lambda one, *args: model.scan_layers(*args))
+    assert_same(in_buffers, results(), f"remat {remat}")
 
 
 # Dropout --------------------------------------------------------------------------------------------------------------
