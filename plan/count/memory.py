@@ -95,13 +95,12 @@ def listed_bytes(c: ModelAtWork, z: Sizes, kind: str, on_host: bool) -> float:
     return sum(sizes[name] * z.width + (name == "attention") * size["heads"] * steps * FLOAT32 for name in names)
 
 
-def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece=False, temporary=False) -> float:
+def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, temporary=False) -> float:
     """Return the bytes of activations that one layer saves for the backward pass of one microbatch.
 
     remat      "full" saves the layer's input. "branches" also saves the input of the second branch. "dots" saves the
                layer's input and the outputs of matmuls without batch dims. "none" saves every operand that a gradient
                needs, and "fused" those of them that a TPU saves. For a list, see `listed_bytes`
-    one_piece  True if the step has only this microbatch
     temporary  also count what is temporary in a layer: the rows of routed experts
     """
     z = z.of_encoder if kind == "encoder" else z
@@ -113,8 +112,7 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, one_piece=False
         outputs = size["gathered"] * ((2 if size["hidden"] else 1) + crosses)
         dots = sum(size[name] for name in ("latents", "queries", "projected", "crossed"))
         if z.platform == "tpu":  # neither the normalized input of attention nor its output, but padded values (GQA)
-            # A scan over the layers of a block copies what they save: about as much as one more array of each layer.
-            dots -= size["gathered"] + size["stream"] * (not one_piece or c.layers_per_block == 1)
+            dots -= size["gathered"] + size["stream"]
             dots += size["projected"] // 2 * (in_lanes(c.d_head) / c.d_head - 1) * (c.attention == "gqa")
         return (branches * size["stream"] + outputs + dots + (1 + gated) * size["hidden"]) * z.width
 
@@ -200,11 +198,11 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip: 
     there = layer_groups(c, z.mesh[STAGE])
     scores = SCORES_SAVED if c.work.remat == "none" else 0
     saved_by = lambda kind, c: (listed_bytes(c, z, kind, on_host=False) if parse_remat(c.work.remat)
-                                else saved_bytes(c, z, kind, c.work.remat, one_piece))  # fmt: skip
+                                else saved_bytes(c, z, kind, c.work.remat))  # fmt: skip
     each = [many * (saved_by(kind, one) + scores * score_bytes(c, z, kind)) for many, kind, one in there]
     saved = sum(each)
     counted = c.work.remat == "dots" and not on_tpu  # on a CPU, the outputs of a layer's matmuls are among `saved`
-    twice = lambda kind, c: saved_bytes(c, z, kind, "dots", one_piece) * counted
+    twice = lambda kind, c: saved_bytes(c, z, kind, "dots") * counted
     temporary = lambda kind, c: saved_bytes(c, z, kind, "fused" if on_tpu else "none", temporary=True)
     work = max(temporary(kind, one) + exchange_bytes(one, z, kind) - twice(kind, one)
                + SCORES_AT_WORK * score_bytes(c, z, kind) for _, kind, one in there)  # fmt: skip

@@ -35,8 +35,9 @@ PLAYED = {
     ("llama3_8b", "v4:4x4x4", "fsdp=64", "layer", "dots"): 1.060,
     ("llama3_8b", "v4:4x4x4", "fsdp=32,tensor=2", "layer", "full"): 1.347,
     ("llama3_8b", "v4:4x4x4", "fsdp=16,tensor=4", "layer", "dots"): 1.201,
-    ("moe1b", "v4:4x4x2", "fsdp=32", "layer", "dots"): 0.254,
-    ("moe1b", "v4:4x4x2", "fsdp=16,tensor=2", "layer", "dots"): 0.321,
+    ("moe1b", "v4:4x4x2", "fsdp=32", "layer", "dots"): 0.239,
+    ("moe1b", "v4:4x4x2", "fsdp=32", "layer", "attention,branch,hidden"): 0.231,
+    ("moe1b", "v4:4x4x2", "fsdp=16,tensor=2", "layer", "dots"): 0.304,
     ("moe1b", "v4:2x4x4", "stage=2,fsdp=8,tensor=2", "step", "branches"): 0.361,
     ("mixtral_8x7b", "v4:4x4x4", "fsdp=32,tensor=2", "layer", "full"): 3.015,
     ("dense_124m", "v5e:4x4", "fsdp=16", "layer", "dots"): 0.229,
@@ -109,7 +110,8 @@ WIDE, SHORT = {"data.batch_size": 64, "data.seq_len": 4096}, {"data.batch_size":
 # Peak memory in GiB of the compiled step; the same commands print it.
 @pytest.mark.parametrize("name, topology, mesh, remat, more, peak", [
     ("moe1b", "v4:2x4x4", "fsdp=32", "full", {}, 1.94),
-    ("moe1b", "v4:4x4x2", "fsdp=32", "dots", {}, 8.78),
+    ("moe1b", "v4:4x4x2", "fsdp=32", "dots", {}, 8.11),
+    ("moe1b", "v4:4x4x2", "fsdp=32", "attention,branch,hidden", {}, 6.34),
     ("moe1b", "v4:2x4x4", "data=2,fsdp=16", "dots", {}, 9.34),
     ("moe1b", "v4:2x4x4", "stage=2,fsdp=8,tensor=2", "dots", {"work.gather": "step"}, 10.79),
     ("dense_124m", "v4:2x2x4", "data=2,fsdp=4,tensor=2", "dots", SHORT, 2.07),
@@ -121,7 +123,8 @@ WIDE, SHORT = {"data.batch_size": 64, "data.seq_len": 4096}, {"data.batch_size":
     ("mixtral_8x7b", "v4:4x4x4", "fsdp=32,tensor=2", "full", WIDE, 15.88),
 ])  # fmt: skip
 def test_planned_peaks_match_compiled_steps(name, topology, mesh, remat, more, peak):
-    """Catches values of narrow heads that are not padded, and gradient accumulation without stages with a second copy
+    """Catches values of narrow heads that are not padded, layers of a block whose activations are copied (a
+    peak of 8.85 GiB instead of 8.11), and gradient accumulation without stages with a second copy
     of all that a microbatch saves: the peak of a step of two microbatches was 40% to 60% too high."""
     one = of(name, topology, mesh=mesh, **{"work.remat": remat} | more)
     assert one.peak_bytes / 2**30 == pytest.approx(peak, rel=0.06)
@@ -129,7 +132,8 @@ def test_planned_peaks_match_compiled_steps(name, topology, mesh, remat, more, p
 
 def test_a_search_ranks_the_fastest_simulated_layout_first():
     """Catches `tensor` for a d_model of 768, which the lower bound prefers although fsdp alone is faster."""
-    fit, _, _ = planner.search(preset("moe1b"), hardware.Topology.parse("v4:4x4x2"), None)
+    cfg = preset("moe1b", **{"work.remat": "dots"})
+    fit, _, _ = planner.search(cfg, hardware.Topology.parse("v4:4x4x2"), None)
     assert fit[0].cfg.mesh.tensor == fit[0].cfg.mesh.stage == 1
     assert min(fit, key=lambda one: one.lower_bound_s).cfg.mesh.tensor > 1
     near = [one for one in fit if one.step_s <= 1.03 * min(one.step_s for one in fit)]
