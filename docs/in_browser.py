@@ -16,7 +16,9 @@ from pathlib import Path
 
 import utils
 from config import PRESETS, ModelAtWork, preset
+from config.fields import REMAT
 from docs.notebooks import ROOT
+from plan.answer.auto import SAVED
 from utils import UserError
 
 VERSION = "314.0.7"  # of Pyodide; it has Python 3.14
@@ -70,7 +72,7 @@ def models() -> list[ModelAtWork]:
     return [preset(name).at_work for name in PRESETS if name != "tiny"] + [ModelAtWork(**kind) for kind in kinds]
 
 
-SETTINGS = {"remat": ("none", "dots", "branches", "full"), "tensor_exchange": ("gather", "ring"),
+SETTINGS = {"remat": (*REMAT, SAVED), "tensor_exchange": ("gather", "ring"),
             "context_attention": ("gather", "ring", "all_to_all"),
             "expert_exchange": ("gathered", "routed")}  # fmt: skip
 
@@ -83,6 +85,8 @@ def layers(models: list[ModelAtWork], settings: dict = SETTINGS) -> Iterator[tup
     wanted = {}
     for c, values in itertools.product(models, itertools.product(*settings.values())):
         c = replace(c, work=replace(c.work, **dict(zip(settings, values, strict=True))))
+        if not architecture(c).lists_remat and c.work.remat == SAVED:
+            continue
         if architecture(c).splits_context or c.work.context_attention == "gather":
             kinds = {stack.kind: None for stack in architecture(c).stacks(c)}
             wanted |= {(traced_layer.prime_sized_model(c, kind), kind): None for kind in kinds}

@@ -22,22 +22,25 @@ CASES = {
     "accumulation": ("dense_124m", "h100:1", {"data.batch_size": 96}),
 }
 VALUES = {
-    "remat": ("none", "dots", "branches", "full"), "gather": ("layer", "step"), "tensor_exchange": ("gather", "ring"),
+    "remat": ("none", "dots", "branches", "full", auto.SAVED), "gather": ("layer", "step"),
+    "tensor_exchange": ("gather", "ring"),
     "context_attention": ("gather", "ring"), "schedule": ("gpipe", "1f1b", "interleaved", "zb"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_that_fits_is_faster(case):
-    """Catches settings that are not considered, the time of other settings, and a choice that leaves no memory free."""
+    """Catches settings that are not considered, the time of other settings, and a choice that leaves no memory free.
+    Only the list has to be 3% faster than other settings, and to leave a quarter of the memory free."""
     name, topology, settings = CASES[case]
     cfg = preset(name, **settings)
     chosen = planner.plan(cfg, topology)
     assert chosen.peak_bytes <= 0.9 * chosen.limit_bytes
     for values in itertools.product(*VALUES.values()):
         one = planner.plan(replace(cfg, work=WorkConfig(**dict(zip(VALUES, values, strict=True)))), topology)
-        fits = one.peak_bytes <= 0.9 * one.limit_bytes
-        assert not fits or one.step_s >= chosen.step_s / 1.01, (values, one.step_s, chosen.step_s)
+        fits = one.peak_bytes <= (0.75 if one.cfg.work.remat == auto.SAVED else 0.9) * one.limit_bytes
+        close = 1.03 * 1.01 if one.cfg.work.remat == auto.SAVED else 1.01
+        assert not fits or one.step_s >= chosen.step_s / close, (values, one.step_s, chosen.step_s)
     again = planner.plan(chosen.cfg, topology)
     assert (again.step_s, again.peak_bytes) == (chosen.step_s, chosen.peak_bytes)
     assert dataclasses.replace(chosen.cfg, work=cfg.work) == cfg, "a setting outside of `work` changed"
@@ -45,10 +48,32 @@ def test_nothing_that_fits_is_faster(case):
 
 def test_ties_are_broken_by_memory():
     """Catches ties broken by the order of the list, or by less than the errors: `branches` is as fast here, and needs
-    a quarter more memory."""
-    chosen, other = (planner.plan(preset("moe1b", **{"work.remat": x}), "v4:4x4x2") for x in ("auto", "branches"))
+    a quarter more memory. (In 6 GiB, the list and `dots` do not fit.)"""
+    planned = lambda remat: planner.plan(preset("moe1b", **{"work.remat": remat}), "v4:4x4x2", 6 * GIB)
+    chosen, other = planned("auto"), planned("branches")
     assert (chosen.cfg.work.remat, chosen.cfg.work.gather) == ("full", "layer")
     assert 0.99 * chosen.step_s < other.step_s < chosen.step_s and other.peak_bytes > 1.25 * chosen.peak_bytes
+
+
+def test_a_list_of_activations_is_tried_on_tpus():
+    """Catches `auto` that recomputes whole layers although most of the memory is free, that chooses the list where it
+    does not fit, has not been compared (GPUs, CPUs) or is refused (encoders), or that does not say what the others
+    cost."""
+    one = planner.plan(preset("moe1b"), "v4:4x4x2")
+    other = planner.plan(preset("moe1b", **{"work.remat": "full"}), "v4:4x4x2")
+    assert one.cfg.work.remat == "attention,branch,hidden" and one.step_s < 0.95 * other.step_s
+    assert one.why.startswith("remat=attention,branch,hidden (none +") and ", full +7%), gather=layer (" in one.why
+    assert planner.plan(preset("moe1b"), "v4:4x4x2", 6 * GIB).cfg.work.remat == "full"
+    for topology in ("h100:32", None):
+        one = planner.plan(preset("moe1b"), topology, 30 * GIB)
+        assert "," not in one.cfg.work.remat and auto.SAVED not in one.why
+    assert auto.SAVED not in planner.plan(preset("t5_base", mesh="fsdp=4"), "v4:2x2x1").why
+
+
+def test_a_list_by_hand_has_a_place_without_a_known_speed():
+    """Catches a crash: without times, plans were sorted by the place of `work.remat` among the values that are not
+    lists."""
+    assert planner.plan(preset("laptop", **{"work.remat": "attention,keys"}), None, GIB).fits
 
 
 def test_without_a_known_speed_it_chooses_the_simplest_settings_that_fit():
@@ -92,9 +117,8 @@ def test_the_reasons_match_the_other_plans():
     of = lambda remat: planner.plan(replace(cfg, work=dataclasses.replace(one.cfg.work, remat=remat)), "v4:4x4x4")
     percent = lambda remat: f"{remat} {of(remat).step_s / one.step_s - 1:+.0%}"
     assert not of("none").fits
-    assert one.why.startswith(
-        f"remat=dots (none does not fit, {percent('branches')}, {percent('full')}), gather=layer ("
-    )
+    others = ", ".join(map(percent, ("branches", "full", auto.SAVED)))
+    assert one.why.startswith(f"remat=dots (none does not fit, {others}), gather=layer (")
     assert auto.settings_text(one) == f"{one.why}; loss_chunk=512"
 
 
@@ -111,16 +135,17 @@ BY_HAND = {  # the first is MaxText's step of a 22B model on v4, which ran with 
 @pytest.mark.parametrize("case", BY_HAND)
 def test_what_auto_says_of_a_setting_is_true_of_the_setting_by_hand(case):
     """Catches a setting that `auto` calls too large and a plan by hand calls fitting, as its memory only exceeds 90%.
-    The limits are the chip's memory, two at which remat=none, with the least memory, exceeds all or 90% of it, and one
+    The limits are the chip's memory, two at which remat=none, with the least memory, exceeds all or 90% of it, and two
     at which the settings that are chosen on the chip do."""
     name, topology, settings = BY_HAND[case]
     cfg, seen = preset(name, **settings), set()
     free = planner.plan(cfg, topology)
     peak = planner.plan(replace(cfg, **{"work.remat": "none"}), topology).peak_bytes
-    for limit in (free.limit_bytes or GIB, round(0.97 * peak), round(1.03 * peak), round(1.03 * free.peak_bytes)):
+    near = (0.97 * peak, 1.03 * peak, 1.03 * free.peak_bytes, 1.06 * free.peak_bytes)
+    for limit in (free.limit_bytes or GIB, *map(round, near)):
         one = planner.plan(cfg, topology, limit)
         pinned = {name: getattr(one.cfg.work, name) for name in (*VALUES, "device_batch")}
-        for setting, others in re.findall(r"(\w+)=\w+ \(([^)]*)\)", one.why):
+        for setting, others in re.findall(r"(\w+)=[\w,]+ \(([^)]*)\)", one.why):
             for value, told in (text.split(" ", 1) for text in others.split(", ")):
                 by_hand = pinned | {setting: int(value) if value.isdecimal() else value}
                 other = planner.plan(replace(cfg, work=dataclasses.replace(cfg.work, **by_hand)), topology, limit)
