@@ -112,7 +112,7 @@ WIDE, SHORT = {"data.batch_size": 64, "data.seq_len": 4096}, {"data.batch_size":
     ("moe1b", "v4:2x4x4", "fsdp=32", "full", {}, 1.94),
     ("moe1b", "v4:4x4x2", "fsdp=32", "dots", {}, 8.11),
     ("moe1b", "v4:4x4x2", "fsdp=32", "attention,branch,hidden", {}, 6.34),
-    ("moe1b", "v4:2x4x4", "data=2,fsdp=16", "dots", {}, 9.34),
+    ("moe1b", "v4:2x4x4", "data=2,fsdp=16", "dots", {}, 8.67),
     ("moe1b", "v4:2x4x4", "stage=2,fsdp=8,tensor=2", "dots", {"work.gather": "step"}, 10.79),
     ("dense_124m", "v4:2x2x4", "data=2,fsdp=4,tensor=2", "dots", SHORT, 2.07),
     ("dense_124m", "v4:2x2x4", "fsdp=16", "dots", {}, 3.78),
