@@ -55,10 +55,14 @@ def load_init_params(cfg: Config, mesh):
 
     source, declarations = cfg.run.init_from, declare_stored(cfg)
     step = convert.resolve_step(source, report=log)
-    params = convert.load_params(source, declarations, mesh, step)
+    other = differing_settings(cfg.model, convert.read_config(source))
+    try:
+        params = convert.load_params(source, declarations, mesh, step)
+    except UserError as error:
+        raise UserError(f"{error}. Settings that differ: {other}" if other else str(error)) from None
     which = "converted" if step is None else f"step {step}"
     log(f"parameters and model settings are from {source} ({which})")
-    if other := differing_settings(cfg.model, convert.read_config(source)):
+    if other:
         log(f"           except {other}")
     return params
 

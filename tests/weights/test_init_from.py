@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import main
+import sharding
 from data import prepare
 from plan import __main__ as plan_command
 from tests.plan.test_published import MODELS, write
@@ -41,6 +43,14 @@ def test_only_settings_that_parameters_need_are_taken_over(tmp_path, monkeypatch
     assert main.parse([*flags, "--data.input_len", "40"]).data.input_len == 40
     said = init_from.differing_settings(got, theirs)
     assert "balance_loss=0.01 (there 0.001), dropout=0.1 (there 0.0)" in said
+
+
+def test_a_flag_that_the_parameters_do_not_fit_is_named(tmp_path):
+    """Catches an error that names a parameter but not the flag that added it to the model."""
+    assert weights_command.main(["from-hf", str(FIXTURES / "mixtral"), "--out", str(tmp_path / "run")]) == 0
+    cfg = main.parse(["laptop", "--init-from", str(tmp_path / "run"), "--model.softmax", "sinks"])
+    with pytest.raises(UserError, match=r"sink_H, but .*\. Settings that differ: softmax='sinks' \(there ''\), "):
+        init_from.load_init_params(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:1]))
 
 
 LLAMA = dict(model_type="llama", vocab_size=272, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
