@@ -1191,7 +1191,7 @@ print(check_mend(train))
 # weights after one step on two meshes.
 #
 # The trainer of this project has Muon too (`muon.py`). Gathering every matrix on every device is right, and
-# can more than double the time of a step. [When does Muon cost more than it saves?](../docs/muon.md)
+# can more than double the time of a step. [When does Muon cost more than it saves?](../muon.md)
 # shows how to avoid that.
 # </details>
 

@@ -919,7 +919,7 @@ print(check_window(windowed))
 # ceil((window - 1)/s) = ceil(19/16) = 2. A layer with a window of 128 and shards of 16,384 needs one send, of
 # only the last 127 positions. The project (`--model.window`) keeps zig-zag order, because other layers attend
 # to everything. Each device has two chunks, and receives one window before each (`halo_attention` in
-# [overlap/context.py](../overlap/context.py)).
+# `overlap/context.py`).
 # </details>
 
 # %% tags=["remove-cell"]
