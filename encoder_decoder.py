@@ -20,7 +20,7 @@ from flax import struct
 
 import model
 from config import ModelConfig
-from kernels.attention import masked_attention
+from kernels.masked import masked_attention
 from model import FeedForward, GroupedAttention, Layer, Tokens, Transformer, dropout, dropout_keys, norm
 from overlap.layers import scan_layers, stack_size
 from overlap.positions import apply_scatter, gather_apply

@@ -75,29 +75,6 @@ def grads_with_joined_parts(pull):
     return gradients
 
 
-@jax.checkpoint
-def masked_attention(q, k, v_bSgU, seen_bsS, bias_hsS=None):
-    """Compute attention with any mask, and store the scores of all pairs; the backward pass recomputes them.
-
-    seen_bsS  whether a query attends to a key; a query that attends to none gets zeros
-    bias_hsS  float32, added to the scores; None: nothing
-    Shapes: q and k as in `partial_attention`, [b, S, g, U] -> [b, s, h, U].
-    """
-    q_bshK, k_bSgK = join_parts(q if isinstance(q, tuple) else q * q.shape[-1] ** -0.5, k)
-    (b, s, h, K), (_, S, g, _) = q_bshK.shape, k_bSgK.shape
-    with jax.named_scope("attend"):
-        scores_bgrsS = einsum_f32("bsgrK,bSgK->bgrsS", q_bshK.reshape(b, s, g, h // g, K), k_bSgK)
-        if bias_hsS is not None:
-            scores_bgrsS += bias_hsS.reshape(1, g, h // g, s, S)
-        seen_b11sS = seen_bsS[:, None, None]
-        weight_bgrsS = jax.nn.softmax(jnp.where(seen_b11sS, scores_bgrsS, HIDDEN), axis=-1) * seen_b11sS
-        return (
-            einsum_f32("bgrsS,bSgU->bsgrU", weight_bgrsS.astype(v_bSgU.dtype), v_bSgU)
-            .astype(v_bSgU.dtype)
-            .reshape(b, s, h, -1)
-        )
-
-
 def by_platform_and_reach(forms: dict, reach: Reach, is_full, *operands):
     """Call this platform's implementation: with the window, or without it if `is_full` is true."""
     run = lambda reach: by_platform(*operands, **{name: functools.partial(f, reach) for name, f in forms.items()})

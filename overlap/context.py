@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from config import ModelAtWork
 from config.fields import parse_softmax, parse_window
-from kernels.attention import masked_attention, partial_attention
+from kernels.attention import partial_attention
 from kernels.blocks import Reach, query_positions
+from kernels.masked import masked_attention
 from overlap.remat import named
 from sharding import (
     CONTEXT,

@@ -14,7 +14,7 @@ import pipeline
 import sharding
 from architectures import declare
 from config import preset, replace
-from kernels.attention import masked_attention
+from kernels.masked import masked_attention
 from pipeline import check, schedules, step
 from tests import helpers
 from utils import UserError

@@ -30,8 +30,8 @@ ROOMS = {
     "launch": (2100, ""),
     "compile": (1263, "utils devices"),
     "sharding": (483, "utils config compile"),
-    "kernels": (1326, "sharding"),
-    "overlap": (1141, "config compile sharding kernels"),
+    "kernels": (1535, "sharding"),
+    "overlap": (1142, "config compile sharding kernels"),
     "rotary": (121, "config"),
     "model": (839, "utils config sharding kernels overlap rotary"),
     "encoder_decoder": (245, "config sharding kernels overlap model"),
@@ -54,7 +54,7 @@ ROOMS = {
     "serve": (1160, "utils devices config generate"),
     "plan.chips": (975, "utils config sharding"),
     "plan.trace": (978, "utils devices config compile sharding architectures pipeline optimizer plan.chips"),
-    "plan.count": (1649, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
+    "plan.count": (1683, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
     "plan.time": (919, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
@@ -71,7 +71,7 @@ FILES = {
     "config": "fields mesh needs settings presets flags",
     "launch": "supervisor machine agent hosts launcher panes __main__",
     "compile": "hlo ledger options ordered",
-    "kernels": "blocks grouped_gpu grouped attention_gpu attention",
+    "kernels": "blocks grouped_gpu grouped attention_gpu attention masked",
     "overlap": "rings positions layers remat context experts gradients weights fusion",
     "pipeline": "schedules check draw fit documents ticks step __main__",
     "data.reading": "bucket manifests packing order objectives features examples",

@@ -20,7 +20,7 @@ import sharding
 from architectures import architecture, busiest_stage
 from config import Config, ModelAtWork, ModelConfig
 from config.fields import parse_bias, parse_outer, parse_pipeline, parse_window
-from kernels import attention as attending, grouped
+from kernels import attention as attending, grouped, masked
 from kernels.blocks import Reach
 from overlap import experts
 from overlap.context import chunk_starts, ring_sends_halo
@@ -227,6 +227,32 @@ def attention_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: S
     return [b * x for x in ahead], [b * x for x in back]
 
 
+def masked_keys(z: Sizes, branch: str) -> int:
+    """Return to how many keys a device's queries attend with a mask, in a branch of a layer."""
+    return z.S if branch == "cross_attention" else z.T
+
+
+def scores_in_kernel(c: ModelAtWork, z: Sizes, branch: str) -> int:
+    """Return how many scores of a head a TPU's kernel of attention with a mask computes; 0 if there is no kernel."""
+    width = c.d_head + c.d_rope + c.d_value if c.attention == "mla" else 2 * c.d_head
+    return masked.count_scores(z.s, masked_keys(z, branch), width) if z.platform == "tpu" else 0
+
+
+def masked_attention_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes):
+    """Return FLOPs and HBM bytes of one of the two matmuls of attention with a mask in a kernel, forward and backward.
+
+    The kernel reads a byte of the mask per score of a head, and biases once for all sequences. Its backward pass
+    computes the scores again.
+    """
+    flops, keys = row.count.at(sizes) * row.flops.at(sizes), masked_keys(z, row.branch)
+    entries = c.n_heads // z.mesh[TENSOR] * z.s * keys
+    moved = flops / (2 * z.s * keys) * (z.s + keys) * z.width  # queries and keys, or values and results
+    scores = entries * (z.b + 4 * bool(z.S and row.branch == "attention")) / 2
+    flops *= scores_in_kernel(c, z, row.branch) / (z.s * keys)
+    gives_scores = not {"K", "U"} & {*row.moved_bytes[-1].letters}  # the other matmul has a head's results
+    return (flops, moved + scores), ((2 + gives_scores) * flops, 2 * moved + scores)
+
+
 def expert_matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes):
     """Return FLOPs and HBM bytes of an expert matmul, forward, including the rows that a tile pads or repeats. On a CPU
     it also computes rows without an expert."""
@@ -238,7 +264,10 @@ def expert_matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, 
 
 def matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -> Matmul:
     """Return the cost of a matmul or kernel of a layer on one device."""
-    count, back, kernel = row.count.at(sizes), None, ""
+    count, back, kernel, part = row.count.at(sizes), None, "", traced_layer.part_of(row.scopes)
+    if row.kind == "matmul" and row.name == "attend" and scores_in_kernel(c, z, row.branch):
+        ahead, back = masked_attention_cost(row, sizes, c, z)
+        return Matmul(part, *ahead, c.work.remat != "none", back, row.branch, row.name, "attention")
     if row.kind == "kernel" and row.name == "attend":
         kernel, (ahead, back) = "attention", ([count * x for x in one] for one in attention_cost(row, sizes, c, z))
     elif row.kind == "kernel":
@@ -255,7 +284,7 @@ def matmul_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Size
     if back is None and (once_more or row.backward not in (1, 2) or row.once_per_stack):
         back = [row.backward * x for x in ahead]
     back = back and tuple(y + once_more * x for x, y in zip(ahead, back, strict=True))
-    return Matmul(traced_layer.part_of(row.scopes), *ahead, bool(row.recomputed), back, row.branch, row.name, kernel)
+    return Matmul(part, *ahead, bool(row.recomputed), back, row.branch, row.name, kernel)
 
 
 def collective_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes) -> Collective:

@@ -30,8 +30,10 @@ from plan.count.costs import (
     in_lanes,
     layer_groups,
     logits_tokens,
+    masked_keys,
     received_tokens,
     repeats_passes,
+    scores_in_kernel,
     vocabulary_slices,
     weights,
 )
@@ -113,7 +115,8 @@ def saved_bytes(c: ModelAtWork, z: Sizes, kind: str, remat: str, temporary=False
         dots = sum(size[name] for name in ("latents", "queries", "projected", "crossed"))
         if z.platform == "tpu":  # neither the normalized input of attention nor its output, but padded values (GQA)
             dots -= size["gathered"] + size["stream"]
-            dots += size["projected"] // 2 * (in_lanes(c.d_head) / c.d_head - 1) * (c.attention == "gqa")
+            padded = c.attention == "gqa" and not (has_mask(c, z) and scores_in_kernel(c, z, "attention"))
+            dots += size["projected"] // 2 * (in_lanes(c.d_head) / c.d_head - 1) * padded
         return (branches * size["stream"] + outputs + dots + (1 + gated) * size["hidden"]) * z.width
 
     # Of attention: operands, outputs (before and after an all-to-all), and the partial outputs of the steps of a ring.
@@ -171,11 +174,17 @@ def moments_bytes(cfg: Config, w: list[Weights]) -> float:
     return sum(size(x) for x in w if x.name not in frozen)
 
 
+def has_mask(c: ModelAtWork, z: Sizes) -> bool:
+    """Return whether layers attend with a mask (`kernels/masked.py`): in an encoder-decoder and in a prefix LM."""
+    return bool(z.S or c.prefix_lm)
+
+
 def score_bytes(c: ModelAtWork, z: Sizes, kind: str) -> float:
-    """Return the bytes of the scores that attention with a mask stores in float32; attention in blocks stores none."""
+    """Return the bytes of the scores that attention with a mask stores in float32; kernels store none."""
     z = z.of_encoder if kind == "encoder" else z
-    keys = {"encoder": z.s, "decoder": z.s + z.S}.get(kind, z.T * c.prefix_lm)
-    return 4 * z.b * c.n_heads // z.mesh[TENSOR] * z.s * keys
+    branches = ["attention"] * has_mask(c, z) + ["cross_attention"] * (kind == "decoder")
+    keys = sum(masked_keys(z, branch) for branch in branches if not scores_in_kernel(c, z, branch))
+    return FLOAT32 * z.b * c.n_heads // z.mesh[TENSOR] * z.s * keys
 
 
 def bias_bytes(c: ModelAtWork, z: Sizes) -> float:
@@ -185,7 +194,7 @@ def bias_bytes(c: ModelAtWork, z: Sizes) -> float:
 
 
 # Arrays as large as the scores: in the layer that is being computed, and among what a layer saves with remat=none
-SCORES_AT_WORK, SCORES_SAVED = 3, 9
+SCORES_AT_WORK, SCORES_SAVED = 3, 4
 
 
 def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip: str = "") -> dict[str, float]:
@@ -211,11 +220,11 @@ def memory(cfg: Config, sched: schedules.Schedule, platform: str = "cpu", chip: 
     buffers, stream = sched.slots, sum(one.b * one.t for one in z.streams) * c.d_model * z.width
     if repeats_passes(cfg, sched):  # a pass saves its input; its backward pass saves what its layers save
         saved = max(each) + buffers.kept * stream
-    else:
+    elif not one_piece:
         # With "dots" and no stages, a TPU has no slot. It only copies the inputs of branches to another layout.
         inputs = sum(many * saved_bytes(one, z, kind, "branches") for many, kind, one in there)
         copied = inputs if on_tpu and cfg.mesh.stage == 1 and c.work.remat == "dots" else saved
-        saved = (buffers.kept * saved + (not one_piece) * copied) / sched.chunks
+        saved = (buffers.kept * saved + copied) / sched.chunks
     step = c.work.gather == "step"
     # Each slot also stores the prefix's weights, because the `cond` around it in `model.stage` returns them.
     prefix = sum((x.gathered_size if step else x.local_size) * x.width for x in w if x.name.startswith("prefix."))

@@ -320,11 +320,16 @@ PREDICTED = {
     "1f1b": ("v4:2x2x2", "dense_124m", {"mesh": "stage=4,tensor=2", "work.schedule": "1f1b"} | DENSE),
     "experts on three axes, gathered once": ("v4:4x4x2", "moe1b", {
         "mesh": "stage=2,fsdp=8,tensor=2", "work.gather": "step", "work.remat": "branches", "data.seq_len": 512}),
+    "attention with masks and biases": ("v5e:4x4", "t5_base", {
+        "mesh": "fsdp=16", "model.vocab_size": 2048, "model.n_layers": 4, "model.encoder_layers": 4,
+        "data.batch_size": 256, "work.remat": "none"}),
 }  # fmt: skip
 
 
 # `docs/check_a_plan.md` compiles a plan over fsdp and tensor.
-@pytest.mark.parametrize("case", with_repeats(PREDICTED, {*PREDICTED} - {"fsdp, tensor"}))
+@pytest.mark.parametrize(
+    "case", with_repeats(PREDICTED, {*PREDICTED} - {"fsdp, tensor", "attention with masks and biases"})
+)
 def test_the_plan_matches_the_compiled_step(case):
     """Catches a plan that is right only on simulated devices."""
     topology, name, settings = PREDICTED[case]
@@ -334,6 +339,8 @@ def test_the_plan_matches_the_compiled_step(case):
     with_experts = {"state": STATE, "flops": 0.05, "sent": 0.05}
     check_prediction(plan, found, **with_experts if name == "moe1b" else {})
     assert found["unexpected"] == []
+    if name == "t5_base":
+        assert not re.search(r"(f32|bf16)\[16,12,(12,)?512,512\]", compiled.step.as_text()), "scores are stored"
 
 
 # dense_124m on as many chips, with short sequences, which compile faster and follow the same rules.
