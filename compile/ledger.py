@@ -359,7 +359,8 @@ LOCAL = set(
     "sine sinh slice sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple "
     "xor".split()
 )
-STARTS = {"fusion", "async-start", "call-start"}  # they contain computations, in which collectives are searched
+# Opcodes that contain computations, in which collectives are searched
+STARTS = {"fusion", "async-start", "call-start", "custom-call-start"}
 # A send and recv between slices (Instruction.between_slices) are known too.
 KNOWN = LOCAL | CALLERS | {*KINDS, "dot", "convolution", "fusion", "async", "custom-call"}
 THREADS = {"", "main", "sparsecore"}  # a SparseCore communicates while the TensorCore computes
@@ -383,7 +384,7 @@ def refuse_unknown(program: Program) -> None:
                 raise unknown_error(program, one, f"opcode {one.opcode}")
             if thread not in THREADS:
                 raise unknown_error(program, one, f"execution thread {thread!r}")
-            if runs and not named:
+            if runs and not named and one.opcode != "custom-call-start":  # or a kernel, which contains none
                 raise unknown_error(program, one, "a computation that the text does not have")
             if inside and not runs and not one.opcode.endswith(("-update", "-done")):
                 raise unknown_error(program, one, f"how {one.opcode} runs %{inside}, which contains collectives,")
@@ -417,7 +418,7 @@ def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, lis
 
     On TPU a collective may be spread over several fusions, which overlap it with compute. Each of these fusions repeats
     the instruction, but it is listed only once. Several such collectives may have the same channel, and different
-    chains.
+    chains. A `custom-call-start` without operands only prepares a SparseCore, whose collective begins at the update.
     """
     begun, found = collections.defaultdict(list), {}
     sends = {rendezvous(one): one.name for one in program.computations[name].values() if one.opcode == "send"}
@@ -430,7 +431,9 @@ def spans(program: Program, name: str) -> list[tuple[str, Instruction, bool, lis
             key = shared if copied else (where, inner.name)
             begun[one.name].append(key)
             two_parts = copied or "-start" in one.opcode + inner.opcode or one.opcode == "send"
-            found.setdefault(key, (where, inner, two_parts, []))[-1].append(place)
+            places = found.setdefault(key, (where, inner, two_parts, []))[-1]
+            if one.operands or one.opcode != "custom-call-start":
+                places.append(place)
         if one.opcode.endswith(("-update", "-done")):
             begun[one.name] = begun[one.operands[0]]
             for key in begun[one.name]:

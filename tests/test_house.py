@@ -28,7 +28,7 @@ ROOMS = {
     "devices": (175, "utils"),
     "config": (1664, "utils devices"),
     "launch": (2100, ""),
-    "compile": (1263, "utils devices"),
+    "compile": (1266, "utils devices"),
     "sharding": (483, "utils config compile"),
     "kernels": (1535, "sharding"),
     "overlap": (1142, "config compile sharding kernels"),
@@ -56,7 +56,7 @@ ROOMS = {
     "plan.trace": (978, "utils devices config compile sharding architectures pipeline optimizer plan.chips"),
     "plan.count": (1683, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
                          "pipeline optimizer generate plan.chips plan.trace"),
-    "plan.simulate": (700, "utils config compile pipeline plan.chips plan.count"),
+    "plan.simulate": (721, "utils config compile pipeline plan.chips plan.count"),
     "plan.time": (919, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
     "plan.answer": (2514, "utils config compile sharding architectures parameters pipeline local_steps generate "
                           "plan.chips plan.trace plan.count plan.time"),

@@ -5,7 +5,8 @@
 - A matmul takes the compiler's own `estimated_cycles` or, with `at_peak`, its FLOPs at the chip's peak. The compiler
   has no estimate for a kernel, which takes the longer of its FLOPs at the peak and its bytes at full memory bandwidth.
 - Any other instruction takes the time of its main-memory reads and writes at full bandwidth or, with `by_cycles`, the
-  compiler's estimate. Asynchronous copies and slices run one after the other, and overlap with everything else.
+  compiler's estimate. Asynchronous copies and slices run one after the other, and overlap with everything else. So do
+  the gathers and scatters that a SparseCore runs.
 - A collective uses links (`links.py`) from its start on, shared with all other collectives in flight. At its end the
   device waits for it. All devices are assumed to be at the same point of the program.
 - A loop runs as often as its trip count. A conditional runs its longest branch, in all executions or in the fraction
@@ -142,8 +143,9 @@ class Simulator:
             nested = [call for call in within if call.times and call.computation not in self.parts]
             if nested:
                 clock.skip(sum(call.times * self.seconds[call.computation] for call in nested))
-            elif one.opcode in COPYING:
-                clock.copy(one.name, self.memory.bytes_moved(computation, one) / self.machine.hbm_bytes_per_s)
+            elif moved := self.bytes_beside_the_core(computation, one):
+                queue, size = moved
+                clock.copy(one.name, size / self.machine.hbm_bytes_per_s, queue)
             elif one.opcode.endswith("-done") and one.operands[0] in clock.copies:
                 clock.wait_copy(one.operands[0])
             elif not begins[place] or one.opcode == "fusion":
@@ -173,9 +175,31 @@ class Simulator:
             return MATMULS, computing
         return MATMULS, max(computing, moving) if estimate is None else estimate
 
+    def bytes_beside_the_core(self, computation: dict, one: Instruction) -> tuple[str, int] | None:
+        """Return the queue and the bytes of a copy or of a SparseCore's gather or scatter, if this instruction begins
+        it. An instruction that starts a SparseCore without operands only prepares it: the next update begins."""
+        if one.opcode in COPYING:
+            return "copies", self.memory.bytes_moved(computation, one)
+        begun = one
+        if one.opcode.endswith("-update") and not computation[one.operands[0]].operands:
+            begun = computation[one.operands[0]]
+        if "-start" not in begun.opcode or SPARSECORE not in begun.attributes or (begun is one and not one.operands):
+            return None
+        return None if self.is_fused_collective(begun) else (SPARSECORE, self.offloaded_bytes(begun))
+
+    def offloaded_bytes(self, one: Instruction) -> int:
+        """Count the bytes that a SparseCore reads and writes in main memory."""
+        total = 0
+        for part in one.contents:
+            computation = self.program.computations[part]
+            for inner in computation.values():
+                nested = SPARSECORE in inner.attributes
+                total += self.offloaded_bytes(inner) if nested else self.memory.bytes_moved(computation, inner)
+        return total
+
     def is_fused_collective(self, one: Instruction) -> bool:
-        """Return True if a fusion contains a collective: then its time is the time on the links."""
-        return any(inner.is_collective for part in one.contents for inner in self.program.computations[part].values())
+        """Return True if a fusion or an async start contains a collective: then its time is the time on the links."""
+        return any(ledger.collectives_in(self.program, "", one))
 
     def _work(self, name: str) -> ledger.Work:
         computation = self.program.computations[name]
@@ -226,6 +250,7 @@ class Simulator:
         return self.rates[key]
 
 
+SPARSECORE = 'async_execution_thread="sparsecore"'
 COPYING = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
 
 
@@ -249,7 +274,7 @@ class Clock:
     def __init__(self, player: Simulator):
         self.player, self.now, self.skipped = player, 0.0, 0.0
         self.flying: list[Flight] = []
-        self.copies, self.copied_at = {}, 0.0
+        self.copies, self.copied_at = {}, collections.Counter()
         self.own, self.events = collections.Counter(), []
 
     def advance(self, until: float, stop: Flight | None = None) -> None:
@@ -303,9 +328,8 @@ class Clock:
         self.advance(self.now + seconds)
         self.skipped += seconds
 
-    def copy(self, name: str, seconds: float) -> None:
-        self.copied_at = max(self.now, self.copied_at) + seconds
-        self.copies[name] = self.copied_at
+    def copy(self, name: str, seconds: float, queue: str) -> None:
+        self.copies[name] = self.copied_at[queue] = max(self.now, self.copied_at[queue]) + seconds
 
     def wait_copy(self, name: str) -> None:
         begin = self.now

@@ -33,6 +33,17 @@ HloModule m, is_scheduled=true, num_partitions=4
   ROOT %p.3 = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) parameter(0)
 }
 
+%gathered (z.5: f32[100]) -> f32[40] {
+  %z.5 = f32[100]{0} parameter(0)
+  ROOT %g.5 = f32[40]{0} slice(%z.5), slice={[0:40]}
+}, execution_thread="sparsecore"
+
+%offloaded (z.6: f32[100]) -> f32[40] {
+  %z.6 = f32[100]{0} parameter(0)
+  %s.6 = ((f32[100]{0}), f32[40]{0}, u32[]) call-start(%z.6), async_execution_thread="sparsecore", to_apply=%gathered
+  ROOT %d.6 = f32[40]{0} call-done(%s.6)
+}, execution_thread="sparsecore"
+
 %condition (p.4: (f32[5,7], f32[7,3])) -> pred[] {
   %p.4 = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) parameter(0)
   ROOT %true.4 = pred[] constant(true)
@@ -57,6 +68,11 @@ LOOP = ('%l = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) while(%both), condition=%
         'backend_config={"known_trip_count":{"n":"3"}}')  # fmt: skip
 BRANCH = ('%c = (f32[5,7]{1,0:S(1)}, f32[7,3]{1,0:S(1)}) conditional(%which, %both, %both), true_computation=%body, '
           'false_computation=%nothing, metadata={op_name="jit(f)/slot/cond"}')  # fmt: skip
+# A SparseCore reads 160 bytes and writes 160: 32 s. It begins at the update, which has its operand.
+OFFLOADED = ("%o = ((), (), s32[]) custom-call-start(), async_execution_thread=\"sparsecore\", "
+             "called_computations={%offloaded}",
+             "%u = ((f32[100]{0}), f32[40]{0}, s32[]) custom-call-update(%o, %z)",
+             "%r = f32[40]{0} custom-call-done(%u)")  # fmt: skip
 
 
 def play(*lines: str, machine=LINE, **more) -> simulator.Replay:
@@ -84,12 +100,21 @@ CASES = {
     "a copy without compute": (
         ("%c = (f32[100]{0}, f32[100]{0:S(1)}, u32[]) copy-start(%z)", "%e = f32[100]{0:S(1)} copy-done(%c)"),
         {"copies": 40}),
+    "a gather on a SparseCore": (OFFLOADED, {"copies": 32}),
+    "a gather that starts with its operand": (
+        ('%s = ((f32[100]{0}), f32[40]{0}, u32[]) call-start(%z), async_execution_thread="sparsecore", '
+         "to_apply=%gathered", "%d = f32[40]{0} call-done(%s)"), {"copies": 32}),
+    "a gather overlapped with a permute": (
+        (SEND(0, "0,1"), *OFFLOADED[:2], DONE(0), OFFLOADED[2]), {"fsdp": 100}),
+    "a gather before it has its operand": (
+        (OFFLOADED[0], PRODUCT("y"), *OFFLOADED[1:]), {"matmuls": FLOPS, "copies": 32}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_seconds_match_those_derived_by_hand(name):
-    """Catches a wait counted twice or not at all, two permutes that each get the whole link, and a loop run once."""
+    """Catches a wait counted twice or not at all, two permutes that each get the whole link, a loop run once, and a
+    SparseCore that takes no time or begins before its operands exist."""
     lines, causes = CASES[name]
     found = play(*lines)
     assert found.causes == pytest.approx(causes)

@@ -97,6 +97,24 @@ def test_a_sparsecore_collective_in_a_loop_counts_once_per_trip():
         "all-gather": (3, True), "reduce-scatter": (1, False)}  # fmt: skip
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_prepared_sparsecore_collective_begins_at_its_update(early):
+    """Catches a collective in the notation of libtpu 0.0.52 that is refused, counted twice, or that overlaps with
+    matmuls that run before it has its operand."""
+    prepare = ('  %prepared = ((), (), s32[]) custom-call-start(), async_execution_thread="sparsecore", '
+               'custom_call_target="TODO", called_computations={%gathered}')  # fmt: skip
+    update = "  %gather-start = ((bf16[4,6]{1,0}), bf16[8,6]{1,0}, s32[]) custom-call-update(%prepared, %z)"
+    lines = TEXT.replace(" call-done(%gather-start)", " custom-call-done(%gather-start)").splitlines()
+    start, done = (
+        next(i for i, x in enumerate(lines) if x.startswith(f"  %gather-{end} ")) for end in ("start", "done")
+    )
+    lines[start] = "\n".join([prepare, update] if early else [prepare])
+    if not early:
+        lines.insert(done, update)
+    gather = read("\n".join(lines)).totals_by("axes")["fsdp"]
+    assert gather == ledger.Total(1, 2 * 8 * 6 // 2, 0 if early else 2 * 8 * 6 // 2)
+
+
 # Unknown instructions -------------------------------------------------------------------------------------------------
 
 STRANGE = {
