@@ -77,7 +77,7 @@ help: ## list every command
 # python -m bench.muon #: plan what Muon costs beside AdamW on eight meshes
 # python -m bench.options #: print which compiler option overlaps which collective on which TPU; needs extra-tpu
 # python -m bench.partition #: compare hand-written collectives with those that the compiler chooses
-# python -m bench.peers #: simulate our step of Llama 2 7B beside MaxText's; needs extra-tpu
+# python -m bench.peers #: simulate our steps of Llama, Mixtral and a long context beside MaxText's; needs extra-tpu
 # python -m bench.plan #: compare planned step times with simulated compiled schedules; needs extra-tpu
 # python -m bench.published #: plan the steps that others measured, and write docs/published*.md
 # python -m bench.schedules #: measure each pipeline schedule, and compare it with its prediction

@@ -479,7 +479,7 @@ HELP = {  # command -> its examples, in the order of its help
     "-m bench.partition": ["", "--topology v5e:4x4", "--step --topology v5e:4x4 --mesh fsdp=16"],
     "-m bench.documents": ["--path tokens/stdlib-bytes",
                            "--path tokens/stdlib-gpt2 --seq_len 32768 --context 4 --topology v4:4x4x4"],
-    "-m bench.peers": ["", "--hlo step.hlo   # the text of our step, compiled before"],
+    "-m bench.peers": ["mixtral_8x7b", "llama2_7b --hlo step.hlo   # the text of our step, compiled before"],
     "-m bench.plan": ["--drawn 4", "llama3_8b --topology v4:4x4x4 --data.batch_size 64 --data.seq_len 4096 --first 10"],
     "-m weights": ["from-hf DIR --out runs/x", "to-hf runs/x --out DIR", "slim runs/x DIR --dtype bfloat16"],
     "-m evaluate": ["runs/laptop --perplexity tokens/stdlib-bytes",

@@ -1,9 +1,18 @@
 """`python -m plan.replay` on programs that were not written for this project, and on what it has to refuse.
 
-fixtures/ has the text of each program, with other paths: two that the files beside it lower, and MaxText 0.2.5's step
-of Llama 2 7B, dumped by `python -m maxtext.trainers.pre_train.train_compile base.yml compile_topology=v5e-16
-model_name=llama2-7b per_device_batch_size=4 max_target_length=2048 ici_fsdp_parallelism=16 remat_policy=full` with JAX
-0.12.0.1 and libtpu 0.0.52.
+fixtures/ has the text of each program, with other paths: two that the files beside it lower, and three steps of MaxText
+0.2.5, compiled by `python -m maxtext.trainers.pre_train.train_compile base.yml remat_policy=full` with JAX 0.12.0.1,
+libtpu 0.0.52 and these settings:
+
+- compile_topology=v5e-16 model_name=llama2-7b per_device_batch_size=4 max_target_length=2048 ici_fsdp_parallelism=16,
+  from a dump
+- compile_topology=v5p-32 model_name=mixtral-8x7b per_device_batch_size=4 max_target_length=4096 ici_fsdp_parallelism=16
+  sparse_matmul=true megablox=true, from `as_text()`
+- compile_topology=v5p-32 model_name=llama3.1-8b per_device_batch_size=1 max_target_length=32768
+  ici_fsdp_parallelism=4 ici_context_parallelism=4 packing=false, from `as_text()`
+
+The last two have the options SPARSECORE of `compile/options.py` as compile_xla_flags, which are from MaxText's own
+benchmarks. This libtpu refuses the options of MaxText's v5p recipes, which fuse all-gathers with matmuls.
 """
 
 import gzip
@@ -19,8 +28,8 @@ from plan import replay
 from plan.simulate import live
 
 FIXTURES = Path(__file__).parent / "fixtures"
-NAMES = ("flash_attention", "flax_lm", "maxtext_llama2_7b")
-FLASH, FLAX, MAXTEXT = (str(FIXTURES / f"{name}.hlo.xz") for name in NAMES)
+NAMES = ("flash_attention", "flax_lm", "maxtext_llama2_7b", "maxtext_mixtral_8x7b", "maxtext_llama3_8b_32k")
+FLASH, FLAX, MAXTEXT, MIXTRAL, LONG = (str(FIXTURES / f"{name}.hlo.xz") for name in NAMES)
 
 
 def text(path: str) -> str:
@@ -95,8 +104,46 @@ def test_a_step_of_maxtext(capsys):
     assert {row["kind"] for row in found["sent"]} == {"collective-permute", "all-gather", "all-to-all", "all-reduce"}
 
 
+def test_a_mixture_of_experts_of_maxtext():
+    """Catches experts' kernels without FLOPs, and collectives and gathers of a SparseCore that do not count.
+
+    16 devices process 4 sequences of 4,096 tokens each. Of a layer, a token uses 2 experts and the attention. The
+    backward pass computes all matmuls again. Attention kernels declare no FLOPs.
+    """
+    found, _ = replay.measure(replay.Arguments(MIXTRAL, "v5p:2x2x4", "fsdp=16", at_peak=True))
+    expert, attention, logits, router = 4096 * 14_336, 2 * 4096 * (4096 + 1024), 4096 * 32_000, 4096 * 8
+    flops = 2 * 4 * 4096 * (32 * (2 * 12 * expert + 4 * (attention + router)) + 3 * logits)
+    assert found["flops"] == pytest.approx(flops, rel=0.01)
+    experts = sum(line["matmuls_s"] for line in found["lines"] if line["source"].endswith(" in gmm"))
+    assert experts == pytest.approx(2 * 4 * 4096 * 32 * 2 * 12 * expert / 459e12)
+    weights = 32 * (8 * 3 * expert + attention) + 2 * logits
+    sent = {kind: sum(row["wire_bytes"] for row in found["sent"] if row["kind"] == kind)
+            for kind in ("all-gather", "all-reduce")}  # fmt: skip
+    # Forward and backward pass gather bf16 weights. The compiler sums their gradients with all-reduces.
+    assert sent == pytest.approx(dict.fromkeys(sent, 2 * 2 * weights * 15 / 16), rel=0.05)
+    # 1.6 ms of copies; the rest are waits for gathers of a SparseCore, most of whose time is overlapped
+    assert 0.003 < found["seconds"]["copies"] < 0.01
+
+
+def test_a_long_sequence_of_maxtext():
+    """Catches an axis `context` without its own collectives, and a step that takes less time than its matmuls.
+
+    Each group of 4 devices along `context` processes 4 sequences of 32,768 tokens. The backward pass computes all
+    matmuls again but the last of a layer. Attention kernels declare no FLOPs.
+    """
+    found, _ = replay.measure(replay.Arguments(LONG, "v5p:2x2x4", "fsdp=4,context=4", at_peak=True))
+    attention, hidden, logits = 2 * 4096 * (4096 + 1024), 4096 * 14_336, 4096 * 128_256
+    flops = 2 * 4 * 8192 * (32 * (4 * attention + 11 * hidden) + 3 * logits)
+    assert found["flops"] == pytest.approx(flops, rel=0.01)
+    assert flops / 459e12 < found["step_s"] < 1.3 * flops / 459e12
+    # All-gather of keys and values over `context` in both passes, and the sums of their gradients
+    keys = 2 * 32 * 4 * 32_768 * 2 * 1024 * 3 // 4
+    sent = {row["kind"]: row["wire_bytes"] for row in found["sent"] if row["axes"] == "context"}
+    assert sent == pytest.approx({"all-gather": 2 * keys, "reduce-scatter": keys}, rel=0.01)
+
+
 # Bytes of HBM that the compiler reports for each program: `memory_analysis().peak_memory_in_bytes`, or its dump
-PEAKS = {FLASH: 81_789_984, FLAX: 3_648_221_184, MAXTEXT: 12_302_246_400}
+PEAKS = {FLASH: 81_789_984, FLAX: 3_648_221_184, MAXTEXT: 12_302_246_400, MIXTRAL: 64_549_613_856, LONG: 34_288_137_472}
 
 
 @pytest.mark.parametrize("path", PEAKS, ids=lambda path: Path(path).name)
