@@ -46,7 +46,7 @@ ROOMS = {
     "data": (2735, "utils progress devices config dataset data.reading"),
     "train.hosts": (740, "utils devices config"),
     "train": (2495, "utils progress devices config sharding optimizer dataset data.reading train.hosts"),
-    "weights": (2083, "utils progress config sharding architectures parameters data train"),
+    "weights": (2089, "utils progress config sharding architectures parameters data train"),
     "generate": (2059, "utils progress devices config compile sharding parameters kernels overlap model "
                        "encoder_decoder architectures pipeline data train weights"),
     "evaluate": (1180, "utils progress devices config compile sharding overlap model architectures pipeline dataset "

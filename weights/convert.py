@@ -60,12 +60,15 @@ def run_table(path: str) -> None:
                         "family) in it")  # fmt: skip
 
 
+KNOWN = f"its config.json has one of these values of model_type: {', '.join(FAMILIES)}"
+
+
 # from-hf --------------------------------------------------------------------------------------------------------------
 
 
 def from_hf(
     directory: Annotated[
-        str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help="folder to read, local or in a bucket")
+        str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR", help=f"folder to read, local or in a bucket; {KNOWN}")
     ],
     out: Annotated[str, tyro.conf.arg(metavar="RUN", help="run directory to write, local or in a bucket")],
     table: Table = "",

@@ -37,6 +37,9 @@ def config_from_hf(hf: dict) -> ModelConfig:
             left_out = "" if name in hf else " (the default)"
             raise UserError(f"config.json: {name}={value!r}{left_out} is not supported for {kind}; it must be {want!r}")
     c = ModelConfig(**family.initial_fields | field_values(family, hf))
+    for s in family.settings:
+        if s.field in family.positive_fields and not getattr(c, s.field):
+            raise UserError(f"config.json: {s.hf_name}={hf.get(s.hf_name)!r} is not supported for {kind}")
     check_layer_types(c, hf.get("layer_types"))
     check_fits(c, kind)
     return c
