@@ -58,7 +58,7 @@ ROOMS = {
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (721, "utils config compile pipeline plan.chips plan.count"),
     "plan.time": (919, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),
-    "plan.answer": (2514, "utils config compile sharding architectures parameters pipeline local_steps generate "
+    "plan.answer": (2516, "utils config compile sharding architectures parameters pipeline local_steps generate "
                           "plan.chips plan.trace plan.count plan.time"),
     "plan": (1542, "utils progress devices config compile sharding weights plan.chips plan.trace plan.count "
                    "plan.simulate plan.time plan.answer"),

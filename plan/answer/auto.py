@@ -76,6 +76,8 @@ def choose(cfg: Config, make_plan: Callable[[Config], Plan]) -> tuple[Plan, str]
         for values in itertools.product(*choice.values()):
             way = dict(zip(choice, values, strict=True))
             fewer = {} if size == sizes[0] else {"device_batch": size}
+            if way.get("remat") == SAVED and found and not found[0][1].simulated:
+                continue
             try:
                 plan = make_plan(replace(cfg, work=replace(cfg.work, **way, **fewer).resolved))
             except UserError as error:  # for example, layers that do not split into chunks

@@ -67,6 +67,10 @@ def test_a_list_of_activations_is_tried_on_tpus():
     for topology in ("h100:32", None):
         one = planner.plan(preset("moe1b"), topology, 30 * GIB)
         assert "," not in one.cfg.work.remat and auto.SAVED not in one.why
+        tried = []
+        make = lambda cfg, at=one.topology, tried=tried: tried.append(cfg.work.remat) or planner.plan(cfg, at, 30 * GIB)
+        auto.choose(preset("moe1b"), make)
+        assert "dots" in tried and auto.SAVED not in tried
     assert auto.SAVED not in planner.plan(preset("t5_base", mesh="fsdp=4"), "v4:2x2x1").why
 
 
