@@ -474,9 +474,42 @@ def tpu_attention(reach, q, k, v_bSgU, segments_bs, segments_bS, here, interpret
     return at.restore(mixed, s), log_sum_bh1s[:, :, 0, :s].swapaxes(1, 2)
 
 
+def count_calls(b: int, g: int, spans: int) -> int:
+    """Return in how many calls of the kernel the backward pass computes g key heads.
+
+    A call stores a float32 gradient of its queries for each span: with enough calls, at most twice as much as for all
+    queries with one span. The two cores of a chip need an even number of heads.
+    """
+    fitting = [calls for calls in range(1, g + 1) if g % calls == 0 and (b * g // calls % 2 == 0 or b * g % 2)]
+    return next((calls for calls in fitting if spans <= 2 * calls), fitting[-1]) if fitting else 1
+
+
 def tpu_attention_grads(reach, q, k, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh,
                         interpret=False):  # fmt: skip
-    """Return the gradients of queries, keys and values on a TPU.
+    """Return the gradients of queries, keys and values on a TPU: for long sequences, in a loop over some of the heads
+    (see `count_calls`)."""
+    (b, S, g, U), K = v_bSgU.shape, sum(x.shape[-1] for x in jax.tree.leaves(q))
+    block, width = tpu_block(d_mixed_bshU.shape[1], S, reach), v_bSgU.dtype.itemsize
+    calls = count_calls(b, g, -(-S // (blocks_per_span(S, K, U, block, width) * block)))
+    rest = segments_bs, segments_bS, here
+    if calls == 1:
+        return grads_of_heads(reach, interpret, q, k, v_bSgU, *rest, d_mixed_bshU, top_bsh, slope_bsh)
+    k, rotary = (k[0], k[1:]) if isinstance(k, tuple) else (k, ())
+    split = lambda x: jnp.moveaxis(x.reshape(*x.shape[:2], calls, -1, *x.shape[3:]), 2, 0)
+    join = lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:])
+
+    def of_heads(operands):
+        q, k, v, *more = operands
+        dq, dk, dv = grads_of_heads(reach, interpret, q, (k, *rotary) if rotary else k, v, *rest, *more)
+        return dq, *(dk if rotary else (dk,)), dv
+
+    dq, dk, *d_rotary, dv = jax.lax.map(of_heads, jax.tree.map(split, (q, k, v_bSgU, d_mixed_bshU, top_bsh, slope_bsh)))
+    d_rotary = [jnp.sum(x, axis=0, dtype=float32).astype(x.dtype) for x in d_rotary]
+    return jax.tree.map(join, dq), (join(dk), *d_rotary) if rotary else join(dk), join(dv)
+
+
+def grads_of_heads(reach, interpret, q, k, v_bSgU, segments_bs, segments_bS, here, d_mixed_bshU, top_bsh, slope_bsh):
+    """Return the gradients of `tpu_attention_grads` with one call of the kernel.
 
     The gradients of a span of keys stay in VMEM until all queries of all heads that share them have visited it. The
     gradients of a query are summed over spans, and those of a rotary key over groups.

@@ -30,7 +30,7 @@ ROOMS = {
     "launch": (2100, ""),
     "compile": (1266, "utils devices"),
     "sharding": (483, "utils config compile"),
-    "kernels": (1535, "sharding"),
+    "kernels": (1568, "sharding"),
     "overlap": (1142, "config compile sharding kernels"),
     "rotary": (121, "config"),
     "model": (839, "utils config sharding kernels overlap rotary"),
