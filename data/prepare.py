@@ -127,14 +127,13 @@ def _work_folder(out: Folder) -> Iterator[Folder]:
     work.make()
     try:
         with shards.lock_folder(work):
-            for name in work.file_names():
-                if name.endswith(".part"):  # left by a killed process
-                    work.remove(name)
+            _remove_partial_files(work)
             yield work
         _remove_work(out)
     except BaseException:
         finished = sum(name.startswith("unit-") for name in work.file_names())
         if finished:
+            _remove_partial_files(work)
             log(f"finished work is stored in {work.path} ({finished} units of text); run the same command to resume")
         else:
             _remove_work(out)
@@ -142,6 +141,13 @@ def _work_folder(out: Folder) -> Iterator[Folder]:
                 with contextlib.suppress(OSError):
                     path.rmdir()
         raise
+
+
+def _remove_partial_files(work: Folder) -> None:
+    """Remove the files that killed processes were writing, such as the other workers when one fails."""
+    for name in work.file_names():
+        if name.endswith(".part"):
+            work.remove(name)
 
 
 def _remove_work(out: Folder) -> None:

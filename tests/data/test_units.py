@@ -228,6 +228,20 @@ def test_a_failed_write_is_not_a_finished_unit(tmp_path, monkeypatch, capfd, mos
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
+def test_a_failed_run_leaves_no_partial_file(tmp_path):
+    """Catches the file of a worker that is killed while it writes, because another worker has failed."""
+
+    def fail():
+        with prepare._work_folder(shards.Folder(str(tmp_path))) as work:
+            for name in ("unit-1", "unit-2.77.part"):
+                work.write(name, lambda file: file.write(b"tokens"))
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fail()
+    assert [path.name for path in finished_units(tmp_path)] == ["unit-1"] and not [*tmp_path.rglob("*.part")]
+
+
 def test_shards_of_another_size_are_not_reused(tmp_path, monkeypatch):
     """Catches shards identified by number: the units are the same, but shards change with --shard-tokens."""
     for n in range(12):
