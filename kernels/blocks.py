@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 float32 = jnp.float32
+LANES = 128  # numbers in a vector of a TPU, along the last dim of an array
 HIDDEN = -1e30  # score of a masked key, so that its softmax weight is 0
 Starts = tuple[tuple[int, ...], ...]  # for each device, the key positions at which its chunks of queries begin
 
@@ -144,6 +145,11 @@ def expert_visits(A: int, sizes_e, tile: int) -> tuple[Visits, jax.Array]:
 def pad_to_multiple(x, size: int, dim: int, value=0):
     """Pad a dim to a multiple of `size`."""
     return jnp.pad(x, [(0, -n % size if d == dim else 0) for d, n in enumerate(x.shape)], constant_values=value)
+
+
+def in_lanes(size: int) -> int:
+    """Round up to whole vectors of a TPU."""
+    return -(-size // LANES) * LANES
 
 
 def power_of_two(width: int) -> int:

@@ -17,10 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.attention import Array, einsum_f32, join_parts
-from kernels.blocks import HIDDEN, dot, float32, pad_to_multiple
+from kernels.blocks import HIDDEN, LANES, dot, float32, in_lanes, pad_to_multiple
 from sharding import vary
 
-LANES = 128  # keys, and queries of a block, are padded to a multiple
 # The largest number of float32 scores of a block (1 MiB), and of numbers in the keys and values of a head. The backward
 # pass has several arrays of each size in the 16 MiB of VMEM that a kernel may use; libtpu compiles it for all chips.
 MOST_SCORES, MOST_NUMBERS = 2**18, 2**19
@@ -63,10 +62,6 @@ def store_scores(q, k, v_bSgU, seen_bsS, bias_hsS=None):
 
 
 # TPU ------------------------------------------------------------------------------------------------------------------
-
-
-def in_lanes(size: int) -> int:
-    return -(-size // LANES) * LANES
 
 
 def queries_per_block(s: int, S: int) -> int:

@@ -30,7 +30,7 @@ ROOMS = {
     "launch": (2100, ""),
     "compile": (1266, "utils devices"),
     "sharding": (483, "utils config compile"),
-    "kernels": (1568, "sharding"),
+    "kernels": (1569, "sharding"),
     "overlap": (1142, "config compile sharding kernels"),
     "rotary": (121, "config"),
     "model": (839, "utils config sharding kernels overlap rotary"),
@@ -54,7 +54,7 @@ ROOMS = {
     "serve": (1160, "utils devices config generate"),
     "plan.chips": (975, "utils config sharding"),
     "plan.trace": (978, "utils devices config compile sharding architectures pipeline optimizer plan.chips"),
-    "plan.count": (1683, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
+    "plan.count": (1678, "utils config sharding kernels overlap model encoder_decoder architectures parameters muon "
                          "pipeline optimizer generate plan.chips plan.trace"),
     "plan.simulate": (721, "utils config compile pipeline plan.chips plan.count"),
     "plan.time": (919, "utils config sharding plan.chips plan.trace plan.count plan.simulate"),

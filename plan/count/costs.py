@@ -21,7 +21,7 @@ from architectures import architecture, busiest_stage
 from config import Config, ModelAtWork, ModelConfig
 from config.fields import parse_bias, parse_outer, parse_pipeline, parse_window
 from kernels import attention as attending, grouped, masked
-from kernels.blocks import Reach
+from kernels.blocks import Reach, in_lanes
 from overlap import experts
 from overlap.context import chunk_starts, ring_sends_halo
 from overlap.weights import tokens_go_to_table, vocabulary_slices
@@ -198,11 +198,6 @@ def as_int(x):
 
 
 visits = functools.cache(attending.count_visits)
-
-
-def in_lanes(width: int) -> int:
-    """Round up to whole vectors of a TPU."""
-    return -(-width // hiding.LANES) * hiding.LANES
 
 
 def attention_cost(row: traced_layer.LayerRow, sizes: dict, c: ModelAtWork, z: Sizes):
