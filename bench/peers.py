@@ -104,11 +104,9 @@ def compile_ours(peer: Peer, plan: planner.Plan, path: str) -> None:
     Path(path).write_text(step.step.as_text())
 
 
-def check_ours(peer: Peer, plan: planner.Plan, path: str) -> None:
-    """Raises: UserError if the file has another program than our step with the peer's shapes."""
-    found, _ = replay.measure(replay.Arguments(path, peer.topology, peer.mesh))
-    attends = any(KERNELS[ATTENTION] in row["source"] for row in found["lines"])
-    if not attends or abs(found["flops"] / plan.flops - 1) > 0.02:
+def check_ours(peer: Peer, plan: planner.Plan, path: str, ours: dict) -> None:
+    """Raises: UserError if the simulated file has another program than our step with the peer's shapes."""
+    if not ours[ATTENTION] or abs(ours["flops"] / plan.flops - 1) > 0.02:
         flags = " ".join(f"--{name} {value}" for name, value in peer.settings.items())
         raise UserError(f"--hlo {path}: not our step with these shapes; this writes it: python -m plan {peer.preset} "
                         f"--topology {peer.topology} --mesh {peer.mesh} {flags} --compile --hlo FILE")  # fmt: skip
@@ -128,6 +126,7 @@ def simulate(path: str, peer: Peer, kernels: dict[str, str]) -> dict[str, float]
     causes["matmuls"] -= sum(inside.values())
     sent = sum(row["wire_bytes"] for row in found["sent"])
     result = {"step": found["step_s"]} | inside | causes | {"exposed communication": exposed, "sent_bytes": sent}
+    result["flops"] = found["flops"]
     if found["estimated_cycles"]:
         result[ESTIMATED] = replay.measure(replay.Arguments(path, peer.topology, peer.mesh))[0]["step_s"]
     return result
@@ -140,11 +139,11 @@ def race(name: str, peer: Peer, hlo: str) -> dict:
     """
     with tempfile.TemporaryDirectory() as scratch:
         plan = planner.plan(preset(peer.preset, **peer.settings, mesh=peer.mesh), peer.topology)
-        if hlo:
-            check_ours(peer, plan, hlo)
-        else:
-            compile_ours(peer, plan, hlo := f"{scratch}/step.hlo")
-        ours = simulate(hlo, peer, {name: KERNELS[name] for name in peer.kernels})
+        path = hlo or f"{scratch}/step.hlo"
+        if not hlo:
+            compile_ours(peer, plan, path)
+        ours = simulate(path, peer, {name: KERNELS[name] for name in peer.kernels})
+    check_ours(peer, plan, path, ours)
     theirs = simulate(str(FIXTURES / peer.file), peer, peer.kernels)
     slower = ours[ATTENTION] - theirs[ATTENTION]
     totals = [("step", "step with our attention"), (ESTIMATED, "the same, by the compiler's estimates")]
@@ -152,9 +151,8 @@ def race(name: str, peer: Peer, hlo: str) -> dict:
     same = [
         {label: side[total] + more for label, total in totals.items()} for side, more in ((ours, 0), (theirs, slower))
     ]
-    for side in (ours, theirs):
-        side.pop(ESTIMATED, None)
-    return {"program": name, "ours": ours | same[0], peer.trainer: theirs | same[1]}
+    shown = lambda side: {label: value for label, value in side.items() if label not in (ESTIMATED, "flops")}
+    return {"program": name, "ours": shown(ours) | same[0], peer.trainer: shown(theirs) | same[1]}
 
 
 def print_race(found: dict, peer: Peer) -> None:
